@@ -1,0 +1,2 @@
+//! The agent that runs in the guest.
+fn main() {}

@@ -1,0 +1,2 @@
+//! The `pvmm` command.
+fn main() {}

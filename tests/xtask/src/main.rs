@@ -1,0 +1,2 @@
+//! `cargo xtask`: the one tool behind every `make` target.
+fn main() {}
