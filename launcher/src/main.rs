@@ -1,2 +1,22 @@
-//! The `pvmm` command.
-fn main() {}
+//! The `pvmm` command: parses the arguments, runs one verb, exits with its code.
+//!
+//! Kept tiny so that the walk from a shell to a machine starts with a page: `cli.rs` says what can be
+//! typed, `commands/` what each verb does, `exit.rs` what the shell gets back.
+
+mod args;
+mod cli;
+mod commands;
+mod exit;
+mod output;
+mod sys;
+mod vm_dir;
+
+use clap::Parser;
+
+fn main() {
+    let result = match cli::Cli::try_parse() {
+        Ok(cli) => commands::dispatch(cli),
+        Err(error) => cli::refuse(error),
+    };
+    exit::leave(result)
+}
