@@ -9,6 +9,7 @@
 
 pub mod config;
 pub mod error;
+pub mod kvm;
 
 pub use config::{BootProtocol, Console, Drive, DriveSource, Initrd, VmConfig, Vsock};
 pub use error::{Error, ErrorKind};
