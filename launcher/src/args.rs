@@ -9,12 +9,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
+use pvmm_sandbox::overlay;
 
 /// The longest `--timeout`: thirty days.
 const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
-/// The smallest and largest disk for what a guest writes, in MiB (16 MiB to 16 TiB).
-const MIN_DISK_MIB: u64 = 16;
-const MAX_DISK_MIB: u64 = 16 << 20;
+/// The smallest and largest disk for what a guest writes.
+const MIN_DISK_MIB: u64 = overlay::MIN_BYTES >> 20;
+const MAX_DISK_MIB: u64 = overlay::MAX_BYTES >> 20;
 const MAX_NAME: usize = 63;
 
 /// `512M`, `2G`, `512` (MiB): a size in MiB.

@@ -98,7 +98,7 @@ pub struct Run {
     #[arg(long, value_name = "N", default_value = "1", value_parser = args::cpus)]
     pub cpus: u32,
     /// How much the guest may write to its disk; grows as it is used
-    #[arg(long, value_name = "SIZE", default_value = "2G", value_parser = args::disk_mib)]
+    #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
     pub disk_size: u64,
     #[command(flatten)]
     pub command: CommandFlags,
@@ -250,7 +250,8 @@ pub struct Rm {
 #[derive(Debug, Args)]
 #[command(help_template = TEMPLATE, arg_required_else_help = true, before_help = "\
 Examples:
-  pvmm template build
+  pvmm template build                        build 'base' now instead of on first use
+  pvmm template build data -p git,jq         base with more Debian packages
   pvmm template ls
   pvmm template inspect base
 ")]
@@ -263,8 +264,15 @@ pub struct Template {
 pub enum TemplateVerb {
     /// Build a template now instead of on first use
     Build {
-        #[arg(default_value = "base")]
+        /// What to call it; 'base' is built in, another name is base with more packages
+        #[arg(default_value = "base", conflicts_with = "recipe")]
         name: String,
+        /// Debian packages to add to those of base
+        #[arg(short, long, value_name = "PACKAGE", value_delimiter = ',', num_args = 1..)]
+        packages: Vec<String>,
+        /// Recipe file: {"name": "data", "packages": ["git", "jq"]}
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "packages")]
+        recipe: Option<PathBuf>,
         /// Build it again even if it is there
         #[arg(long)]
         force: bool,

@@ -7,7 +7,11 @@ mod args;
 mod cli;
 mod commands;
 mod exit;
+mod log_file;
 mod output;
+mod prepare;
+mod progress;
+mod rootfs;
 mod sys;
 mod vm_dir;
 

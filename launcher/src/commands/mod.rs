@@ -4,8 +4,10 @@
 //! was typed.
 
 mod completions;
+mod doctor;
 mod man;
 mod ps;
+mod template;
 
 use crate::cli::{Cli, Verb};
 use crate::exit::{Failure, Outcome};
@@ -14,6 +16,8 @@ use crate::exit::{Failure, Outcome};
 pub fn dispatch(cli: Cli) -> Outcome {
     match cli.verb {
         Verb::Ps(args) => ps::ps(args, cli.quiet),
+        Verb::Template(args) => template::template(args, cli.quiet),
+        Verb::Doctor(args) => doctor::doctor(args),
         Verb::Completions(args) => completions::completions(args),
         Verb::Man(args) => man::man(args),
         _ => Err(Failure::fault("not wired")),

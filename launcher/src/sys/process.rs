@@ -6,7 +6,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 /// Which side of a fork this is.
@@ -128,12 +128,38 @@ pub fn leave_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// Sends `signal` to a process that another launcher started.
-pub fn signal(pid: u32, signal: i32) -> io::Result<()> {
-    let pid = libc::pid_t::try_from(pid).ok().filter(|pid| *pid > 1);
-    let pid = pid.ok_or_else(|| io::Error::from(io::ErrorKind::InvalidInput))?;
-    // SAFETY: no pointers.
-    check(unsafe { libc::kill(pid, signal) })
+/// Asks every process that this one has started to end. Those that have ended already do not mind.
+pub fn stop_children() {
+    let list = std::fs::read_to_string("/proc/thread-self/children").unwrap_or_default();
+    for pid in list.split_whitespace().filter_map(|pid| pid.parse().ok()) {
+        // SAFETY: no pointers. An unreaped child keeps its number, so nobody else can be meant.
+        unsafe { libc::kill(pid, libc::SIGTERM) };
+    }
+}
+
+/// A process that another launcher started, named so that its number cannot come to mean another.
+#[derive(Debug)]
+pub struct Other {
+    fd: OwnedFd,
+}
+
+impl Other {
+    /// The process that has this number now; the caller then checks that it is the one it means.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;
+        // SAFETY: no pointers; the result is a new descriptor.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) } as libc::c_int;
+        check(fd)?;
+        // SAFETY: the descriptor was just made and nobody else owns it.
+        Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
+    }
+
+    pub fn signal(&self, signal: i32) -> io::Result<()> {
+        let (fd, none) = (self.fd.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+        // SAFETY: the descriptor is open, and no details are passed with the signal.
+        let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
+        check(sent as libc::c_int)
+    }
 }
 
 /// This process's effective user.

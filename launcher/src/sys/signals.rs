@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
+use std::time::Duration;
 
 /// The signals that a person or a service sends to end or interrupt a command.
 pub const FORWARDED: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
@@ -32,6 +33,11 @@ impl Signals {
         }
         // SAFETY: the descriptor was just made and nobody else owns it.
         Ok(Self { fd: unsafe { File::from_raw_fd(fd) } })
+    }
+
+    /// Whether one has arrived that has not been read.
+    pub fn is_pending(&self) -> bool {
+        super::poll::readable(&[self.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready[0])
     }
 
     /// The next signal's number; waits for one.

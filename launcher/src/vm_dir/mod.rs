@@ -11,28 +11,24 @@
 //! | `console.log`, `output.log` | what the guest and its main command printed |
 //! | `outcome.json` | how it ended: [`Ending`] |
 
+mod base;
 mod record;
 #[cfg(test)]
 mod tests;
 
+pub use base::Base;
 pub use record::{Ending, Record, State, now};
 
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::exit::Failure;
-use crate::sys::{lock, process};
+use crate::sys::lock;
 
-/// The longest path that a Unix socket's address can hold.
-const MAX_SOCKET_PATH: usize = 107;
-/// What follows the base in the longest socket path: `/<id>/vsock.sock_<port>`.
-const SOCKET_TAIL: usize = 1 + ID_LENGTH + "/vsock.sock_4294967295".len();
 const ID_LENGTH: usize = 12;
-/// How long to wait for another pvmm that is making or sweeping a directory.
-const BASE_PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, thiserror::Error)]
 pub enum VmDirError {
@@ -83,147 +79,6 @@ fn at(act: &'static str, path: &Path) -> impl FnOnce(io::Error) -> VmDirError {
 /// Whether `text` has the shape of an id.
 pub fn is_id(text: &str) -> bool {
     text.len() == ID_LENGTH && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
-}
-
-/// The directory that holds the VMs' directories.
-#[derive(Clone, Debug)]
-pub struct Base {
-    path: PathBuf,
-}
-
-impl Base {
-    /// The user's base directory, made if needed; refused if anyone else could look into it.
-    pub fn open() -> Result<Self, VmDirError> {
-        Self::at(Self::default_path())
-    }
-
-    fn default_path() -> PathBuf {
-        let set =
-            |name| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-        if let Some(path) = set("PVMM_RUNTIME_DIR") {
-            return path;
-        }
-        if let Some(path) = set("XDG_RUNTIME_DIR").filter(|path| path.is_dir()) {
-            return path.join("pvmm");
-        }
-        match process::effective_uid() {
-            0 if Path::new("/run").is_dir() => PathBuf::from("/run/pvmm"),
-            uid => std::env::temp_dir().join(format!("pvmm-{uid}")),
-        }
-    }
-
-    /// The same for a given path.
-    pub fn at(path: PathBuf) -> Result<Self, VmDirError> {
-        if !path.is_absolute() {
-            return Err(VmDirError::Relative(path));
-        }
-        let (length, max) = (path.as_os_str().len(), MAX_SOCKET_PATH - SOCKET_TAIL);
-        if length > max {
-            return Err(VmDirError::TooLong { path, length, max });
-        }
-        match DirBuilder::new().mode(0o700).create(&path) {
-            Ok(()) => {}
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(error) => return Err(at("make the runtime directory", &path)(error)),
-        }
-        // In a shared /tmp somebody else may have been first: a link or a directory that is not ours
-        // would hand them the sockets.
-        let metadata = fs::symlink_metadata(&path).map_err(at("look at", &path))?;
-        let not_ours = |why| Err(VmDirError::NotOurs { path: path.clone(), why });
-        match () {
-            () if !metadata.is_dir() => not_ours("is not a directory"),
-            () if metadata.uid() != process::effective_uid() => not_ours("belongs to another user"),
-            () if metadata.permissions().mode() & 0o077 != 0 => {
-                not_ours("is open to other users; it needs mode 0700")
-            }
-            () => Ok(Self { path }),
-        }
-    }
-
-    pub fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// Makes a directory for a new VM and holds its lock; refuses a name that is taken.
-    pub fn create(&self, mut record: Record) -> Result<Claim, VmDirError> {
-        let _base = self.lock()?;
-        self.sweep_locked();
-        if let Some(name) = &record.name {
-            let taken =
-                self.entries()?.into_iter().find(|vm| vm.record.name.as_ref() == Some(name));
-            if let Some(vm) = taken {
-                return Err(VmDirError::NameTaken { name: name.clone(), id: vm.record.id });
-            }
-        }
-        let random: [u8; ID_LENGTH / 2] =
-            process::random().map_err(at("draw an id for", &self.path))?;
-        record.id = random.iter().map(|byte| format!("{byte:02x}")).collect();
-        let path = self.path.join(&record.id);
-        DirBuilder::new().mode(0o700).create(&path).map_err(at("make", &path))?;
-        let mut claim = Claim { dir: VmDir { path }, lock: None };
-        let lock = claim.dir.open_lock().map_err(at("lock", &claim.dir.path))?;
-        lock::try_exclusive(&lock).map_err(at("lock", &claim.dir.path))?;
-        claim.lock = Some(lock);
-        claim.dir.write_record(&record)?;
-        Ok(claim)
-    }
-
-    /// Every VM there is, newest last; what dead foreground runs left behind goes first.
-    pub fn list(&self) -> Result<Vec<Entry>, VmDirError> {
-        if self.entries()?.iter().any(Entry::is_left_over) {
-            let _base = self.lock()?;
-            self.sweep_locked();
-        }
-        let mut entries = self.entries()?;
-        entries.sort_by(|a, b| {
-            (a.record.created, &a.record.id).cmp(&(b.record.created, &b.record.id))
-        });
-        Ok(entries)
-    }
-
-    /// The VM with this id, name, or start of an id.
-    pub fn find(&self, reference: &str) -> Result<Entry, VmDirError> {
-        let mut entries = self.list()?;
-        let exact =
-            |vm: &Entry| vm.record.id == reference || vm.record.name.as_deref() == Some(reference);
-        if let Some(found) = entries.iter().position(exact) {
-            return Ok(entries.swap_remove(found));
-        }
-        entries.retain(|vm| !reference.is_empty() && vm.record.id.starts_with(reference));
-        match entries.len() {
-            0 => Err(VmDirError::Unknown(reference.to_owned())),
-            1 => Ok(entries.swap_remove(0)),
-            count => Err(VmDirError::Ambiguous { reference: reference.to_owned(), count }),
-        }
-    }
-
-    /// Held while a directory is made or swept, so that names are unique and nothing half-made is swept.
-    fn lock(&self) -> Result<File, VmDirError> {
-        let path = self.path.join("lock");
-        let file = open_private(&path).map_err(at("open", &path))?;
-        match lock::exclusive(&file, BASE_PATIENCE).map_err(at("lock", &path))? {
-            true => Ok(file),
-            false => Err(VmDirError::Busy(self.path.clone())),
-        }
-    }
-
-    fn entries(&self) -> Result<Vec<Entry>, VmDirError> {
-        let mut entries = Vec::new();
-        for dir in fs::read_dir(&self.path).map_err(at("read", &self.path))? {
-            let dir = dir.map_err(at("read", &self.path))?;
-            if let Some(id) = dir.file_name().to_str().filter(|name| is_id(name)) {
-                entries.push(Entry::read(id, VmDir { path: self.path.join(id) }));
-            }
-        }
-        Ok(entries)
-    }
-
-    /// Removes what no process owns any more. What cannot be removed now is tried again next time.
-    fn sweep_locked(&self) {
-        for left_over in self.entries().unwrap_or_default().iter().filter(|vm| vm.is_left_over()) {
-            let _ = left_over.dir.remove();
-        }
-    }
 }
 
 /// One VM as another command sees it.
@@ -329,6 +184,7 @@ impl VmDir {
 #[derive(Debug)]
 pub struct Claim {
     dir: VmDir,
+    base: Base,
     lock: Option<File>,
 }
 
@@ -338,11 +194,11 @@ impl Claim {
     }
 
     /// Leaves the directory to the VMM process, which has its own copy of the lock.
-    pub fn keep(mut self) -> VmDir {
-        self.lock = None;
-        let dir = self.dir.clone();
-        std::mem::forget(self);
-        dir
+    pub fn keep(self) -> VmDir {
+        // Field by field: dropping the whole would remove the directory.
+        let mut kept = std::mem::ManuallyDrop::new(self);
+        kept.lock = None;
+        kept.dir.clone()
     }
 }
 
@@ -350,6 +206,7 @@ impl Drop for Claim {
     fn drop(&mut self) {
         // What cannot be removed now is swept by the next command.
         let _ = self.dir.remove();
+        self.base.leave();
     }
 }
 

@@ -1,5 +1,7 @@
 //! VM directories made, found, swept and refused.
 
+use std::os::unix::fs::PermissionsExt;
+
 use super::*;
 
 struct Fixture {
@@ -9,6 +11,7 @@ struct Fixture {
 
 fn fixture() -> Fixture {
     let home = tempfile::tempdir().unwrap();
+    // Made by the first VM, in a home that is as private as the user's own.
     Fixture { base: Base::at(home.path().join("pvmm")).unwrap(), _home: home }
 }
 
@@ -20,7 +23,7 @@ fn named(name: &str) -> Record {
 fn create_makes_private_directories() {
     let fixture = fixture();
     let claim = fixture.base.create(Record::default()).unwrap();
-    for path in [&fixture.base.path, &claim.dir.path] {
+    for path in [fixture.base.path(), claim.dir.path.as_path()] {
         assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o700);
     }
     assert!(claim.dir.is_alive());
@@ -52,6 +55,21 @@ fn claim_dropped_removes_its_directory() {
     let fixture = fixture();
     drop(fixture.base.create(Record::default()).unwrap());
     assert!(fixture.base.list().unwrap().is_empty());
+    assert!(!fixture.base.path().exists(), "the last one takes the base with it");
+}
+
+#[test]
+fn create_and_drop_from_many_threads_never_fails() {
+    let fixture = fixture();
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| {
+                for _ in 0..20 {
+                    drop(fixture.base.create(Record::default()).unwrap());
+                }
+            });
+        }
+    });
 }
 
 #[test]
@@ -61,11 +79,11 @@ fn list_after_maker_died_sweeps_ephemeral_and_keeps_detached_as_dead() {
         // `keep` lets go of the lock without removing anything, as a killed process does.
         fixture.base.create(Record { ephemeral, ..Record::default() }).unwrap().keep();
     }
-    fs::create_dir(fixture.base.path.join("0123456789ab")).unwrap();
+    fs::create_dir(fixture.base.path().join("0123456789ab")).unwrap();
     let left = fixture.base.list().unwrap();
     assert_eq!(left.len(), 1);
     assert_eq!(left[0].state, State::Dead);
-    assert_eq!(fs::read_dir(&fixture.base.path).unwrap().count(), 2, "one VM and the lock");
+    assert_eq!(fs::read_dir(fixture.base.path()).unwrap().count(), 1);
 }
 
 #[test]
@@ -94,8 +112,8 @@ fn find_by_id_name_or_unique_start_finds_it() {
 fn find_by_shared_start_is_ambiguous() {
     let fixture = fixture();
     for id in ["aaaaaaaaaaa1", "aaaaaaaaaaa2"] {
-        let dir = VmDir { path: fixture.base.path.join(id) };
-        fs::create_dir(&dir.path).unwrap();
+        let dir = VmDir { path: fixture.base.path().join(id) };
+        fs::create_dir_all(&dir.path).unwrap();
         dir.write_record(&Record::default()).unwrap();
     }
     let found = fixture.base.find("aaa");
