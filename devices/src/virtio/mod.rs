@@ -6,12 +6,14 @@
 //! | `registry.rs` | which devices exist |
 //! | `queue.rs`, `chain.rs` | how guest rings are read, once and checked |
 //! | `interrupt.rs` | how a worker gets the driver's attention |
+//! | `vsock/` | streams to and from Unix sockets of the host |
 
 pub mod chain;
 pub mod device;
 pub mod interrupt;
 pub mod queue;
 pub mod registry;
+pub mod vsock;
 
 pub use chain::Chain;
 pub use device::{Activation, Stopped, VirtioDevice, Worker};

@@ -4,6 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::vsock::VsockStateV1;
+
 /// A kind of device, numbered as virtio 1.2 section 5 does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u32)]
@@ -26,4 +28,6 @@ impl DeviceKind {
 
 /// The saved state of one device, whatever its kind. Untrusted when it comes from a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum DeviceState {}
+pub enum DeviceState {
+    Vsock(VsockStateV1),
+}
