@@ -12,3 +12,6 @@ pub mod error;
 
 pub use config::{BootProtocol, Console, Drive, DriveSource, Initrd, VmConfig, Vsock};
 pub use error::{Error, ErrorKind};
+//! Placeholder.
+
+pub mod kvm;

@@ -1,0 +1,289 @@
+//! A host with working KVM on a machine that has none: a Linux guest under QEMU's emulation.
+//!
+//! QEMU's TCG emulates AMD's SVM with nested paging, so a stock Debian kernel inside it drives a
+//! real `kvm_amd`. The outer root is the host's root under a throw-away layer: every program built
+//! outside is simply there. QEMU, its sockets and its memory belong to this process and vanish
+//! with it, even when it is killed.
+
+mod cpio;
+pub mod frame;
+pub mod image;
+pub mod serve;
+pub mod session;
+
+use std::collections::VecDeque;
+use std::env;
+use std::fs;
+use std::io::{self, PipeReader, Read};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::sys::{self, READABLE, Waiting};
+use crate::{cache, checkout};
+use image::{Image, ImageError};
+
+/// The host says once per this time that it lives.
+pub const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
+
+/// A host that has been silent for so long will not come back.
+const HEARTBEAT_DEADLINE: Duration = Duration::from_secs(30);
+
+/// A boot takes about ten seconds, several times that on a busy machine.
+const BOOT_DEADLINE: Duration = Duration::from_secs(180);
+
+const HEARTBEAT_PORT: u32 = 1;
+
+/// As many commands can run at once as there are numbers here.
+const SESSION_PORTS: std::ops::Range<u32> = 2..18;
+
+/// Console output kept to explain a host that died.
+const CONSOLE_KEPT: usize = 8 << 10;
+
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error("cannot create {0}")]
+    Create(PathBuf, #[source] io::Error),
+    #[error("cannot set up the channels to the nested host")]
+    Channels(#[source] io::Error),
+    #[error("cannot start qemu-system-x86_64")]
+    Start(#[source] io::Error),
+    #[error("the nested host did not come up within {} s; its console ended with:\n{console}",
+        BOOT_DEADLINE.as_secs())]
+    BootLate { console: String },
+    #[error("the nested host died while booting; its console ended with:\n{console}")]
+    BootDied { console: String },
+    #[error("interrupted by signal {0}")]
+    Interrupted(u8),
+}
+
+/// A directory of the outer machine that is visible inside as it is now, at the same path.
+struct Share {
+    path: PathBuf,
+    options: &'static str,
+    writable: bool,
+}
+
+/// What must not be served from the root share, whose cache does not notice a rebuild.
+fn shares() -> Result<Vec<Share>, HostError> {
+    // Pages are cached while a file is open, names and attributes never.
+    const CURRENT: &str = "ro,cache=readahead";
+    // Written through, so that nothing is lost when the host is killed.
+    const SCRATCH: &str = "rw,cache=none";
+    let root = checkout::root();
+    let mut paths = vec![root.clone(), cache::dir()];
+    if let Some(target) = env::var_os("CARGO_TARGET_DIR") {
+        paths.push(root.join(target));
+    }
+    let mut shares: Vec<Share> = Vec::new();
+    for path in paths {
+        fs::create_dir_all(&path).map_err(|e| HostError::Create(path.clone(), e))?;
+        if !shares.iter().any(|share| path.starts_with(&share.path)) {
+            shares.push(Share { path, options: CURRENT, writable: false });
+        }
+    }
+    let scratch = checkout::scratch();
+    fs::create_dir_all(&scratch).map_err(|e| HostError::Create(scratch.clone(), e))?;
+    shares.push(Share { path: scratch, options: SCRATCH, writable: true });
+    Ok(shares)
+}
+
+/// A running nested host. Dropping it kills it.
+pub struct NestedHost {
+    qemu: Child,
+    ports: Vec<UnixStream>,
+    pulse: UnixStream,
+    console: Arc<Mutex<VecDeque<u8>>>,
+}
+
+impl NestedHost {
+    /// Starts the host and waits until it serves.
+    ///
+    /// Call it from the main thread: QEMU is killed when the calling thread ends.
+    pub fn boot(image: &Image, signals: &PipeReader) -> Result<Self, HostError> {
+        let mut host = Self::start(image)?;
+        let until = Instant::now() + BOOT_DEADLINE;
+        loop {
+            let [beat, signalled] = sys::poll(
+                [
+                    Waiting { fd: Some(host.pulse.as_fd()), events: READABLE },
+                    Waiting { fd: Some(signals.as_fd()), events: READABLE },
+                ],
+                Some(HEARTBEAT_EVERY),
+            )
+            .map_err(HostError::Channels)?;
+            if signalled != 0
+                && let Some(signal) = session::pending(signals).first()
+            {
+                return Err(HostError::Interrupted(*signal));
+            }
+            if beat != 0 {
+                return match host.pulse.read(&mut [0; 64]) {
+                    Ok(n) if n > 0 => Ok(host),
+                    _ => Err(HostError::BootDied { console: host.console() }),
+                };
+            }
+            if Instant::now() >= until {
+                return Err(HostError::BootLate { console: host.console() });
+            }
+        }
+    }
+
+    fn start(image: &Image) -> Result<Self, HostError> {
+        let mut qemu = Command::new("qemu-system-x86_64");
+        qemu.args(["-M", "q35", "-accel", "tcg,tb-size=1024", "-cpu", "max,-pku,+svm,+npt"]);
+        // One CPU: with two, multi-threaded TCG and the kernel's patching of its own code make
+        // the host oops. Idle by polling: without it a boot now and then sleeps and never wakes.
+        qemu.args(["-m", "6144", "-smp", "1", "-nodefaults", "-no-reboot", "-nographic"]);
+        qemu.args(["-serial", "stdio"]);
+        qemu.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
+        let mut words = String::from(
+            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr idle=poll",
+        );
+
+        share(&mut qemu, "root", Path::new("/"), false);
+        for (index, Share { path, options, writable }) in shares()?.into_iter().enumerate() {
+            let tag = format!("share{index}");
+            share(&mut qemu, &tag, &path, writable);
+            words.push_str(&format!(" nested_share={tag}:{options}:{}", encode(&path)));
+        }
+        let program = env::current_exe().map_err(HostError::Start)?;
+        words.push_str(&format!(" nested_serve={}", encode(&program)));
+        qemu.args(["-append", &words]);
+
+        qemu.args(["-device", "virtio-serial-pci,max_ports=31"]);
+        let mut theirs: Vec<OwnedFd> = Vec::new();
+        let mut channel = |number: u32| -> io::Result<UnixStream> {
+            let (ours, other) = UnixStream::pair()?;
+            let fd = other.as_raw_fd();
+            qemu.args(["-chardev", &format!("socket,id=port{number},fd={fd}")]);
+            qemu.args(["-device", &format!("virtserialport,nr={number},chardev=port{number}")]);
+            theirs.push(other.into());
+            Ok(ours)
+        };
+        let pulse = channel(HEARTBEAT_PORT).map_err(HostError::Channels)?;
+        let ports = SESSION_PORTS
+            .map(&mut channel)
+            .collect::<Result<_, _>>()
+            .map_err(HostError::Channels)?;
+
+        sys::die_with_parent(&mut qemu, theirs.iter().map(|fd| fd.as_raw_fd()).collect());
+        // A group of its own, so that Ctrl-C reaches the command and not the machine under it.
+        qemu.process_group(0);
+        let (console_out, console_in) = io::pipe().map_err(HostError::Channels)?;
+        let qemu = qemu
+            .stdin(Stdio::null())
+            .stdout(console_in.try_clone().map_err(HostError::Channels)?)
+            .stderr(console_in)
+            .spawn()
+            .map_err(HostError::Start)?;
+        let console = Arc::new(Mutex::new(VecDeque::new()));
+        let kept = Arc::clone(&console);
+        thread::spawn(move || keep_console(console_out, &kept));
+        Ok(NestedHost { qemu, ports, pulse, console })
+    }
+
+    /// The channel for one command at a time, counted from 0.
+    pub fn port(&self, index: usize) -> io::Result<UnixStream> {
+        self.ports.get(index).ok_or(io::ErrorKind::NotFound)?.try_clone()
+    }
+
+    pub fn port_count(&self) -> usize {
+        self.ports.len()
+    }
+
+    pub fn qemu_pid(&self) -> u32 {
+        self.qemu.id()
+    }
+
+    /// Watches the heartbeat from now on and kills a host that has lost it, which ends every
+    /// session with [`session::End::HostLost`].
+    pub fn watch(&self) -> io::Result<()> {
+        let pulse = self.pulse.try_clone()?;
+        pulse.set_read_timeout(Some(HEARTBEAT_DEADLINE))?;
+        let pid = self.qemu.id();
+        thread::Builder::new().name("watchdog".into()).spawn(move || {
+            let mut pulse = pulse;
+            while pulse.read(&mut [0; 64]).is_ok_and(|n| n > 0) {}
+            // Dead already, or silent for too long. The child is collected by its owner only
+            // after this process is done with it, so the number is still its own.
+            let _ = sys::kill(pid, libc::SIGKILL);
+        })?;
+        Ok(())
+    }
+
+    /// The last lines of the host's console.
+    pub fn console(&self) -> String {
+        let mut kept = self.console.lock().unwrap_or_else(PoisonError::into_inner);
+        String::from_utf8_lossy(kept.make_contiguous()).trim().to_string()
+    }
+}
+
+impl Drop for NestedHost {
+    fn drop(&mut self) {
+        let _ = self.qemu.kill();
+        let _ = self.qemu.wait();
+    }
+}
+
+fn share(qemu: &mut Command, tag: &str, path: &Path, writable: bool) {
+    let mut option = std::ffi::OsString::from(format!("local,id={tag},path="));
+    // QEMU's own quoting: a comma in a value is written twice.
+    option.push(std::ffi::OsStr::from_bytes(&path.as_os_str().as_bytes().iter().fold(
+        Vec::new(),
+        |mut bytes, &byte| {
+            bytes.extend_from_slice(if byte == b',' { b",," } else { std::slice::from_ref(&byte) });
+            bytes
+        },
+    )));
+    option.push(",security_model=none,multidevs=remap");
+    if !writable {
+        option.push(",readonly=on");
+    }
+    qemu.arg("-fsdev").arg(option);
+    qemu.args(["-device", &format!("virtio-9p-pci,fsdev={tag},mount_tag={tag}")]);
+}
+
+/// A path as one word of the kernel's command line.
+fn encode(path: &Path) -> String {
+    let mut word = String::new();
+    for &byte in path.as_os_str().as_bytes() {
+        match byte {
+            b'a'..=b'z' | b'A'..=b'Z' | b'0'..=b'9' | b'/' | b'.' | b'-' | b'_' | b'+' => {
+                word.push(char::from(byte));
+            }
+            _ => word.push_str(&format!("%{byte:02x}")),
+        }
+    }
+    word
+}
+
+fn keep_console(mut from: PipeReader, kept: &Mutex<VecDeque<u8>>) {
+    let mut chunk = [0; 1024];
+    while let Ok(n) = from.read(&mut chunk)
+        && n > 0
+    {
+        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.extend(&chunk[..n]);
+        let excess = kept.len().saturating_sub(CONSOLE_KEPT);
+        kept.drain(..excess);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn encode_path_with_space_and_colon_is_one_word() {
+        assert_eq!(encode(Path::new("/a b/c:d")), "/a%20b/c%3ad");
+    }
+}

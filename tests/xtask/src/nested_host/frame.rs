@@ -1,0 +1,169 @@
+//! The frames that carry one command's streams between the two machines.
+//!
+//! Both ends are this program, so the format has no history to respect: five bytes of header
+//! (payload length, kind), then the payload. It keeps the streams apart and binary-clean on a
+//! channel that never closes.
+
+use std::io::{self, Read};
+
+use serde::{Deserialize, Serialize};
+
+/// Both ends must agree; a background host with another number is not used.
+pub const VERSION: u32 = 1;
+
+/// Larger payloads are a broken peer. Arguments and environment travel in one frame.
+pub const MAX_PAYLOAD: usize = 2 << 20;
+
+/// Data frames stay small so that a signal never waits behind a long one.
+pub const DATA_CHUNK: usize = 32 << 10;
+
+/// Bytes of stdin that may be on the way before the command has read them.
+pub const STDIN_WINDOW: usize = 256 << 10;
+
+const HEADER: usize = 5;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// To the host: a [`Request`]; starts a command.
+    Open = 1,
+    /// To the host: bytes for the command's stdin.
+    Stdin,
+    /// To the host: no more stdin.
+    StdinEnd,
+    /// To the host: one byte, a signal for the command's process group.
+    Signal,
+    /// To the host: one byte, 1 or 2: nobody reads this stream any more.
+    CloseOutput,
+    /// To the host: the client is gone; end the command.
+    HangUp,
+    /// To the host: rows and columns of the client's terminal, two bytes each.
+    Resize,
+    /// From the host: bytes of the command's stdout.
+    Stdout,
+    /// From the host: bytes of the command's stderr.
+    Stderr,
+    /// From the host: four bytes, how much stdin the command has taken since the last one.
+    Credit,
+    /// From the host, last: an [`Outcome`].
+    Exit,
+}
+
+impl Kind {
+    fn from_byte(byte: u8) -> Option<Self> {
+        use Kind::*;
+        [Open, Stdin, StdinEnd, Signal, CloseOutput, HangUp, Resize, Stdout, Stderr, Credit, Exit]
+            .into_iter()
+            .find(|&kind| kind as u8 == byte)
+    }
+}
+
+/// What to run. Bytes, because neither arguments nor paths need be UTF-8.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Request {
+    pub argv: Vec<Vec<u8>>,
+    pub env: Vec<(Vec<u8>, Vec<u8>)>,
+    pub cwd: Vec<u8>,
+    /// Size of the client's terminal if the command shall have one.
+    pub terminal: Option<Size>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Size {
+    pub rows: u16,
+    pub columns: u16,
+}
+
+/// How the command ended, as a shell would say it.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Outcome {
+    pub code: u8,
+    /// Why the command could not be started.
+    pub message: Option<String>,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+pub struct Frame {
+    pub kind: Kind,
+    pub payload: Vec<u8>,
+}
+
+/// Appends one frame to `out`.
+pub fn encode(out: &mut Vec<u8>, kind: Kind, payload: &[u8]) {
+    out.extend_from_slice(&(payload.len() as u32).to_le_bytes());
+    out.push(kind as u8);
+    out.extend_from_slice(payload);
+}
+
+/// Takes the first whole frame off `buffer`, if there is one.
+pub fn decode(buffer: &mut Vec<u8>) -> io::Result<Option<Frame>> {
+    let Some(header) = buffer.first_chunk::<HEADER>() else { return Ok(None) };
+    let (len, kind) = parse_header(header)?;
+    if buffer.len() < HEADER + len {
+        return Ok(None);
+    }
+    let payload = buffer[HEADER..HEADER + len].to_vec();
+    buffer.drain(..HEADER + len);
+    Ok(Some(Frame { kind, payload }))
+}
+
+/// Reads one frame, waiting for it; `None` at the end of the stream.
+pub fn read(from: &mut impl Read) -> io::Result<Option<Frame>> {
+    let mut header = [0; HEADER];
+    match from.read_exact(&mut header) {
+        Ok(()) => {}
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
+        Err(e) => return Err(e),
+    }
+    let (len, kind) = parse_header(&header)?;
+    let mut payload = vec![0; len];
+    from.read_exact(&mut payload)?;
+    Ok(Some(Frame { kind, payload }))
+}
+
+fn parse_header(header: &[u8; HEADER]) -> io::Result<(usize, Kind)> {
+    let [a, b, c, d, kind] = *header;
+    let len = u32::from_le_bytes([a, b, c, d]) as usize;
+    match Kind::from_byte(kind) {
+        Some(kind) if len <= MAX_PAYLOAD => Ok((len, kind)),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidData, "broken frame")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decode_half_a_frame_waits_for_the_rest() {
+        let mut wire = Vec::new();
+        encode(&mut wire, Kind::Stdout, b"hello");
+        let mut buffer = wire[..7].to_vec();
+        assert_eq!(decode(&mut buffer).unwrap(), None);
+        buffer.extend_from_slice(&wire[7..]);
+        let frame = decode(&mut buffer).unwrap();
+        assert_eq!(frame, Some(Frame { kind: Kind::Stdout, payload: b"hello".to_vec() }));
+        assert!(buffer.is_empty());
+    }
+
+    #[test]
+    fn decode_oversized_length_is_refused() {
+        let mut buffer = u32::MAX.to_le_bytes().to_vec();
+        buffer.push(Kind::Stdin as u8);
+        assert_eq!(decode(&mut buffer).unwrap_err().kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn read_at_the_end_of_the_stream_is_none() {
+        assert_eq!(read(&mut io::empty()).unwrap(), None);
+    }
+
+    #[test]
+    fn kinds_survive_their_byte() {
+        for byte in 1..=11 {
+            assert_eq!(Kind::from_byte(byte).map(|kind| kind as u8), Some(byte));
+        }
+        assert_eq!(Kind::from_byte(0), None);
+        assert_eq!(Kind::from_byte(12), None);
+    }
+}

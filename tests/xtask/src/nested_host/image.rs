@@ -1,0 +1,223 @@
+//! Prepares what the nested host boots from: a stock Debian kernel and an initramfs.
+//!
+//! Built once and kept in the cache under a hash of the recipe, so that a later run only starts
+//! QEMU. Nothing is installed but the tools; the kernel package is only unpacked.
+
+use std::fs::{self, File};
+use std::io::{self, BufWriter};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+use super::cpio::Archive;
+use crate::packages::{self, PackageError};
+use crate::{cache, progress, sys};
+
+/// Programs that must be on the machine to prepare or boot the host.
+const PACKAGES: [&str; 4] = ["qemu-system-x86", "busybox-static", "kmod", "xz-utils"];
+
+/// Loaded in this order, each after what it depends on.
+const MODULES: [&str; 30] = [
+    "virtio_pci",
+    "virtio_console",
+    "9pnet_virtio",
+    "9p",
+    "overlay",
+    "kvm_amd",
+    "tun",
+    "vsock",
+    "vhost_vsock",
+    "vhost_net",
+    "virtio_blk",
+    "virtio_net",
+    "ext4",
+    "xfs",
+    "squashfs",
+    "erofs",
+    "fuse",
+    "loop",
+    "veth",
+    "bridge",
+    "nf_tables",
+    "nft_chain_nat",
+    "nft_ct",
+    "nft_masq",
+    "nft_nat",
+    "nft_limit",
+    "nft_log",
+    "nft_reject_inet",
+    "virtio_rng",
+    "userfaultfd",
+];
+
+const INIT: &str = include_str!("../../../nested-host/init");
+
+/// Raised when this file changes what it builds from the same inputs.
+const RECIPE: u32 = 1;
+
+/// Another process may be preparing the same image; it needs a download and a minute.
+const LOCK_DEADLINE: Duration = Duration::from_secs(900);
+
+#[derive(Debug, thiserror::Error)]
+pub enum ImageError {
+    #[error(transparent)]
+    Package(#[from] PackageError),
+    #[error("cannot write {0}")]
+    Write(PathBuf, #[source] io::Error),
+    #[error("cannot read {0}")]
+    Read(PathBuf, #[source] io::Error),
+    #[error("cannot run {0}")]
+    Run(&'static str, #[source] io::Error),
+    #[error("{0} failed")]
+    Failed(String),
+    #[error("another process still prepares the nested host after {} s", LOCK_DEADLINE.as_secs())]
+    Locked,
+}
+
+/// A kernel and initramfs that are ready to boot.
+#[derive(Clone, Debug)]
+pub struct Image {
+    pub kernel: PathBuf,
+    pub initramfs: PathBuf,
+    /// Names this image's recipe; a running host with another key is another host.
+    pub key: String,
+}
+
+/// Returns the image, preparing it first if the cache does not have it.
+pub fn prepare() -> Result<Image, ImageError> {
+    packages::install(&PACKAGES)?;
+    let key = key();
+    let base = cache::dir().join("nested-host");
+    let dir = base.join(&key);
+    let image = Image { kernel: dir.join("vmlinuz"), initramfs: dir.join("initramfs"), key };
+    if dir.exists() {
+        return Ok(image);
+    }
+
+    let write = |path: &Path| {
+        let path = path.to_path_buf();
+        move |e| ImageError::Write(path, e)
+    };
+    fs::create_dir_all(&base).map_err(write(&base))?;
+    let lock_path = base.join("lock");
+    let lock = File::create(&lock_path).map_err(write(&lock_path))?;
+    if !sys::lock(&lock, LOCK_DEADLINE).map_err(write(&lock_path))? {
+        return Err(ImageError::Locked);
+    }
+    if dir.exists() {
+        return Ok(image);
+    }
+    progress::step("preparing the nested host (once)");
+    // Whoever holds the lock is alone: what an interrupted run left behind can go.
+    let temporary = base.join("building");
+    let _ = fs::remove_dir_all(&temporary);
+    fs::create_dir(&temporary).map_err(write(&temporary))?;
+    build(&temporary).inspect_err(|_| drop(fs::remove_dir_all(&temporary)))?;
+    fs::rename(&temporary, &dir).map_err(write(&dir))?;
+    progress::step("the nested host is ready to boot");
+    Ok(image)
+}
+
+/// A hash of everything that decides what the image contains, but for the kernel's patch level.
+fn key() -> String {
+    let mut hash = Sha256::new();
+    hash.update(RECIPE.to_le_bytes());
+    hash.update(INIT);
+    for module in MODULES {
+        hash.update(module);
+        hash.update([0]);
+    }
+    hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn build(dir: &Path) -> Result<(), ImageError> {
+    let kernel_package = packages::newest("linux-image-6.12.", "-amd64-unsigned")?;
+    progress::step(format!("downloading {kernel_package}"));
+    let unpacked = packages::unpack(&kernel_package, dir)?;
+    let version = only_entry(&unpacked.join("lib/modules"))?;
+
+    progress::step("packing the initramfs");
+    run("depmod", Command::new("depmod").arg("-b").arg(&unpacked).arg(&version))?;
+    let kernel = unpacked.join(format!("boot/vmlinuz-{version}"));
+    fs::rename(&kernel, dir.join("vmlinuz")).map_err(|e| ImageError::Write(kernel, e))?;
+    pack(&dir.join("initramfs"), &unpacked, &version)?;
+    fs::write(dir.join("kernel-package"), kernel_package)
+        .map_err(|e| ImageError::Write(dir.to_path_buf(), e))?;
+    fs::remove_dir_all(&unpacked).map_err(|e| ImageError::Write(unpacked, e))
+}
+
+fn pack(path: &Path, unpacked: &Path, version: &str) -> Result<(), ImageError> {
+    let failed = |e| ImageError::Write(path.to_path_buf(), e);
+    let file = BufWriter::new(File::create(path).map_err(failed)?);
+    let mut archive = Archive::new(file);
+    for dir in ["bin", "dev", "proc", "sys", "host", "rw", "newroot", "modules"] {
+        archive.directory(dir).map_err(failed)?;
+    }
+    let busybox = Path::new("/bin/busybox");
+    let content = fs::read(busybox).map_err(|e| ImageError::Read(busybox.to_path_buf(), e))?;
+    archive.file("bin/busybox", &content).map_err(failed)?;
+    archive.file("init", INIT.as_bytes()).map_err(failed)?;
+    let mut order = String::new();
+    for file in module_files(unpacked, version)? {
+        let name = module_name(&file);
+        archive.file(&format!("modules/{name}"), &read_module(&file)?).map_err(failed)?;
+        order.push_str(&name);
+        order.push('\n');
+    }
+    archive.file("modules/order", order.as_bytes()).map_err(failed)?;
+    archive.finish().map_err(failed)?;
+    Ok(())
+}
+
+/// The files of `MODULES` and of everything they need, in the order to load them.
+fn module_files(unpacked: &Path, version: &str) -> Result<Vec<PathBuf>, ImageError> {
+    let mut files: Vec<PathBuf> = Vec::new();
+    for module in MODULES {
+        let mut modprobe = Command::new("modprobe");
+        modprobe.arg("-d").arg(unpacked).args(["-S", version, "--show-depends", module]);
+        // A module that this kernel has built in, or does not have, prints no file.
+        let output =
+            modprobe.stderr(Stdio::null()).output().map_err(|e| ImageError::Run("modprobe", e))?;
+        for line in String::from_utf8_lossy(&output.stdout).lines() {
+            let Some(file) = line.strip_prefix("insmod ") else { continue };
+            let file = PathBuf::from(file.split_whitespace().next().unwrap_or(file));
+            if !files.contains(&file) {
+                files.push(file);
+            }
+        }
+    }
+    Ok(files)
+}
+
+fn module_name(file: &Path) -> String {
+    let name = file.file_name().unwrap_or_default().to_string_lossy();
+    name.trim_end_matches(".xz").to_string()
+}
+
+fn read_module(file: &Path) -> Result<Vec<u8>, ImageError> {
+    if file.extension().is_some_and(|ext| ext == "xz") {
+        return run("xz", Command::new("xz").arg("-dc").arg(file));
+    }
+    fs::read(file).map_err(|e| ImageError::Read(file.to_path_buf(), e))
+}
+
+fn run(name: &'static str, command: &mut Command) -> Result<Vec<u8>, ImageError> {
+    let output = command
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(|e| ImageError::Run(name, e))?;
+    if !output.status.success() {
+        return Err(ImageError::Failed(format!("{name} ({})", output.status)));
+    }
+    Ok(output.stdout)
+}
+
+fn only_entry(dir: &Path) -> Result<String, ImageError> {
+    let failed = |e| ImageError::Read(dir.to_path_buf(), e);
+    let entry = fs::read_dir(dir).map_err(failed)?.next();
+    let entry = entry.ok_or_else(|| failed(io::ErrorKind::NotFound.into()))?.map_err(failed)?;
+    Ok(entry.file_name().to_string_lossy().into_owned())
+}

@@ -1,0 +1,340 @@
+//! The inside of the nested host: runs the commands that arrive on its virtio-serial ports.
+//!
+//! It is this same program, started by the host's init as its first process, so that both ends of
+//! the frames are built together. Each port serves one command at a time and never closes; a
+//! client that goes away is announced by a frame.
+
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::OsStringExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::PathBuf;
+use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::frame::{self, DATA_CHUNK, Frame, Kind, Outcome, Request, STDIN_WINDOW};
+use super::{HEARTBEAT_EVERY, HEARTBEAT_PORT, SESSION_PORTS};
+use crate::sys::{self, READABLE, WRITABLE, Waiting};
+
+/// Output that waits for the client before the command is no longer read.
+const OUTPUT_LIMIT: usize = 256 << 10;
+
+/// How long output may trickle in after the command ended, from children that kept its pipes.
+const TRICKLE: Duration = Duration::from_millis(200);
+
+/// How long a command whose client is gone may take to end.
+const GRACE: Duration = Duration::from_secs(2);
+
+/// How long a port may take to appear.
+const PORT_DEADLINE: Duration = Duration::from_secs(20);
+
+const OPEN_FILES: u64 = 1 << 20;
+
+/// First process of the host: starts the worker, collects orphans, switches off at the end.
+pub fn first_process() -> ExitCode {
+    match Command::new("/run/nested-serve").arg("nested-serve-worker").spawn() {
+        Ok(worker) => while sys::reap_one().is_ok_and(|pid| pid != worker.id()) {},
+        Err(e) => eprintln!("nested host: cannot start the server: {e}"),
+    }
+    eprintln!("nested host: cannot switch off: {}", sys::power_off());
+    ExitCode::FAILURE
+}
+
+/// Serves every port until the machine is switched off.
+pub fn worker() -> io::Result<()> {
+    sys::raise_open_files(OPEN_FILES)?;
+    for port in SESSION_PORTS {
+        let device = open_port(port)?;
+        thread::Builder::new().name(format!("port-{port}")).spawn(move || {
+            let mut port = Port::new(device);
+            loop {
+                if let Err(e) = port.serve_one() {
+                    eprintln!("nested host: {e}");
+                    thread::sleep(HEARTBEAT_EVERY);
+                }
+            }
+        })?;
+    }
+    let mut heartbeat = open_port(HEARTBEAT_PORT)?;
+    loop {
+        // A full channel means that nobody listens; the next beat tries again.
+        let _ = heartbeat.write(&[0]);
+        thread::sleep(HEARTBEAT_EVERY);
+    }
+}
+
+/// Opens a port, which appears a moment after its driver was loaded.
+fn open_port(port: u32) -> io::Result<File> {
+    let until = Instant::now() + PORT_DEADLINE;
+    loop {
+        if let Some(path) = find_port(port) {
+            let device = OpenOptions::new().read(true).write(true).open(path)?;
+            sys::set_nonblocking(&device)?;
+            return Ok(device);
+        }
+        if Instant::now() >= until {
+            return Err(io::Error::other(format!("port {port} did not appear")));
+        }
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// The device of a port: `vport`, the index that the controller happened to get, `p`, the number.
+fn find_port(port: u32) -> Option<PathBuf> {
+    let number = format!("p{port}");
+    fs::read_dir("/dev").ok()?.flatten().map(|entry| entry.path()).find(|path| {
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        name.strip_prefix("vport")
+            .and_then(|rest| rest.strip_suffix(&number))
+            .is_some_and(|index| index.parse::<u32>().is_ok())
+    })
+}
+
+/// One virtio-serial port with the bytes that are on their way in and out.
+struct Port {
+    device: File,
+    received: Vec<u8>,
+    outgoing: Vec<u8>,
+}
+
+impl Port {
+    fn new(device: File) -> Self {
+        Port { device, received: Vec::new(), outgoing: Vec::new() }
+    }
+
+    fn send(&mut self, kind: Kind, payload: &[u8]) {
+        frame::encode(&mut self.outgoing, kind, payload);
+    }
+
+    /// Moves what can be moved without waiting. `events` come from a poll of the device.
+    fn transfer(&mut self, events: i16) -> io::Result<()> {
+        if events & !WRITABLE != 0 {
+            let mut chunk = [0; DATA_CHUNK];
+            match self.device.read(&mut chunk) {
+                Ok(0) => return Err(io::Error::other("the port lost its other end")),
+                Ok(n) => self.received.extend_from_slice(&chunk[..n]),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                Err(e) => return Err(e),
+            }
+        }
+        if events & WRITABLE != 0 && !self.outgoing.is_empty() {
+            let sent = match self.device.write(&self.outgoing) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
+                result => result?,
+            };
+            self.outgoing.drain(..sent);
+        }
+        Ok(())
+    }
+
+    fn interest(&self) -> i16 {
+        if self.outgoing.is_empty() { READABLE } else { READABLE | WRITABLE }
+    }
+
+    /// Waits for a command, runs it to its end and reports it.
+    fn serve_one(&mut self) -> io::Result<()> {
+        let request = loop {
+            // Whatever else arrives between two commands belongs to the one that ended.
+            match frame::decode(&mut self.received)? {
+                Some(Frame { kind: Kind::Open, payload }) => break payload,
+                Some(_) => continue,
+                None => {}
+            }
+            let port = Waiting { fd: Some(self.device.as_fd()), events: self.interest() };
+            let [events] = sys::poll([port], None)?;
+            self.transfer(events)?;
+        };
+        let outcome = match serde_json::from_slice(&request)
+            .map_err(|e| Outcome { code: 125, message: Some(format!("bad request: {e}")) })
+            .and_then(start)
+        {
+            Ok(running) => self.run(running)?,
+            Err(outcome) => outcome,
+        };
+        let payload = serde_json::to_vec(&outcome).map_err(io::Error::other)?;
+        self.send(Kind::Exit, &payload);
+        Ok(())
+    }
+
+    fn run(&mut self, mut running: Running) -> io::Result<Outcome> {
+        let mut ended_at = None;
+        loop {
+            while let Some(frame) = frame::decode(&mut self.received)? {
+                running.obey(frame);
+            }
+            running.end_if_overdue();
+            if ended_at.is_some() && running.is_silent() {
+                break;
+            }
+
+            let room = self.outgoing.len() < OUTPUT_LIMIT;
+            let has_ended = ended_at.is_some();
+            let [port, stdin, stdout, stderr, ended] = sys::poll(
+                [
+                    Waiting { fd: Some(self.device.as_fd()), events: self.interest() },
+                    Waiting { fd: running.stdin_to_fill(), events: WRITABLE },
+                    Waiting { fd: fd_if(room, &running.stdout), events: READABLE },
+                    Waiting { fd: fd_if(room, &running.stderr), events: READABLE },
+                    Waiting { fd: (!has_ended).then(|| running.ended.as_fd()), events: READABLE },
+                ],
+                Some(if has_ended { TRICKLE } else { HEARTBEAT_EVERY }),
+            )?;
+            self.transfer(port)?;
+            if stdin != 0 {
+                let taken = running.feed();
+                self.send(Kind::Credit, &(taken as u32).to_le_bytes());
+            }
+            if stdout != 0 {
+                drain(&mut running.stdout, |bytes| self.send(Kind::Stdout, bytes));
+            }
+            if stderr != 0 {
+                drain(&mut running.stderr, |bytes| self.send(Kind::Stderr, bytes));
+            }
+            if ended != 0 {
+                ended_at = Some(Instant::now());
+            }
+            if has_ended && room && stdout == 0 && stderr == 0 {
+                break;
+            }
+        }
+        let status = running.child.wait()?;
+        let code = status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0));
+        Ok(Outcome { code: code as u8, message: None })
+    }
+}
+
+fn fd_if(wanted: bool, stream: &Option<impl AsFd>) -> Option<std::os::fd::BorrowedFd<'_>> {
+    stream.as_ref().filter(|_| wanted).map(|s| s.as_fd())
+}
+
+/// Reads once from a pipe; closes it at its end.
+fn drain(pipe: &mut Option<impl Read>, send: impl FnOnce(&[u8])) {
+    let mut chunk = [0; DATA_CHUNK];
+    match pipe.as_mut().map(|p| p.read(&mut chunk)) {
+        Some(Ok(0)) => *pipe = None,
+        Some(Ok(n)) => send(&chunk[..n]),
+        Some(Err(e)) if e.kind() == io::ErrorKind::WouldBlock => {}
+        Some(Err(_)) => *pipe = None,
+        None => {}
+    }
+}
+
+/// A command with its pipes. A pipe that is `None` is closed.
+struct Running {
+    child: Child,
+    ended: OwnedFd,
+    stdin: Option<ChildStdin>,
+    stdout: Option<ChildStdout>,
+    stderr: Option<ChildStderr>,
+    to_stdin: Vec<u8>,
+    stdin_ends: bool,
+    kill_at: Option<Instant>,
+}
+
+fn start(request: Request) -> Result<Running, Outcome> {
+    let failed = |code, what: String| Outcome { code, message: Some(what) };
+    let cwd = OsString::from_vec(request.cwd);
+    let mut argv = request.argv.into_iter().map(OsString::from_vec);
+    let Some(program) = argv.next() else {
+        return Err(failed(125, "no command given".into()));
+    };
+    if !fs::metadata(&cwd).is_ok_and(|m| m.is_dir()) {
+        return Err(failed(125, format!("{} is not in the nested host", cwd.display())));
+    }
+    let mut command = Command::new(&program);
+    command.args(argv).current_dir(cwd).env_clear().process_group(0);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    for (name, value) in request.env {
+        let (name, value) = (OsString::from_vec(name), OsString::from_vec(value));
+        if name == "XDG_RUNTIME_DIR" {
+            // The outer machine's /run is not here.
+            let _ = fs::create_dir_all(&value);
+        }
+        command.env(name, value);
+    }
+    let mut child = command.spawn().map_err(|e| {
+        let code = if e.kind() == io::ErrorKind::NotFound { 127 } else { 126 };
+        failed(code, format!("{}: {e}", program.display()))
+    })?;
+    let ended = sys::pidfd(child.id()).map_err(|e| failed(125, format!("pidfd: {e}")))?;
+    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
+    for fd in [stdin.as_ref().map(AsFd::as_fd)].into_iter().flatten() {
+        sys::set_nonblocking(fd).map_err(|e| failed(125, format!("stdin: {e}")))?;
+    }
+    Ok(Running {
+        child,
+        ended,
+        stdin,
+        stdout,
+        stderr,
+        to_stdin: Vec::new(),
+        stdin_ends: false,
+        kill_at: None,
+    })
+}
+
+impl Running {
+    fn obey(&mut self, frame: Frame) {
+        match (frame.kind, frame.payload.as_slice()) {
+            (Kind::Stdin, bytes) if self.to_stdin.len() + bytes.len() <= STDIN_WINDOW => {
+                if self.stdin.is_some() {
+                    self.to_stdin.extend_from_slice(bytes);
+                }
+            }
+            (Kind::StdinEnd, _) => self.stdin_ends = true,
+            (Kind::Signal, [signal]) => self.signal(i32::from(*signal)),
+            (Kind::CloseOutput, [1]) => self.stdout = None,
+            (Kind::CloseOutput, [2]) => self.stderr = None,
+            // Also for a client that sends what it must not.
+            _ => {
+                (self.stdin, self.stdout, self.stderr) = (None, None, None);
+                self.signal(libc::SIGTERM);
+                self.kill_at.get_or_insert(Instant::now() + GRACE);
+            }
+        }
+        if self.stdin_ends && self.to_stdin.is_empty() {
+            self.stdin = None;
+        }
+    }
+
+    fn signal(&self, signal: i32) {
+        // The group can be gone already; then there is nothing to tell.
+        let _ = sys::kill_group(self.child.id(), signal);
+    }
+
+    fn end_if_overdue(&mut self) {
+        if self.kill_at.is_some_and(|at| Instant::now() >= at) {
+            self.signal(libc::SIGKILL);
+        }
+    }
+
+    fn is_silent(&self) -> bool {
+        self.stdout.is_none() && self.stderr.is_none()
+    }
+
+    fn stdin_to_fill(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+        fd_if(!self.to_stdin.is_empty(), &self.stdin)
+    }
+
+    /// Gives the command what its pipe takes and returns how much that was. A command that closed
+    /// its stdin takes everything.
+    fn feed(&mut self) -> usize {
+        let Some(stdin) = self.stdin.as_mut() else { return 0 };
+        let taken = match stdin.write(&self.to_stdin) {
+            Ok(n) => n,
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => 0,
+            Err(_) => {
+                self.stdin = None;
+                self.to_stdin.len()
+            }
+        };
+        self.to_stdin.drain(..taken);
+        if self.stdin_ends && self.to_stdin.is_empty() {
+            self.stdin = None;
+        }
+        taken
+    }
+}

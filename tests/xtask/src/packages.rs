@@ -1,0 +1,172 @@
+//! Installs the Debian packages that are missing, and fetches ones that are only unpacked.
+//!
+//! The project's commands start on a machine with nothing but Rust; this is the one place that
+//! changes the machine, so that it always says so.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use crate::progress;
+use crate::sys;
+
+#[derive(Debug, thiserror::Error)]
+pub enum PackageError {
+    #[error(
+        "these Debian packages are missing and only root can install them; run: \
+         apt-get install --no-install-recommends {}", .0.join(" ")
+    )]
+    NotRoot(Vec<String>),
+    #[error("these packages are missing and this is not a Debian system: {}", .0.join(" "))]
+    NotDebian(Vec<String>),
+    #[error("cannot run {0}")]
+    Run(&'static str, #[source] io::Error),
+    #[error("{what} failed:\n{output}")]
+    Failed { what: String, output: String },
+    #[error("no package matches {0}")]
+    NoMatch(String),
+    #[error("cannot read {0}")]
+    Read(PathBuf, #[source] io::Error),
+}
+
+/// Installs those of `names` that are not installed.
+pub fn install(names: &[&str]) -> Result<(), PackageError> {
+    let missing: Vec<String> =
+        names.iter().filter(|name| !is_installed(name)).map(|name| name.to_string()).collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    if !Path::new("/usr/bin/apt-get").exists() {
+        return Err(PackageError::NotDebian(missing));
+    }
+    if !sys::is_root() {
+        return Err(PackageError::NotRoot(missing));
+    }
+    progress::step(format!("installing {}", missing.join(" ")));
+    let what = format!("installing {}", missing.join(" "));
+    let install = || {
+        let mut apt = apt_get();
+        apt.args(["install", "-y", "--no-install-recommends"]).args(&missing);
+        run("apt-get", apt)
+    };
+    if expect(&what, install()?).is_ok() {
+        return Ok(());
+    }
+    // The lists may be missing, or name versions that the mirror no longer has.
+    update()?;
+    expect(&what, install()?).map(drop)
+}
+
+/// Downloads the package `name` into `dir` and unpacks it there as `dir/unpacked`, without
+/// installing it.
+pub fn unpack(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
+    let download = || {
+        let mut apt = apt_get();
+        apt.args(["download", name]).current_dir(dir);
+        run("apt-get", apt)
+    };
+    if !download()?.status.success() {
+        update()?;
+        expect(&format!("downloading {name}"), download()?)?;
+    }
+    let archive = fs::read_dir(dir)
+        .and_then(|entries| entries.collect::<Result<Vec<_>, _>>())
+        .map_err(|e| PackageError::Read(dir.to_path_buf(), e))?
+        .into_iter()
+        .map(|entry| entry.path())
+        .find(|path| path.extension().is_some_and(|ext| ext == "deb"))
+        .ok_or_else(|| PackageError::NoMatch(name.to_string()))?;
+    progress::step(format!("unpacking {name}"));
+    let unpacked = dir.join("unpacked");
+    let mut dpkg = Command::new("dpkg");
+    dpkg.arg("-x").arg(&archive).arg(&unpacked);
+    expect(&format!("unpacking {name}"), run("dpkg", dpkg)?)?;
+    fs::remove_file(&archive).map_err(|e| PackageError::Read(archive, e))?;
+    Ok(unpacked)
+}
+
+/// The newest package whose name starts and ends so, as apt's lists have it.
+pub fn newest(prefix: &str, suffix: &str) -> Result<String, PackageError> {
+    let find = || -> Result<Option<String>, PackageError> {
+        let mut apt = Command::new("apt-cache");
+        apt.args(["pkgnames", prefix]);
+        let names = run("apt-cache", apt)?;
+        Ok(newest_of(&String::from_utf8_lossy(&names.stdout), prefix, suffix))
+    };
+    if let Some(name) = find()? {
+        return Ok(name);
+    }
+    update()?;
+    find()?.ok_or_else(|| PackageError::NoMatch(format!("{prefix}*{suffix}")))
+}
+
+fn newest_of(names: &str, prefix: &str, suffix: &str) -> Option<String> {
+    // 6.12.9 is older than 6.12.30: compare the numbers, not the text.
+    let version = |name: &str| -> Vec<u64> {
+        name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok()).collect()
+    };
+    names
+        .lines()
+        .filter_map(|name| {
+            let middle = name.strip_prefix(prefix)?.strip_suffix(suffix)?;
+            // Other flavours have more words: 6.12.30-rt-amd64.
+            (!middle.contains('-')).then(|| name.to_string())
+        })
+        .max_by_key(|name| version(name))
+}
+
+fn is_installed(name: &str) -> bool {
+    Command::new("dpkg-query")
+        .args(["-W", "-f", "${db:Status-Status}", name])
+        .stderr(Stdio::null())
+        .output()
+        .is_ok_and(|output| output.stdout == b"installed")
+}
+
+fn update() -> Result<(), PackageError> {
+    progress::step("updating the package lists");
+    let mut apt = apt_get();
+    apt.arg("update");
+    expect("apt-get update", run("apt-get", apt)?).map(drop)
+}
+
+fn apt_get() -> Command {
+    let mut apt = Command::new("apt-get");
+    apt.env("DEBIAN_FRONTEND", "noninteractive");
+    apt.args(["-q", "-o", "DPkg::Lock::Timeout=300", "-o", "Acquire::Retries=3"]);
+    apt
+}
+
+fn run(name: &'static str, mut command: Command) -> Result<Output, PackageError> {
+    command.stdin(Stdio::null()).output().map_err(|e| PackageError::Run(name, e))
+}
+
+fn expect(what: &str, output: Output) -> Result<Output, PackageError> {
+    if output.status.success() {
+        return Ok(output);
+    }
+    let mut text = String::from_utf8_lossy(&output.stdout).into_owned();
+    text.push_str(&String::from_utf8_lossy(&output.stderr));
+    let lines: Vec<&str> = text.lines().collect();
+    let last = lines[lines.len().saturating_sub(15)..].join("\n");
+    Err(PackageError::Failed { what: what.to_string(), output: last })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn newest_of_several_versions_compares_numbers() {
+        let names = "k-6.12.9+deb12-amd64-unsigned\nk-6.12.30+deb12-amd64-unsigned\n\
+                     k-6.12.31+deb12-rt-amd64-unsigned\nk-6.12.99+deb12-amd64\n";
+        let newest = newest_of(names, "k-6.12.", "-amd64-unsigned");
+        assert_eq!(newest.as_deref(), Some("k-6.12.30+deb12-amd64-unsigned"));
+    }
+
+    #[test]
+    fn newest_of_none_is_none() {
+        assert_eq!(newest_of("other\n", "k-", "-amd64"), None);
+    }
+}

@@ -1,0 +1,193 @@
+//! The few system calls the standard library does not offer, each behind a safe function.
+//!
+//! Everything `unsafe` in this tool lives here and nowhere else.
+
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::atomic::{AtomicI32, Ordering};
+use std::time::{Duration, Instant};
+
+fn check(result: libc::c_int) -> io::Result<libc::c_int> {
+    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+}
+
+/// One descriptor to wait for; `None` waits for nothing and keeps its place in the list.
+pub struct Waiting<'a> {
+    pub fd: Option<BorrowedFd<'a>>,
+    pub events: i16,
+}
+
+pub const READABLE: i16 = libc::POLLIN;
+pub const WRITABLE: i16 = libc::POLLOUT;
+
+/// Waits until a descriptor is ready and returns the events of each; hang-ups and errors always
+/// count. An interrupted wait returns no events.
+pub fn poll<const N: usize>(
+    waiting: [Waiting<'_>; N],
+    timeout: Option<Duration>,
+) -> io::Result<[i16; N]> {
+    let mut fds = waiting.map(|w| libc::pollfd {
+        fd: w.fd.map_or(-1, |fd| fd.as_raw_fd()),
+        events: w.events,
+        revents: 0,
+    });
+    let timeout_ms = timeout.map_or(-1, |t| t.as_millis().min(i32::MAX as u128) as i32);
+    // SAFETY: `fds` is an array of N pollfd structs that lives across the call.
+    match check(unsafe { libc::poll(fds.as_mut_ptr(), N as libc::nfds_t, timeout_ms) }) {
+        Ok(_) => Ok(fds.map(|fd| fd.revents)),
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok([0; N]),
+        Err(e) => Err(e),
+    }
+}
+
+/// Makes reads and writes on `fd` return instead of wait.
+pub fn set_nonblocking(fd: impl AsFd) -> io::Result<()> {
+    let fd = fd.as_fd().as_raw_fd();
+    // SAFETY: fcntl on a descriptor we hold; no memory is passed.
+    let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
+    // SAFETY: as above.
+    check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) })?;
+    Ok(())
+}
+
+/// A descriptor that becomes readable when the child `pid` has ended.
+pub fn pidfd(pid: u32) -> io::Result<OwnedFd> {
+    // SAFETY: pidfd_open takes two integers.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, 0) };
+    let fd = check(fd as libc::c_int)?;
+    // SAFETY: the kernel just returned this descriptor to us alone.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Sends `signal` to the process group `group`.
+pub fn kill_group(group: u32, signal: i32) -> io::Result<()> {
+    // SAFETY: kill takes two integers.
+    check(unsafe { libc::kill(-(group as libc::pid_t), signal) })?;
+    Ok(())
+}
+
+/// Sends `signal` to one process.
+pub fn kill(pid: u32, signal: i32) -> io::Result<()> {
+    // SAFETY: kill takes two integers.
+    check(unsafe { libc::kill(pid as libc::pid_t, signal) })?;
+    Ok(())
+}
+
+/// Makes the child inherit `fds` and be killed when the calling thread ends, however it ends.
+///
+/// The kernel ties the signal to the thread, not the process: call `spawn` from one that lives as
+/// long as the child may.
+pub fn die_with_parent(command: &mut Command, fds: Vec<RawFd>) {
+    let parent = std::process::id() as libc::pid_t;
+    let in_child = move || {
+        // SAFETY: only async-signal-safe calls on integers between fork and exec.
+        unsafe {
+            check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL))?;
+            // The parent may have died before the line above.
+            if libc::getppid() != parent {
+                return Err(io::Error::from_raw_os_error(libc::ESRCH));
+            }
+            for fd in &fds {
+                check(libc::fcntl(*fd, libc::F_SETFD, 0))?;
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: the closure allocates nothing and takes no lock.
+    unsafe { command.pre_exec(in_child) };
+}
+
+/// Makes the child the leader of a session of its own, without a terminal.
+pub fn new_session(command: &mut Command) {
+    // SAFETY: setsid is async-signal-safe and takes nothing.
+    unsafe { command.pre_exec(|| check(libc::setsid()).map(drop)) };
+}
+
+/// Takes an exclusive lock on `file`, waiting at most `timeout`; false if it stayed taken.
+pub fn lock(file: &File, timeout: Duration) -> io::Result<bool> {
+    let until = Instant::now() + timeout;
+    loop {
+        // SAFETY: flock takes two integers.
+        match check(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) }) {
+            Ok(_) => return Ok(true),
+            Err(e) if e.kind() != io::ErrorKind::WouldBlock => return Err(e),
+            Err(_) if Instant::now() >= until => return Ok(false),
+            Err(_) => std::thread::sleep(Duration::from_millis(100)),
+        }
+    }
+}
+
+static SIGNAL_PIPE: AtomicI32 = AtomicI32::new(-1);
+
+extern "C" fn note_signal(signal: libc::c_int) {
+    let byte = signal as u8;
+    let fd = SIGNAL_PIPE.load(Ordering::Relaxed);
+    // SAFETY: write is async-signal-safe and `byte` lives on this stack. A full pipe loses the
+    // signal, after thousands that nobody read.
+    unsafe { libc::write(fd, (&raw const byte).cast(), 1) };
+}
+
+/// Turns the given signals into bytes on the returned pipe, for the rest of this process.
+pub fn signals_as_bytes(signals: &[i32]) -> io::Result<io::PipeReader> {
+    let (reader, writer) = io::pipe()?;
+    set_nonblocking(&reader)?;
+    set_nonblocking(&writer)?;
+    SIGNAL_PIPE.store(OwnedFd::from(writer).into_raw_fd_forever(), Ordering::Relaxed);
+    for &signal in signals {
+        // SAFETY: a zeroed sigaction with a handler that is async-signal-safe.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = note_signal as *const () as usize;
+            check(libc::sigaction(signal, &action, std::ptr::null_mut()))?;
+        }
+    }
+    Ok(reader)
+}
+
+trait Forever {
+    /// Gives the descriptor to the signal handler, which may use it until the process ends.
+    fn into_raw_fd_forever(self) -> RawFd;
+}
+
+impl Forever for OwnedFd {
+    fn into_raw_fd_forever(self) -> RawFd {
+        use std::os::fd::IntoRawFd;
+        self.into_raw_fd()
+    }
+}
+
+/// Waits for any child and collects it, for a first process that inherits orphans.
+pub fn reap_one() -> io::Result<u32> {
+    // SAFETY: a null status pointer is allowed.
+    let pid = check(unsafe { libc::waitpid(-1, std::ptr::null_mut(), 0) })?;
+    Ok(pid as u32)
+}
+
+/// Writes out everything and switches the (virtual) machine off.
+pub fn power_off() -> io::Error {
+    // SAFETY: both take no memory; reboot returns only on failure.
+    unsafe {
+        libc::sync();
+        libc::reboot(libc::RB_POWER_OFF);
+    }
+    io::Error::last_os_error()
+}
+
+/// Lets this process and its children have many files open.
+pub fn raise_open_files(limit: u64) -> io::Result<()> {
+    let wanted = libc::rlimit { rlim_cur: 1024.min(limit), rlim_max: limit };
+    // SAFETY: `wanted` lives across the call.
+    check(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &wanted) })?;
+    Ok(())
+}
+
+/// Whether this process runs as root.
+pub fn is_root() -> bool {
+    // SAFETY: geteuid takes nothing and cannot fail.
+    unsafe { libc::geteuid() == 0 }
+}
