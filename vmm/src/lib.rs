@@ -7,11 +7,17 @@
 //! | `config.rs` | what can be asked for |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
+mod arch;
+mod boot;
 pub mod config;
 pub mod error;
+pub mod kvm;
+mod machine;
+mod sys;
+mod vcpu;
+mod vm;
 
 pub use config::{BootProtocol, Console, Drive, DriveSource, Initrd, VmConfig, Vsock};
 pub use error::{Error, ErrorKind};
-//! Placeholder.
-
-pub mod kvm;
+pub use vcpu::run::Outcome;
+pub use vm::Vm;
