@@ -192,7 +192,8 @@ mod tests {
         let memory = memory();
         let entry = Entry::Linux64(GuestAddress(0));
         system(kvm_sregs::default(), entry, &memory).unwrap();
-        let at = |index| memory.read_obj::<u64>(GuestAddress(layout::GDT.0 + 8 * index)).unwrap();
+        let at =
+            |index: u64| memory.read_obj::<u64>(GuestAddress(layout::GDT.0 + 8 * index)).unwrap();
         assert_eq!((at(1), at(2)), (0x00af_9b00_0000_ffff, 0x00cf_9300_0000_ffff));
     }
 }
