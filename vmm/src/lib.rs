@@ -1,1 +1,4 @@
-//! Placeholder.
+//! pvmm: an embeddable virtual machine monitor.
+
+pub mod agent;
+pub mod exec;
