@@ -7,10 +7,12 @@
 //! | `config.rs` | what can be asked for |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
+pub mod agent;
 mod arch;
 mod boot;
 pub mod config;
 pub mod error;
+pub mod exec;
 pub mod kvm;
 mod machine;
 mod sys;
