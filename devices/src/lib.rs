@@ -4,6 +4,8 @@
 //! that has no virtual machine at all.
 
 pub mod bus;
+pub mod ioapic;
+pub mod legacy;
 mod sys;
 pub mod virtio;
 

@@ -1,2 +1,75 @@
-//! The agent that runs in the guest.
-fn main() {}
+//! The agent that runs in the guest: first process or service, one static program.
+//! It is small because every guest carries it and every snapshot holds its pages.
+
+mod cgroup;
+mod channel;
+mod connection;
+mod exec;
+mod files;
+mod job;
+mod outbox;
+mod pool;
+mod requests;
+mod server;
+mod spawn;
+mod sys;
+mod users;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use pvmm_guest_agent::limits::AGENT_PORT;
+
+use crate::cgroup::Cgroups;
+use crate::server::{Ended, Listener, Server, Settings};
+
+const USAGE: &str = "usage: pvmm-agent serve [--listen vsock:PORT|unix:PATH] [--cgroup DIR|none]";
+/// Descriptors for every stream of every connection.
+const OPEN_FILES: u64 = 65536;
+
+fn main() -> ExitCode {
+    match serve(std::env::args().skip(1).collect()) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(message) => {
+            eprintln!("pvmm-agent: {message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn serve(arguments: Vec<String>) -> Result<(), String> {
+    let mut arguments = arguments.into_iter();
+    if arguments.next().as_deref() != Some("serve") {
+        return Err(USAGE.into());
+    }
+    let mut listen = format!("vsock:{AGENT_PORT}");
+    let mut cgroup = None;
+    while let Some(option) = arguments.next() {
+        let value = arguments.next().ok_or(USAGE)?;
+        match option.as_str() {
+            "--listen" => listen = value,
+            "--cgroup" => cgroup = Some(value),
+            _ => return Err(USAGE.into()),
+        }
+    }
+    let listener = match listen.split_once(':') {
+        Some(("unix", path)) => Listener::unix(path.as_ref()),
+        Some(("vsock", port)) => Listener::vsock(port.parse().map_err(|_| USAGE)?),
+        _ => return Err(USAGE.into()),
+    };
+    let listener = listener.map_err(|e| format!("cannot listen on {listen}: {e}"))?;
+    sys::share_one_heap();
+    sys::become_subreaper().map_err(|e| format!("cannot adopt orphans: {e}"))?;
+    let cgroups = match cgroup.as_deref() {
+        Some("none") => None,
+        other => Cgroups::prepare(other.map(PathBuf::from)),
+    };
+    let settings =
+        Settings { listener, cgroups, init: false, open_files: sys::raise_open_files(OPEN_FILES) };
+    let mut server = Server::new(settings).map_err(|e| format!("cannot start: {e}"))?;
+    let ended = server.run().map_err(|e| format!("the event loop failed: {e}"))?;
+    server.close();
+    match ended {
+        Ended::Stopped | Ended::Shutdown(_) => Ok(()),
+    }
+}

@@ -5,6 +5,15 @@
 
 use std::fmt;
 
+use pvmm_devices::virtio::device_loop::DeviceError;
+
+use crate::arch::x86_64::kernel::KernelError;
+use crate::arch::x86_64::tables::TablesError;
+use crate::config::ConfigError;
+use crate::kvm::vm::KvmError;
+use crate::machine::MachineError;
+use crate::vcpu::thread::ThreadError;
+
 /// Why a call failed.
 #[derive(Debug)]
 pub struct Error {
@@ -73,3 +82,63 @@ impl fmt::Display for Error {
 
 // The causes are part of the message already; handing them out as a source too would print them twice.
 impl std::error::Error for Error {}
+
+impl From<ConfigError> for Error {
+    fn from(error: ConfigError) -> Self {
+        Self::new(ErrorKind::InvalidConfig, "bad configuration", error)
+    }
+}
+
+impl From<KernelError> for Error {
+    fn from(error: KernelError) -> Self {
+        Self::new(ErrorKind::InvalidConfig, "cannot load the guest", error)
+    }
+}
+
+impl From<KvmError> for Error {
+    fn from(error: KvmError) -> Self {
+        let kind = match error {
+            KvmError::Open(_) | KvmError::Missing(_) | KvmError::Cpuid(_) => {
+                ErrorKind::HostUnsupported
+            }
+            _ => ErrorKind::HostResource,
+        };
+        Self::new(kind, "KVM", error)
+    }
+}
+
+impl From<MachineError> for Error {
+    fn from(error: MachineError) -> Self {
+        match error {
+            MachineError::Kvm(error) => error.into(),
+            MachineError::TooManyDevices => {
+                Self::new(ErrorKind::InvalidConfig, "bad configuration", error)
+            }
+            MachineError::Bus(_) => Self::new(ErrorKind::Bug, "cannot build the machine", error),
+            _ => Self::new(ErrorKind::HostResource, "cannot build the machine", error),
+        }
+    }
+}
+
+impl From<TablesError> for Error {
+    fn from(error: TablesError) -> Self {
+        Self::new(ErrorKind::Bug, "cannot write the machine's tables", error)
+    }
+}
+
+impl From<ThreadError> for Error {
+    fn from(error: ThreadError) -> Self {
+        let kind = match error {
+            ThreadError::Start(_) => ErrorKind::HostResource,
+            ThreadError::Gone => ErrorKind::Bug,
+            ThreadError::Stuck => ErrorKind::Timeout,
+        };
+        Self::new(kind, "vCPU", error)
+    }
+}
+
+impl From<DeviceError> for Error {
+    fn from(error: DeviceError) -> Self {
+        Self::new(ErrorKind::Bug, "device thread", error)
+    }
+}

@@ -7,9 +7,19 @@
 //! | `config.rs` | what can be asked for |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
+pub mod agent;
+mod arch;
+mod boot;
 pub mod config;
 pub mod error;
+pub mod exec;
 pub mod kvm;
+mod machine;
+mod sys;
+mod vcpu;
+mod vm;
 
 pub use config::{BootProtocol, Console, Drive, DriveSource, Initrd, VmConfig, Vsock};
 pub use error::{Error, ErrorKind};
+pub use vcpu::run::Outcome;
+pub use vm::Vm;

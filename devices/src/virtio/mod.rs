@@ -11,6 +11,7 @@
 //! | `device_loop.rs`, `thread.rs` | who runs the devices |
 //! | `block/`, `rng/` | one device each |
 //! | `testing.rs` | a driver to test them with |
+//! | `vsock/` | streams to and from Unix sockets of the host |
 
 pub mod block;
 pub mod chain;
@@ -25,6 +26,7 @@ pub mod rng;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod thread;
+pub mod vsock;
 
 pub use chain::Chain;
 pub use counters::Counters;

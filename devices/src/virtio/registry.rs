@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::block::BlockStateV1;
 use super::rng::RngStateV1;
+use super::vsock::VsockStateV1;
 
 /// A kind of device, numbered as virtio 1.2 section 5 does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -32,6 +33,7 @@ impl DeviceKind {
 pub enum DeviceState {
     Block(BlockStateV1),
     Rng(RngStateV1),
+    Vsock(VsockStateV1),
 }
 
 impl DeviceState {
@@ -39,6 +41,7 @@ impl DeviceState {
         match self {
             Self::Block(_) => DeviceKind::Block,
             Self::Rng(_) => DeviceKind::Rng,
+            Self::Vsock(_) => DeviceKind::Vsock,
         }
     }
 }
