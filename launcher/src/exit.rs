@@ -12,8 +12,6 @@ pub const USAGE: u8 = 2;
 pub const TIMEOUT: u8 = 124;
 /// pvmm or its host failed, not the command.
 pub const FAULT: u8 = 125;
-/// The command exists in the guest but cannot be executed.
-pub const CANNOT_EXECUTE: u8 = 126;
 /// The command does not exist in the guest.
 pub const NOT_FOUND: u8 = 127;
 /// The command was ended by signal n: 128 + n.
@@ -27,23 +25,25 @@ pub type Outcome = Result<u8, Failure>;
 pub struct Failure {
     pub code: u8,
     pub message: String,
+    /// What was seen meanwhile, such as the guest's last words.
+    pub context: Vec<String>,
     pub hint: Option<String>,
 }
 
 impl Failure {
     /// The caller's input is wrong; the message names the field.
     pub fn usage(message: impl Into<String>) -> Self {
-        Self { code: USAGE, message: message.into(), hint: None }
+        Self { message: message.into(), ..Self::silent(USAGE) }
     }
 
     /// pvmm or the host is at fault.
     pub fn fault(message: impl Into<String>) -> Self {
-        Self { code: FAULT, message: message.into(), hint: None }
+        Self { message: message.into(), ..Self::silent(FAULT) }
     }
 
     /// An exit code with nothing to add to it.
     pub fn silent(code: u8) -> Self {
-        Self { code, message: String::new(), hint: None }
+        Self { code, message: String::new(), context: Vec::new(), hint: None }
     }
 
     /// The same failure with the next thing to try.
@@ -95,6 +95,9 @@ pub fn report(failure: &Failure) {
     }
     let colour = crate::output::stderr_has_colour();
     let mut text = line("error", "31", &failure.message, colour);
+    for seen in &failure.context {
+        text += &format!("  {}\n", one_line(seen));
+    }
     if let Some(hint) = &failure.hint {
         text += &line("hint", "36", hint, colour);
     }

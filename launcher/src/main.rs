@@ -4,16 +4,19 @@
 //! typed, `commands/` what each verb does, `exit.rs` what the shell gets back.
 
 mod args;
+mod attach;
 mod cli;
 mod commands;
 mod exit;
 mod log_file;
+mod logger;
 mod output;
 mod prepare;
 mod progress;
 mod rootfs;
 mod sys;
 mod vm_dir;
+mod vmm_process;
 
 use clap::Parser;
 

@@ -8,6 +8,22 @@ use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
 
+/// [`readable`] for a fixed set of which some may be absent; an absent one is never ready.
+pub fn readable_of<const N: usize>(
+    fds: [Option<BorrowedFd<'_>>; N],
+    patience: Option<Duration>,
+) -> io::Result<[bool; N]> {
+    let present: Vec<_> = fds.iter().flatten().copied().collect();
+    let mut ready = readable(&present, patience)?.into_iter();
+    Ok(fds.map(|fd| fd.is_some() && ready.next().unwrap_or(false)))
+}
+
+/// The descriptor of something that only knows its number.
+pub fn borrowed<T: AsRawFd>(of: &T) -> BorrowedFd<'_> {
+    // SAFETY: `of` owns the descriptor and is borrowed for as long as the result.
+    unsafe { BorrowedFd::borrow_raw(of.as_raw_fd()) }
+}
+
 /// Waits until one is readable or hung up; the answer says which. All false: the time is over.
 pub fn readable(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polled: Vec<libc::pollfd> = fds
@@ -28,4 +44,16 @@ pub fn readable(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> io::Resul
         }
     }
     Ok(polled.iter().map(|entry| count > 0 && entry.revents != 0).collect())
+}
+
+/// Waits until something can be written.
+pub fn writable(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let mut polled = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
+    // SAFETY: `polled` is one live entry, and its descriptor is borrowed.
+    match unsafe { libc::poll(&mut polled, 1, -1) } {
+        -1 if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted => {
+            Err(io::Error::last_os_error())
+        }
+        _ => Ok(()),
+    }
 }

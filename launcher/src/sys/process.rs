@@ -122,6 +122,25 @@ pub fn redirect_stdio(input: &File, output: &File) -> io::Result<()> {
     Ok(())
 }
 
+/// Closes what the shell had open for us and we never knew: a process that stays would hold it for ever.
+///
+/// Every descriptor that this program opens is marked close-on-exec; those that came through exec are not.
+pub fn close_inherited() -> io::Result<()> {
+    let open = std::fs::read_dir("/proc/self/fd")?;
+    let numbers: Vec<i32> =
+        open.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    for fd in numbers.into_iter().filter(|fd| *fd > 2) {
+        // SAFETY: no pointers; a descriptor without the mark is owned by no value of this program.
+        unsafe {
+            let flags = libc::fcntl(fd, libc::F_GETFD);
+            if flags >= 0 && flags & libc::FD_CLOEXEC == 0 {
+                libc::close(fd);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Ends the process at once, without the parent's copied exit handlers and buffers.
 pub fn leave_now(code: i32) -> ! {
     // SAFETY: never returns and touches no memory of ours.

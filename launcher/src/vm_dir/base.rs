@@ -119,12 +119,28 @@ impl Base {
         record.id = random.iter().map(|byte| format!("{byte:02x}")).collect();
         let path = self.path.join(&record.id);
         DirBuilder::new().mode(0o700).create(&path).map_err(at("make", &path))?;
-        let mut claim = Claim { dir: VmDir { path }, base: self.clone(), lock: None };
+        let mut claim = Claim { dir: VmDir { path }, base: self.clone(), lock: None, kept: false };
         let lock = claim.dir.open_lock().map_err(at("lock", &claim.dir.path))?;
         lock::try_exclusive(&lock).map_err(at("lock", &claim.dir.path))?;
         claim.lock = Some(lock);
         claim.dir.write_record(&record)?;
         Ok(claim)
+    }
+
+    /// Refuses a name that a VM has; `create` asks again when nobody can come between.
+    pub fn refuse_taken(&self, name: &str) -> Result<(), VmDirError> {
+        let has_it = |vm: &Entry| vm.record.name.as_deref() == Some(name) && !vm.is_left_over();
+        match self.entries()?.into_iter().find(has_it) {
+            Some(vm) => Err(VmDirError::NameTaken { name: name.to_owned(), id: vm.record.id }),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes a VM that has ended.
+    pub fn discard(&self, vm: &Entry) -> Result<(), VmDirError> {
+        vm.dir.remove()?;
+        self.leave();
+        Ok(())
     }
 
     /// Every VM there is, newest last; what dead foreground runs left behind goes first.

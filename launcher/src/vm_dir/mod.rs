@@ -46,6 +46,8 @@ pub enum VmDirError {
     Unknown(String),
     #[error("'{reference}' is the start of {count} ids")]
     Ambiguous { reference: String, count: usize },
+    #[error("'{name}' is {state}, not running")]
+    NotRunning { name: String, state: &'static str },
     #[error("cannot {act} {path}: {source}")]
     Io { act: &'static str, path: PathBuf, source: io::Error },
 }
@@ -65,6 +67,7 @@ impl From<VmDirError> for Failure {
                 usage.hint(format!("choose another name, or remove it with 'pvmm rm -f {name}'"))
             }
             VmDirError::Unknown(_) => usage.hint("'pvmm ps' lists the VMs there are"),
+            VmDirError::NotRunning { .. } => usage.hint("'pvmm ps' shows the state of each VM"),
             VmDirError::Ambiguous { .. } => usage.hint("write more of the id"),
             VmDirError::Busy(_) | VmDirError::Io { .. } => Failure::fault(message),
         }
@@ -104,6 +107,22 @@ impl Entry {
         Self { dir, record, state }
     }
 
+    /// What the user calls it.
+    pub fn label(&self) -> &str {
+        self.record.name.as_deref().unwrap_or(&self.record.id)
+    }
+
+    /// Refuses a VM in which nothing can be run.
+    pub fn require_running(&self) -> Result<(), VmDirError> {
+        match self.state {
+            State::Running => Ok(()),
+            _ => {
+                let (name, state) = (self.label().to_owned(), self.state.word());
+                Err(VmDirError::NotRunning { name, state })
+            }
+        }
+    }
+
     fn is_left_over(&self) -> bool {
         self.record.ephemeral && !self.state.is_alive()
     }
@@ -131,6 +150,16 @@ impl VmDir {
     /// What the VMM process itself says.
     pub fn vmm_log(&self) -> PathBuf {
         self.path.join("vmm.log")
+    }
+
+    /// Removes the sockets of a machine that is gone, so that nobody tries to reach it.
+    pub fn remove_sockets(&self) {
+        for entry in fs::read_dir(&self.path).into_iter().flatten().flatten() {
+            if entry.file_name().as_encoded_bytes().starts_with(b"vsock.sock") {
+                // They go with the directory in the end.
+                let _ = fs::remove_file(entry.path());
+            }
+        }
     }
 
     /// Whether a process holds the lock.
@@ -186,6 +215,7 @@ pub struct Claim {
     dir: VmDir,
     base: Base,
     lock: Option<File>,
+    kept: bool,
 }
 
 impl Claim {
@@ -193,20 +223,23 @@ impl Claim {
         &self.dir
     }
 
+    pub fn base(&self) -> &Base {
+        &self.base
+    }
+
     /// Leaves the directory to the VMM process, which has its own copy of the lock.
-    pub fn keep(self) -> VmDir {
-        // Field by field: dropping the whole would remove the directory.
-        let mut kept = std::mem::ManuallyDrop::new(self);
-        kept.lock = None;
-        kept.dir.clone()
+    pub fn keep(&mut self) {
+        self.kept = true;
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        // What cannot be removed now is swept by the next command.
-        let _ = self.dir.remove();
-        self.base.leave();
+        if !self.kept {
+            // What cannot be removed now is swept by the next command.
+            let _ = self.dir.remove();
+            self.base.leave();
+        }
     }
 }
 

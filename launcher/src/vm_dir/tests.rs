@@ -9,6 +9,15 @@ struct Fixture {
     _home: tempfile::TempDir,
 }
 
+impl Fixture {
+    /// A VM whose process was killed: the lock is free and nothing was removed.
+    fn abandoned(&self, record: Record) -> VmDir {
+        let mut claim = self.base.create(record).unwrap();
+        claim.keep();
+        claim.dir.clone()
+    }
+}
+
 fn fixture() -> Fixture {
     let home = tempfile::tempdir().unwrap();
     // Made by the first VM, in a home that is as private as the user's own.
@@ -76,8 +85,7 @@ fn create_and_drop_from_many_threads_never_fails() {
 fn list_after_maker_died_sweeps_ephemeral_and_keeps_detached_as_dead() {
     let fixture = fixture();
     for ephemeral in [true, false] {
-        // `keep` lets go of the lock without removing anything, as a killed process does.
-        fixture.base.create(Record { ephemeral, ..Record::default() }).unwrap().keep();
+        fixture.abandoned(Record { ephemeral, ..Record::default() });
     }
     fs::create_dir(fixture.base.path().join("0123456789ab")).unwrap();
     let left = fixture.base.list().unwrap();
@@ -89,7 +97,7 @@ fn list_after_maker_died_sweeps_ephemeral_and_keeps_detached_as_dead() {
 #[test]
 fn entry_with_ending_is_exited() {
     let fixture = fixture();
-    let dir = fixture.base.create(Record::default()).unwrap().keep();
+    let dir = fixture.abandoned(Record::default());
     let ending = Ending { exit_code: Some(3), reason: "the command ended".to_owned(), at: now() };
     dir.write_ending(&ending).unwrap();
     assert_eq!(fixture.base.list().unwrap()[0].state, State::Exited(ending));
