@@ -1,11 +1,14 @@
 //! The agent that runs in the guest: first process or service, one static program.
 //! It is small because every guest carries it and every snapshot holds its pages.
+#![cfg_attr(not(test), no_main)]
 
 mod cgroup;
 mod channel;
 mod connection;
+mod entry;
 mod exec;
 mod files;
+mod init;
 mod job;
 mod outbox;
 mod pool;
@@ -16,27 +19,31 @@ mod sys;
 mod users;
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use pvmm_guest_agent::limits::AGENT_PORT;
 
 use crate::cgroup::Cgroups;
-use crate::server::{Ended, Listener, Server, Settings};
+use crate::server::{Listener, Server, Settings};
 
 const USAGE: &str = "usage: pvmm-agent serve [--listen vsock:PORT|unix:PATH] [--cgroup DIR|none]";
 /// Descriptors for every stream of every connection.
 const OPEN_FILES: u64 = 65536;
 
-fn main() -> ExitCode {
+/// The program; its exit code.
+fn run() -> i32 {
+    if std::process::id() == 1 {
+        init::run();
+    }
     match serve(std::env::args().skip(1).collect()) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(()) => 0,
         Err(message) => {
             eprintln!("pvmm-agent: {message}");
-            ExitCode::FAILURE
+            1
         }
     }
 }
 
+/// Serves under another init: no mounts, no shutdown of the system.
 fn serve(arguments: Vec<String>) -> Result<(), String> {
     let mut arguments = arguments.into_iter();
     if arguments.next().as_deref() != Some("serve") {
@@ -67,9 +74,7 @@ fn serve(arguments: Vec<String>) -> Result<(), String> {
     let settings =
         Settings { listener, cgroups, init: false, open_files: sys::raise_open_files(OPEN_FILES) };
     let mut server = Server::new(settings).map_err(|e| format!("cannot start: {e}"))?;
-    let ended = server.run().map_err(|e| format!("the event loop failed: {e}"))?;
+    let ended = server.run().map_err(|e| format!("the event loop failed: {e}"));
     server.close();
-    match ended {
-        Ended::Stopped | Ended::Shutdown(_) => Ok(()),
-    }
+    ended.map(drop)
 }

@@ -6,10 +6,14 @@ use std::time::Instant;
 use pvmm_sandbox::{AGENT, Cache, Event, Kernel, Recipe, Template, overlay};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let mut progress = |event: Event<'_>| {
-        if let Event::Step(text) = event {
-            eprintln!("{text}");
+    let mut since = Instant::now();
+    let mut progress = |event: Event<'_>| match event {
+        Event::Step(text) => {
+            since = Instant::now();
+            eprint!("{text}: ");
         }
+        Event::Detail(_) => (),
+        Event::Done => eprintln!("{:.1?}", since.elapsed()),
     };
     let cache = Cache::open()?;
     let start = Instant::now();

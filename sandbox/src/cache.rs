@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 
+use crate::interrupt;
 use crate::progress::Progress;
 use crate::sys;
 
@@ -27,6 +28,8 @@ pub enum CacheError {
     Lock { path: PathBuf, source: io::Error },
     #[error("{} has been locked for {seconds} s: end the process that builds there, then retry", path.display())]
     Locked { path: PathBuf, seconds: u64 },
+    #[error("interrupted while waiting for {}", path.display())]
+    Interrupted { path: PathBuf },
     #[error("cannot write {} to disk", path.display())]
     Sync { path: PathBuf, source: io::Error },
     #[error("cannot put {} in place", path.display())]
@@ -99,6 +102,9 @@ impl Cache {
         while !sys::try_lock(&file).map_err(failed)? {
             if Instant::now() >= end {
                 return Err(CacheError::Locked { path, seconds: deadline.as_secs() });
+            }
+            if interrupt::requested() {
+                return Err(CacheError::Interrupted { path });
             }
             if !told {
                 let holder = fs::read_to_string(&path).unwrap_or_default();

@@ -6,6 +6,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::cache::{Cache, CacheError};
@@ -98,7 +99,9 @@ fn unnamed(dir: &Path) -> Result<File, OverlayError> {
     };
     match open(libc::O_TMPFILE, dir) {
         Err(err) if matches!(err.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => {
-            let path = dir.join(format!(".disk.{}", std::process::id()));
+            static NEXT: AtomicU64 = AtomicU64::new(0);
+            let number = NEXT.fetch_add(1, Ordering::Relaxed);
+            let path = dir.join(format!(".disk.{}.{number}", std::process::id()));
             let _ = fs::remove_file(&path);
             let file = open(libc::O_CREAT | libc::O_EXCL, &path).map_err(failed)?;
             fs::remove_file(&path).map_err(failed)?;
@@ -126,4 +129,89 @@ fn copy(from: &File, to: &File) -> io::Result<()> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+    use crate::progress::Silent;
+
+    fn cache() -> (tempfile::TempDir, Cache) {
+        let dir = tempfile::tempdir().unwrap();
+        let cache = Cache::at(&dir.path().join("pvmm")).unwrap();
+        (dir, cache)
+    }
+
+    fn fsck(path: &Path) -> Vec<String> {
+        let mut command = Command::new("e2fsck");
+        command.arg("-fn").arg(path);
+        tool::run(command, "e2fsprogs", DEADLINE, |_| ()).unwrap().out
+    }
+
+    #[test]
+    fn disk_of_default_size_is_nearly_all_hole() {
+        let (dir, cache) = cache();
+        let disk = create_upper(&cache, dir.path(), DEFAULT_BYTES).unwrap();
+        let meta = disk.metadata().unwrap();
+        assert_eq!(meta.len(), DEFAULT_BYTES);
+        assert!(meta.blocks() * 512 < 1 << 20, "{} bytes", meta.blocks() * 512);
+    }
+
+    #[test]
+    fn disk_has_no_name_and_the_content_of_the_empty_one() {
+        let (dir, cache) = cache();
+        let work = dir.path().join("vm");
+        fs::create_dir(&work).unwrap();
+        let disk = create_upper(&cache, &work, MIN_BYTES).unwrap();
+        assert_eq!(fs::read_dir(&work).unwrap().count(), 0);
+        let mut bytes = vec![0; MIN_BYTES as usize];
+        disk.read_exact_at(&mut bytes, 0).unwrap();
+        let copy = dir.path().join("copy");
+        fs::write(&copy, bytes).unwrap();
+        assert!(fsck(&copy).iter().any(|line| line.contains("11/")));
+    }
+
+    #[test]
+    fn disk_written_to_leaves_the_next_one_clean() {
+        let (dir, cache) = cache();
+        let first = create_upper(&cache, dir.path(), MIN_BYTES).unwrap();
+        first.write_all_at(&[0xff; 8192], 0).unwrap();
+        fsck(&pristine(&cache, MIN_BYTES, &mut Silent).unwrap());
+    }
+
+    #[test]
+    fn empty_disk_asks_nothing_of_the_guest_in_the_background() {
+        let (_dir, cache) = cache();
+        let mut command = Command::new("dumpe2fs");
+        command.arg(pristine(&cache, DEFAULT_BYTES, &mut Silent).unwrap());
+        let said = tool::run(command, "e2fsprogs", DEADLINE, |_| ()).unwrap().out;
+        let groups = said.iter().filter(|line| line.contains(": (Blocks ")).count();
+        let zeroed = said.iter().filter(|line| line.contains("ITABLE_ZEROED")).count();
+        assert_eq!((groups, zeroed), (64, 64));
+    }
+
+    #[test]
+    fn disk_of_odd_size_is_rounded_up_to_whole_blocks() {
+        let (dir, cache) = cache();
+        let disk = create_upper(&cache, dir.path(), MIN_BYTES + 1).unwrap();
+        assert_eq!(disk.metadata().unwrap().len(), MIN_BYTES + 4096);
+    }
+
+    #[test]
+    fn disk_of_impossible_size_is_refused() {
+        let (dir, cache) = cache();
+        for bytes in [0, MIN_BYTES - 1, MAX_BYTES + 1, u64::MAX] {
+            let err = create_upper(&cache, dir.path(), bytes).unwrap_err();
+            assert!(matches!(err, OverlayError::Size { .. }), "{err}");
+        }
+    }
+
+    #[test]
+    fn disk_in_missing_directory_names_it() {
+        let (dir, cache) = cache();
+        let err = create_upper(&cache, &dir.path().join("no"), MIN_BYTES).unwrap_err();
+        assert!(err.to_string().ends_with("/no"), "{err}");
+    }
 }

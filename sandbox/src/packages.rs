@@ -45,6 +45,10 @@ pub enum PackagesError {
     )]
     Unknown { package: String },
     #[error(
+        "the package sources in /etc/apt have no {package}: add those of bookworm-security, or pass --kernel"
+    )]
+    NoKernel { package: String },
+    #[error(
         "--packages: {package:?} is not a package name (lower-case letters, digits, and + - .)"
     )]
     Name { package: String },
@@ -145,39 +149,44 @@ impl Apt {
             _ => {
                 let path = self.stamp();
                 fs::write(&path, "").map_err(|source| PackagesError::Prepare { path, source })?;
+                // Packages that the mirrors have replaced; whether it works does not matter.
+                let mut command = self.command("apt-get");
+                command.args(["--quiet", "autoclean"]);
+                let _ = self.run(command, RESOLVE_DEADLINE);
             }
         }
         progress.done();
         Ok(())
     }
 
-    /// The newest of `names` that exists, with the real package behind a meta-package.
-    pub fn newest(&self, names: &[&str]) -> Result<Package, PackagesError> {
+    /// The first of `names` that exists, as the real kernel package behind the meta-package.
+    pub fn kernel(&self, names: &[&str]) -> Result<Package, PackagesError> {
         for name in names {
-            let mut wanted = (*name).to_owned();
-            // A meta-package depends on the one real kernel of the same flavour.
-            let mut command = self.command("apt-cache");
-            command.args(["depends", "--important", name]);
-            if let Ok(said) = self.run(command, RESOLVE_DEADLINE) {
-                let real = said.out.iter().find_map(|line| line.trim().strip_prefix("Depends: "));
-                if let Some(real) = real.filter(|real| real.starts_with("linux-image-")) {
-                    wanted = real.to_owned();
-                }
-            }
-            let mut command = self.command("apt-cache");
-            command.args(["show", "--no-all-versions", &wanted]);
-            if let Ok(said) = self.run(command, RESOLVE_DEADLINE) {
-                let field = |name: &str| {
-                    said.out.iter().find_map(|line| line.strip_prefix(name)).map(str::to_owned)
-                };
-                if let (Some(version), Some(architecture)) =
-                    (field("Version: "), field("Architecture: "))
-                {
-                    return Ok(Package { name: wanted, version, architecture });
-                }
+            // A meta-package depends on the one real kernel of its flavour.
+            let depends = self.ask(&["depends", "--important", name])?;
+            let real = depends.iter().find_map(|line| line.trim().strip_prefix("Depends: "));
+            let real = real.filter(|real| real.starts_with("linux-image-")).unwrap_or(name);
+            let shown = self.ask(&["show", "--no-all-versions", real])?;
+            let field = |name: &str| shown.iter().find_map(|line| line.strip_prefix(name));
+            if let (Some(version), Some(architecture)) =
+                (field("Version: "), field("Architecture: "))
+            {
+                let (version, architecture) = (version.to_owned(), architecture.to_owned());
+                return Ok(Package { name: real.to_owned(), version, architecture });
             }
         }
-        Err(PackagesError::Unknown { package: names.first().copied().unwrap_or("").to_owned() })
+        Err(PackagesError::NoKernel { package: names.join(" or ") })
+    }
+
+    /// What apt-cache says, nothing if it knows of no such package.
+    fn ask(&self, arguments: &[&str]) -> Result<Vec<String>, PackagesError> {
+        let mut command = self.command("apt-cache");
+        command.args(arguments);
+        match self.run(command, RESOLVE_DEADLINE) {
+            Ok(said) => Ok(said.out),
+            Err(ToolError::Failed { .. }) => Ok(Vec::new()),
+            Err(err) => Err(tool_error(err)),
+        }
     }
 
     /// `names` with everything they need, as apt would install them on an empty machine.
@@ -216,8 +225,13 @@ impl Apt {
         // `download` writes into the current directory, and only there after checking the digest.
         command.current_dir(&archives).args(["--quiet", "download"]);
         command.args(absent.iter().map(|p| format!("{}={}", p.name, p.version)));
-        tool::run(command, "apt", DOWNLOAD_DEADLINE, |line| fetched(line, progress))
-            .map_err(download_error)?;
+        tool::run(command, "apt", DOWNLOAD_DEADLINE, |line| fetched(line, progress)).map_err(
+            |err| {
+                // The mirrors may have moved on from what our lists say: next time, ask them anew.
+                let _ = fs::remove_file(self.stamp());
+                download_error(err)
+            },
+        )?;
         if let Some(path) = paths.iter().find(|path| !path.exists()) {
             return Err(PackagesError::NotDownloaded { path: path.clone() });
         }

@@ -300,3 +300,7 @@ fn write_manifest(
         .and_then(|json| fs::write(&path, json))
         .map_err(|source| TemplateError::Write { path, source })
 }
+
+#[cfg(test)]
+#[path = "template_tests.rs"]
+mod tests;

@@ -6,9 +6,12 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
+use crate::interrupt;
+
 /// Tools talk in lines; one longer than this is cut, so a mad tool cannot fill our memory.
 const LINE_CAP: u64 = 64 * 1024;
 const LINES_CAP: usize = 100_000;
+const INTERRUPT_POLL: Duration = Duration::from_millis(100);
 
 #[derive(Debug, thiserror::Error)]
 pub enum ToolError {
@@ -20,6 +23,8 @@ pub enum ToolError {
     Wait { tool: String, source: io::Error },
     #[error("{tool} failed: {said}")]
     Failed { tool: String, said: String, lines: Vec<String> },
+    #[error("interrupted while {tool} ran")]
+    Interrupted { tool: String },
     #[error("{tool} did not finish within {seconds} s and was stopped")]
     Timeout { tool: String, seconds: u64 },
 }
@@ -69,16 +74,22 @@ pub(crate) fn run(
 
     let mut said = Said::default();
     loop {
-        match incoming.recv_timeout(end.saturating_duration_since(Instant::now())) {
+        // Asked every time round, since a tool that never stops talking must stop too.
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ToolError::Timeout { tool, seconds: deadline.as_secs() });
+        }
+        if interrupt::requested() {
+            return Err(ToolError::Interrupted { tool });
+        }
+        match incoming.recv_timeout(left.min(INTERRUPT_POLL)) {
             Ok(Line::Out(line)) => {
                 on_line(&line);
                 push(&mut said.out, line);
             }
             Ok(Line::Err(line)) => push(&mut said.err, line),
             Err(RecvTimeoutError::Disconnected) => break,
-            Err(RecvTimeoutError::Timeout) => {
-                return Err(ToolError::Timeout { tool, seconds: deadline.as_secs() });
-            }
+            Err(RecvTimeoutError::Timeout) => (),
         }
     }
     for reader in readers {
@@ -185,6 +196,12 @@ mod tests {
         let err = shell("exec sleep 30", Duration::from_millis(100)).unwrap_err();
         assert!(matches!(err, ToolError::Timeout { .. }), "{err}");
         assert!(start.elapsed() < Duration::from_secs(10));
+    }
+
+    #[test]
+    fn tool_that_talks_without_end_is_stopped_at_its_deadline() {
+        let err = shell("exec yes", Duration::from_millis(200)).unwrap_err();
+        assert!(matches!(err, ToolError::Timeout { .. }), "{err}");
     }
 
     #[test]

@@ -78,7 +78,7 @@ pub(super) fn kernel(
         return Ok(kernel);
     }
     let apt = Apt::open(cache, progress)?;
-    let package = apt.newest(&PACKAGES)?;
+    let package = apt.kernel(&PACKAGES)?;
     let name = format!("debian-{}-{LAYOUT}", package.version);
     let entry = cache.publish(
         "kernels",
@@ -90,6 +90,8 @@ pub(super) fn kernel(
             progress.step(&format!("Unpacking kernel {}", package.version));
             for path in paths {
                 unpack(&path, &package, dir)?;
+                // It is only needed again when the next version is out.
+                let _ = fs::remove_file(&path);
             }
             progress.done();
             Ok::<(), DebianKernelError>(())

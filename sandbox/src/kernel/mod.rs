@@ -5,6 +5,8 @@ mod bzimage;
 mod debian;
 mod elf;
 mod modules;
+#[cfg(test)]
+mod tests;
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -39,6 +41,8 @@ pub enum KernelError {
     Nul { path: PathBuf },
     #[error("cannot read kernel {}", path.display())]
     Read { path: PathBuf, source: io::Error },
+    #[error("the kernel in {} is damaged: build it again with `make kernel`", path.display())]
+    Own { path: PathBuf, source: Box<KernelError> },
     #[error("cannot read module {}", path.display())]
     ReadModule { path: PathBuf, source: io::Error },
     #[error("cannot prepare Debian's stock kernel")]
@@ -95,21 +99,21 @@ impl Kernel {
 
     /// As [`Kernel::default_for_host`], from a cache of the caller's choice.
     pub fn default_in(cache: &Cache, progress: &mut dyn Progress) -> Result<Kernel, KernelError> {
-        match Kernel::own(cache) {
+        match Kernel::own(cache)? {
             Some(kernel) => Ok(kernel),
             None => Kernel::debian(cache, progress),
         }
     }
 
     /// The newest kernel that was built from this project's configuration.
-    pub fn own(cache: &Cache) -> Option<Kernel> {
-        let current = cache.path("kernels", "current");
-        let mut kernel = Kernel::from_path(&current.join("vmlinux")).ok()?;
+    pub fn own(cache: &Cache) -> Result<Option<Kernel>, KernelError> {
+        let current = cache.path("kernels", "current").join("vmlinux");
         // The link's target: a VM must not change kernels because a build ends meanwhile.
-        kernel.vmlinux = fs::canonicalize(&kernel.vmlinux).ok()?;
-        kernel.label = format!("pvmm kernel {}", kernel.release);
-        kernel.origin = Origin::Own;
-        Some(kernel)
+        let Ok(path) = fs::canonicalize(&current) else { return Ok(None) };
+        let kernel = Kernel::from_path(&path)
+            .map_err(|source| KernelError::Own { path, source: Box::new(source) })?;
+        let label = format!("pvmm kernel {}", kernel.release);
+        Ok(Some(Kernel { label, origin: Origin::Own, ..kernel }))
     }
 
     /// Debian's stock cloud kernel, from the cache or from the package mirrors.

@@ -5,6 +5,8 @@ mod alternatives;
 mod bytecode;
 mod configure;
 mod image;
+#[cfg(test)]
+mod tests;
 mod tree;
 
 use std::fs;
@@ -12,6 +14,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::deb::DebError;
+use crate::interrupt;
 use crate::progress::Progress;
 use crate::tool::ToolError;
 
@@ -31,6 +34,8 @@ pub enum RootfsError {
     Write { path: PathBuf, source: io::Error },
     #[error("the packages hold no {}", path.display())]
     Incomplete { path: PathBuf },
+    #[error("interrupted while unpacking")]
+    Interrupted,
     #[error("cannot make the filesystem image")]
     Image { source: ToolError },
     #[error("cannot set owners in the filesystem image: {said}")]
@@ -59,6 +64,9 @@ pub(crate) fn build(
     for deb in debs {
         if let Some(name) = deb.file_stem().and_then(|name| name.to_str()) {
             progress.detail(name.split('_').next().unwrap_or(name));
+        }
+        if interrupt::requested() {
+            return Err(RootfsError::Interrupted);
         }
         tree.unpack(deb)?;
     }

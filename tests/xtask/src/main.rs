@@ -2,10 +2,9 @@
 //!
 //! Each verb is a file of its own; this one only finds it.
 
-#![allow(dead_code)]
-
 mod cache;
 mod checkout;
+mod host;
 mod nested_host;
 mod on_kvm;
 mod packages;
@@ -21,6 +20,7 @@ const HELP: &str = "\
 usage: cargo xtask VERB [ARGUMENT…]
 
   on-kvm -- COMMAND…   run COMMAND where guests run: here, or in a nested host
+  host up|down|status  keep a nested host running, which on-kvm then uses
 ";
 
 fn main() -> ExitCode {
@@ -33,6 +33,7 @@ fn main() -> ExitCode {
     let verb = arguments.remove(0);
     match verb.to_str() {
         Some("on-kvm") => on_kvm::run(after_dashes(&arguments)),
+        Some("host") => host::run(&arguments),
         Some("--help" | "-h" | "help") => {
             print!("{HELP}");
             ExitCode::SUCCESS
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         },
+        Some("nested-background") => host::serve(),
         Some("probe") => probe(),
         _ => {
             eprint!("xtask: no verb {}\n\n{HELP}", verb.display());

@@ -5,6 +5,7 @@
 //! outside is simply there. QEMU, its sockets and its memory belong to this process and vanish
 //! with it, even when it is killed.
 
+pub mod background;
 mod cpio;
 pub mod frame;
 pub mod image;

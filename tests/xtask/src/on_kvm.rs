@@ -10,7 +10,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
 use crate::nested_host::session::{self, End};
-use crate::nested_host::{HostError, NestedHost, image};
+use crate::nested_host::{HostError, NestedHost, background, image};
 use crate::{report, sys};
 
 /// Exit code for a fault of this tool, as opposed to the command's.
@@ -49,6 +49,15 @@ fn in_nested_host(argv: &[OsString]) -> Result<u8, Box<dyn Error>> {
     let image = image::prepare()?;
     let request = session::request(argv)?;
     let signals = sys::signals_as_bytes(&session::PASSED_ON)?;
+    if let Some(host) = background::connect(&image) {
+        match session::run(host, &request, &signals)? {
+            End::Exited(code) => return Ok(code),
+            End::HostLost { stdin_used: true } => return Err("the nested host died or hung".into()),
+            End::HostLost { stdin_used: false } => {
+                eprintln!("on-kvm: the background host died or hung; using one of its own");
+            }
+        }
+    }
     for attempt in 1..=2 {
         let host = match NestedHost::boot(&image, &signals) {
             Ok(host) => host,

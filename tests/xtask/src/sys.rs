@@ -186,8 +186,13 @@ pub fn raise_open_files(limit: u64) -> io::Result<()> {
     Ok(())
 }
 
+/// The effective user of this process.
+pub fn user_id() -> u32 {
+    // SAFETY: geteuid takes nothing and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
 /// Whether this process runs as root.
 pub fn is_root() -> bool {
-    // SAFETY: geteuid takes nothing and cannot fail.
-    unsafe { libc::geteuid() == 0 }
+    user_id() == 0
 }

@@ -122,12 +122,17 @@ pub fn prepare() -> Result<Image, ImageError> {
 
 /// A hash of everything that decides what the image contains, but for the kernel's patch level.
 fn key() -> String {
+    let recipe = RECIPE.to_le_bytes();
+    let parts: [&[u8]; 2] = [&recipe, INIT.as_bytes()];
+    short_hash(parts.into_iter().chain(MODULES.map(str::as_bytes)))
+}
+
+/// Names a list of parts; no two different lists get the same name.
+pub fn short_hash<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut hash = Sha256::new();
-    hash.update(RECIPE.to_le_bytes());
-    hash.update(INIT);
-    for module in MODULES {
-        hash.update(module);
-        hash.update([0]);
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
     }
     hash.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect()
 }

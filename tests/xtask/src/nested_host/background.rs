@@ -1,0 +1,323 @@
+//! `cargo xtask host`: keeps one nested host running, for work that goes in and out of it often.
+//!
+//! A process of its own holds QEMU and hands its ports out over a Unix socket. Its state is one
+//! directory per checkout; whether it lives is told by a lock on a file there, which no crash can
+//! leave behind.
+
+use std::collections::BTreeSet;
+use std::env;
+use std::fs::{self, DirBuilder, File};
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use super::frame::{self, Kind, Outcome};
+use super::image::{self, Image, ImageError};
+use super::{BOOT_DEADLINE, HostError, NestedHost, session, shares};
+use crate::sys::{self, READABLE, Waiting};
+use crate::{checkout, progress, report};
+
+/// How long a host that was told to end may take.
+const DOWN_DEADLINE: Duration = Duration::from_secs(10);
+
+/// How long a client may take to say what it wants.
+const OPEN_DEADLINE: Duration = Duration::from_secs(10);
+
+#[derive(Debug, thiserror::Error)]
+pub enum BackgroundError {
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error(transparent)]
+    Host(#[from] HostError),
+    #[error("cannot use {0}")]
+    State(PathBuf, #[source] io::Error),
+    #[error("cannot start the background process")]
+    Start(#[source] io::Error),
+    #[error("the background host did not come up; see {0}")]
+    NotUp(PathBuf),
+    #[error("the background host (process {0}) does not end")]
+    NotDown(u32),
+    #[error("a background host is starting just now")]
+    Taken,
+    #[error("cannot serve")]
+    Serve(#[source] io::Error),
+}
+
+/// What the background process writes down when it is ready.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct State {
+    pub pid: u32,
+    pub qemu_pid: u32,
+    /// Hosts are interchangeable if and only if their keys are equal.
+    pub key: String,
+}
+
+/// The state directory of this checkout's background host.
+struct Place(PathBuf);
+
+impl Place {
+    fn find() -> Self {
+        let base = match env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from) {
+            Some(dir) if dir.is_dir() => dir.join("pvmm-nested-host"),
+            _ if sys::is_root() => PathBuf::from("/run/pvmm-nested-host"),
+            _ => env::temp_dir().join(format!("pvmm-nested-host-{}", sys::user_id())),
+        };
+        let name = image::short_hash([checkout::root().as_os_str().as_bytes()]);
+        Place(base.join(name))
+    }
+
+    fn lock(&self) -> PathBuf {
+        self.0.join("lock")
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.0.join("socket")
+    }
+
+    fn state(&self) -> PathBuf {
+        self.0.join("state.json")
+    }
+
+    /// Whether a background process lives, ready or not.
+    fn is_taken(&self) -> bool {
+        File::open(self.lock())
+            .is_ok_and(|lock| matches!(sys::lock(&lock, Duration::ZERO), Ok(false)))
+    }
+
+    /// The running host, if the lock says that there is one and it is ready.
+    fn living(&self) -> Option<State> {
+        if !self.is_taken() {
+            return None;
+        }
+        serde_json::from_slice(&fs::read(self.state()).ok()?).ok()
+    }
+
+    fn remove(&self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+fn log_path() -> PathBuf {
+    checkout::root().join("target/nested-host.log")
+}
+
+/// Says which hosts can serve this checkout: same image, same frames, same shares.
+fn key(image: &Image) -> Result<String, HostError> {
+    let shares = shares()?;
+    let version = frame::VERSION.to_le_bytes();
+    let mut parts: Vec<&[u8]> = vec![image.key.as_bytes(), &version];
+    parts.extend(shares.iter().map(|share| share.path.as_os_str().as_bytes()));
+    Ok(image::short_hash(parts))
+}
+
+/// A connection to the background host, if one is up that fits.
+pub fn connect(image: &Image) -> Option<UnixStream> {
+    let place = Place::find();
+    let state = place.living()?;
+    if key(image).ok()? != state.key {
+        return None;
+    }
+    UnixStream::connect(place.socket()).ok()
+}
+
+/// Starts the host unless it is up already, and returns it once it serves.
+pub fn up() -> Result<State, BackgroundError> {
+    let image = image::prepare()?;
+    let place = Place::find();
+    if let Some(state) = place.living() {
+        if state.key == key(&image)? {
+            return Ok(state);
+        }
+        progress::step("the running host is of another make; replacing it");
+        down()?;
+    }
+    progress::step("booting the nested host");
+    let log_path = log_path();
+    let log = File::create(&log_path).map_err(|e| BackgroundError::State(log_path.clone(), e))?;
+    let mut command = Command::new(env::current_exe().map_err(BackgroundError::Start)?);
+    command.arg("nested-background").stdin(Stdio::null());
+    command.stdout(log.try_clone().map_err(BackgroundError::Start)?).stderr(log);
+    sys::new_session(&mut command);
+    let mut child = command.spawn().map_err(BackgroundError::Start)?;
+    let until = Instant::now() + BOOT_DEADLINE + DOWN_DEADLINE;
+    while Instant::now() < until {
+        if let Some(state) = place.living() {
+            return Ok(state);
+        }
+        if !matches!(child.try_wait(), Ok(None)) {
+            break;
+        }
+        thread::sleep(Duration::from_millis(100));
+    }
+    let _ = child.kill();
+    Err(BackgroundError::NotUp(log_path))
+}
+
+/// Ends the host; false if none was up.
+pub fn down() -> Result<bool, BackgroundError> {
+    let place = Place::find();
+    let Some(state) = place.living() else {
+        if place.is_taken() {
+            return Err(BackgroundError::Taken);
+        }
+        place.remove();
+        return Ok(false);
+    };
+    let _ = sys::kill(state.pid, libc::SIGTERM);
+    let until = Instant::now() + DOWN_DEADLINE;
+    while place.living().is_some() {
+        if Instant::now() >= until {
+            return Err(BackgroundError::NotDown(state.pid));
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    Ok(true)
+}
+
+/// The running host, whatever its make.
+pub fn status() -> Option<State> {
+    Place::find().living()
+}
+
+/// The background process itself: boots, serves until it is told to end or the host is lost.
+pub fn serve() -> Result<(), BackgroundError> {
+    let place = Place::find();
+    let failed = |path: PathBuf| move |e| BackgroundError::State(path, e);
+    DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(&place.0)
+        .map_err(failed(place.0.clone()))?;
+    let lock = File::create(place.lock()).map_err(failed(place.lock()))?;
+    // Not at once: whoever looks whether a host lives holds the lock for a moment.
+    if !sys::lock(&lock, Duration::from_secs(2)).map_err(failed(place.lock()))? {
+        return Err(BackgroundError::Taken);
+    }
+    let _ = fs::remove_file(place.state());
+    let _ = fs::remove_file(place.socket());
+    let result = serve_locked(&place);
+    place.remove();
+    result
+}
+
+fn serve_locked(place: &Place) -> Result<(), BackgroundError> {
+    let signals = sys::signals_as_bytes(&session::PASSED_ON).map_err(BackgroundError::Serve)?;
+    let image = image::prepare()?;
+    let host = match NestedHost::boot(&image, &signals) {
+        Err(HostError::Interrupted(_)) => return Ok(()),
+        other => other?,
+    };
+    host.watch().map_err(BackgroundError::Serve)?;
+    let qemu_ended = sys::pidfd(host.qemu_pid()).map_err(BackgroundError::Serve)?;
+    let listener = UnixListener::bind(place.socket()).map_err(BackgroundError::Serve)?;
+    let state = State { pid: std::process::id(), qemu_pid: host.qemu_pid(), key: key(&image)? };
+    let failed = |e| BackgroundError::State(place.state(), e);
+    let text = serde_json::to_vec(&state).map_err(|e| failed(e.into()))?;
+    let temporary = place.state().with_extension("new");
+    fs::write(&temporary, text).map_err(failed)?;
+    fs::rename(&temporary, place.state()).map_err(failed)?;
+
+    let free = Arc::new(Mutex::new((0..host.port_count()).collect::<BTreeSet<_>>()));
+    loop {
+        let [client, ended, signalled] = sys::poll(
+            [
+                Waiting { fd: Some(listener.as_fd()), events: READABLE },
+                Waiting { fd: Some(qemu_ended.as_fd()), events: READABLE },
+                Waiting { fd: Some(signals.as_fd()), events: READABLE },
+            ],
+            None,
+        )
+        .map_err(BackgroundError::Serve)?;
+        if ended != 0 {
+            eprintln!("the nested host died or hung; its console ended with:\n{}", host.console());
+            return Ok(());
+        }
+        if signalled != 0 {
+            return Ok(());
+        }
+        if client != 0
+            && let Ok((client, _)) = listener.accept()
+            && let Err(e) = hand_out(&host, &free, client)
+        {
+            eprintln!("{}", report::chain(&e));
+        }
+    }
+}
+
+fn hand_out(
+    host: &NestedHost,
+    free: &Arc<Mutex<BTreeSet<usize>>>,
+    mut client: UnixStream,
+) -> io::Result<()> {
+    let taken = free.lock().unwrap_or_else(PoisonError::into_inner).pop_first();
+    let Some(index) = taken else {
+        let message = format!("all {} ports of the nested host are in use", host.port_count());
+        let outcome = Outcome { code: 125, message: Some(message) };
+        let mut bytes = Vec::new();
+        frame::encode(&mut bytes, Kind::Exit, &serde_json::to_vec(&outcome)?);
+        return client.write_all(&bytes);
+    };
+    let port = host.port(index)?;
+    let free = Arc::clone(free);
+    thread::Builder::new().name(format!("client-{index}")).spawn(move || {
+        match relay(client, port) {
+            Ok(()) => drop(free.lock().unwrap_or_else(PoisonError::into_inner).insert(index)),
+            // Out of step: the port is not given to anyone again.
+            Err(e) => eprintln!("port {index} is lost: {e}"),
+        }
+    })?;
+    Ok(())
+}
+
+/// Carries the frames of one command both ways. Whatever becomes of the client, the port is
+/// between two commands when this returns.
+fn relay(client: UnixStream, port: UnixStream) -> io::Result<()> {
+    let (mut from_client, mut to_port) = (client.try_clone()?, port.try_clone()?);
+    // Nothing is started, and so nothing will be answered, before the client has asked for it.
+    from_client.set_read_timeout(Some(OPEN_DEADLINE))?;
+    let Ok(Some(open)) = frame::read(&mut from_client) else { return Ok(()) };
+    if open.kind != Kind::Open {
+        return Ok(());
+    }
+    from_client.set_read_timeout(None)?;
+    let mut bytes = Vec::new();
+    frame::encode(&mut bytes, open.kind, &open.payload);
+    to_port.write_all(&bytes)?;
+
+    let upward = thread::Builder::new().name("from-client".into()).spawn(move || {
+        let mut bytes = Vec::new();
+        while let Ok(Some(frame)) = frame::read(&mut from_client) {
+            bytes.clear();
+            frame::encode(&mut bytes, frame.kind, &frame.payload);
+            to_port.write_all(&bytes)?;
+        }
+        bytes.clear();
+        frame::encode(&mut bytes, Kind::HangUp, &[]);
+        to_port.write_all(&bytes)
+    })?;
+    let (mut client, mut port) = (client, port);
+    let mut bytes = Vec::new();
+    loop {
+        let Some(frame) = frame::read(&mut port)? else {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        };
+        bytes.clear();
+        frame::encode(&mut bytes, frame.kind, &frame.payload);
+        // A client that is gone is announced to the host by the other direction.
+        let _ = client.write_all(&bytes);
+        if frame.kind == Kind::Exit {
+            break;
+        }
+    }
+    let _ = client.shutdown(std::net::Shutdown::Both);
+    upward.join().map_err(|_| io::Error::other("the other direction failed"))?
+}
