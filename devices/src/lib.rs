@@ -4,6 +4,7 @@
 //! that has no virtual machine at all.
 
 pub mod bus;
+mod sys;
 pub mod virtio;
 
 /// Guest memory as every device sees it.

@@ -133,9 +133,9 @@ pub(super) fn walk(
             let len = descriptor.len;
             let entries = u64::from(len) / DESCRIPTOR_SIZE;
             let whole = entries * DESCRIPTOR_SIZE == u64::from(len);
-            // Only a chain of exactly one indirect descriptor: nothing before, after or inside it.
-            let alone = !indirect && chain.segments.is_empty() && descriptor.flags & NEXT == 0;
-            if !alone || !whole || entries == 0 || entries > u64::from(MAX_DESCRIPTORS) {
+            // Direct descriptors may stand before an indirect one; nothing may follow it or nest in it.
+            let last = !indirect && descriptor.flags & NEXT == 0;
+            if !last || !whole || entries == 0 || entries > u64::from(MAX_DESCRIPTORS) {
                 return Err(ChainFault::Indirect { len });
             }
             (table, size, index, indirect) = (descriptor.address, entries as u16, 0, true);

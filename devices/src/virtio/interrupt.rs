@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use super::Counters;
+
 /// Bit 0 of the interrupt status: the used ring of a queue has moved.
 pub const USED_BUFFER: u32 = 1;
 /// Bit 1: the configuration or the device status changed.
@@ -25,18 +27,25 @@ struct Line {
     status: AtomicU32,
     needs_reset: AtomicBool,
     event: EventFd,
+    counters: Arc<Counters>,
 }
 
 impl Interrupt {
     pub fn new() -> io::Result<Self> {
         let event = EventFd::new(EFD_NONBLOCK)?;
         let (status, needs_reset) = (AtomicU32::new(0), AtomicBool::new(false));
-        Ok(Self { line: Arc::new(Line { status, needs_reset, event }) })
+        let counters = Arc::default();
+        Ok(Self { line: Arc::new(Line { status, needs_reset, event, counters }) })
     }
 
     /// The descriptor to connect to an interrupt of the guest.
     pub fn event(&self) -> &EventFd {
         &self.line.event
+    }
+
+    /// What this device has counted so far.
+    pub fn counters(&self) -> &Arc<Counters> {
+        &self.line.counters
     }
 
     /// Tells the driver that buffers came back.
@@ -49,11 +58,12 @@ impl Interrupt {
         self.raise(CONFIG_CHANGE);
     }
 
-    /// Tells the driver that the device gave up on it. True the first time, so that callers log once.
+    /// Tells the driver that the device gave up on it. True if the caller should log why: once per
+    /// reset at most, and ever more rarely for a driver that does it again and again.
     pub fn needs_reset(&self) -> bool {
         let first = !self.line.needs_reset.swap(true, Ordering::SeqCst);
         self.raise(CONFIG_CHANGE);
-        first
+        first && self.line.counters.add_fault()
     }
 
     /// Whether `needs_reset` was called since the last reset.

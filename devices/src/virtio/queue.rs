@@ -10,6 +10,7 @@ use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::{GuestAddress, GuestMemory as _, Permissions};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::Counters;
 use super::chain::{self, Chain, ChainFault};
 use crate::GuestMemory;
 
@@ -50,6 +51,9 @@ pub struct VirtQueue {
     kick: Arc<EventFd>,
     // One bit per head: set from `pop` to `push`.
     in_flight: Vec<u64>,
+    // Whether anything was pushed since the driver's wish for interrupts was last read.
+    pushed: bool,
+    counters: Arc<Counters>,
 }
 
 impl VirtQueue {
@@ -85,7 +89,19 @@ impl VirtQueue {
         };
         let queue = Queue::try_from(state).map_err(QueueFault::Access)?;
         let in_flight = vec![0; usize::from(size).div_ceil(64)];
-        Ok(Self { queue, memory, kick, in_flight })
+        let counters = Arc::default();
+        Ok(Self { queue, memory, kick, in_flight, pushed: false, counters })
+    }
+
+    /// Counts into the device's own counters from now on.
+    #[must_use]
+    pub fn with_counters(mut self, counters: Arc<Counters>) -> Self {
+        self.counters = counters;
+        self
+    }
+
+    pub fn counters(&self) -> &Counters {
+        &self.counters
     }
 
     /// The descriptor that the guest kicks; to be registered for reading.
@@ -110,39 +126,58 @@ impl VirtQueue {
     }
 
     /// The next chain that the driver made available, every field of it read once and checked.
+    ///
+    /// A chain whose buffers are only in the wrong order is the request's fault, not the ring's: it goes
+    /// back unused, is counted, and the next one is looked at. After a queue's worth of those the answer
+    /// is `None` although `enable_kicks` will say that there is more, so that the caller's bound on work holds.
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueFault> {
         let size = self.queue.size();
         let table = GuestAddress(self.queue.desc_table());
-        let head = match self.queue.iter(&self.memory).map_err(QueueFault::Access)?.next() {
-            Some(chain) => chain.head_index(),
-            None => return Ok(None),
-        };
-        let chain = chain::walk(&self.memory, table, size, head).map_err(QueueFault::Chain)?;
-        let (word, bit) = self.slot(head);
-        if self.in_flight[word] & bit != 0 {
-            return Err(QueueFault::Duplicate { head });
+        for _ in 0..size {
+            let head = match self.queue.iter(&self.memory).map_err(QueueFault::Access)?.next() {
+                Some(chain) => chain.head_index(),
+                None => return Ok(None),
+            };
+            let walked = chain::walk(&self.memory, table, size, head);
+            if head < size && self.is_in_flight(head) {
+                return Err(QueueFault::Duplicate { head });
+            }
+            match walked {
+                Ok(chain) => {
+                    self.set_in_flight(head, true);
+                    return Ok(Some(chain));
+                }
+                Err(ChainFault::Order) => {
+                    self.counters.add_refused();
+                    self.push(head, 0)?;
+                }
+                Err(fault) => return Err(QueueFault::Chain(fault)),
+            }
         }
-        self.in_flight[word] |= bit;
-        Ok(Some(chain))
+        Ok(None)
     }
 
     /// Gives the most recently popped chain back to the available ring, unused: for a receive queue
     /// whose data did not come.
     pub fn undo_pop(&mut self, chain: Chain) {
-        let (word, bit) = self.slot(chain.head());
-        self.in_flight[word] &= !bit;
+        self.set_in_flight(chain.head(), false);
         self.queue.go_to_previous_position();
     }
 
     /// Returns a chain to the driver with `len` bytes written to it.
     pub fn push(&mut self, head: u16, len: u32) -> Result<(), QueueFault> {
-        let (word, bit) = self.slot(head);
-        self.in_flight[word] &= !bit;
-        self.queue.add_used(&self.memory, head, len).map_err(QueueFault::Access)
+        self.set_in_flight(head, false);
+        self.queue.add_used(&self.memory, head, len).map_err(QueueFault::Access)?;
+        self.pushed = true;
+        self.counters.add_served();
+        Ok(())
     }
 
-    /// Whether the driver wants an interrupt for what was pushed since the last call.
+    /// Whether the driver wants an interrupt for what was pushed since the last call; false if nothing was.
     pub fn wants_interrupt(&mut self) -> Result<bool, QueueFault> {
+        if !std::mem::take(&mut self.pushed) {
+            return Ok(false);
+        }
         self.queue.needs_notification(&self.memory).map_err(QueueFault::Access)
     }
 
@@ -174,8 +209,17 @@ impl VirtQueue {
         }
     }
 
-    fn slot(&self, head: u16) -> (usize, u64) {
-        (usize::from(head / 64), 1 << (head % 64))
+    fn is_in_flight(&self, head: u16) -> bool {
+        self.in_flight
+            .get(usize::from(head / 64))
+            .is_some_and(|word| word & (1 << (head % 64)) != 0)
+    }
+
+    fn set_in_flight(&mut self, head: u16, flying: bool) {
+        if let Some(word) = self.in_flight.get_mut(usize::from(head / 64)) {
+            let bit = 1 << (head % 64);
+            *word = if flying { *word | bit } else { *word & !bit };
+        }
     }
 }
 

@@ -4,6 +4,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::block::BlockStateV1;
+use super::rng::RngStateV1;
 use super::vsock::VsockStateV1;
 
 /// A kind of device, numbered as virtio 1.2 section 5 does.
@@ -29,5 +31,17 @@ impl DeviceKind {
 /// The saved state of one device, whatever its kind. Untrusted when it comes from a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DeviceState {
+    Block(BlockStateV1),
+    Rng(RngStateV1),
     Vsock(VsockStateV1),
+}
+
+impl DeviceState {
+    pub fn kind(&self) -> DeviceKind {
+        match self {
+            Self::Block(_) => DeviceKind::Block,
+            Self::Rng(_) => DeviceKind::Rng,
+            Self::Vsock(_) => DeviceKind::Vsock,
+        }
+    }
 }
