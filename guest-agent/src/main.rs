@@ -7,6 +7,7 @@ mod channel;
 mod connection;
 mod entry;
 mod exec;
+mod file_work;
 mod files;
 mod init;
 mod job;

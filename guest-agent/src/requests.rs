@@ -193,16 +193,17 @@ impl Server {
     }
 
     fn open(&mut self, id: u64, stream: u32, payload: &[u8]) {
-        if !self.has_stream_left(id) {
-            let why = "the connection has all the streams it may have";
-            return self.refuse(id, stream, Code::TooMany, why);
-        }
         let request = match decode::<Request>(payload) {
             Ok(request) => request,
             Err(e) => return self.refuse(id, stream, Code::BadRequest, &cause(&e)),
         };
         if let Err(why) = check(&request) {
             return self.refuse(id, stream, Code::BadRequest, why);
+        }
+        let brief = matches!(request, Request::Ping {} | Request::Info {} | Request::Shutdown(_));
+        if !brief && !self.has_stream_left(id) {
+            let why = "the connection has all the streams it may have";
+            return self.refuse(id, stream, Code::TooMany, why);
         }
         match request {
             Request::Exec(exec) => self.start_exec(id, stream, exec),

@@ -261,10 +261,8 @@ impl Server {
 
     fn advance(&mut self, token: Token) {
         match token {
-            Token::Connection(id) => {
-                if self.read_connection(id) == Step::More {
-                    self.runnable.push_back(token);
-                }
+            Token::Connection(id) if self.read_connection(id) == Step::More => {
+                self.runnable.push_back(token);
             }
             Token::Input(id) => self.advance_input(id),
             Token::Output(id) | Token::Error(id) => self.advance_output(id, token),

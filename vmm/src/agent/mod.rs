@@ -7,6 +7,7 @@
 mod connection;
 mod dial;
 mod error;
+mod files;
 mod ready;
 mod stream;
 
@@ -19,7 +20,8 @@ use pvmm_guest_agent::message::{self, Answer, Outcome, Request};
 
 pub use pvmm_guest_agent::message::{Entry, FileKind, Info, Metadata, Owner, ShutdownHow, Welcome};
 
-pub use error::{AgentError, Lost};
+pub use error::{AgentError, Lost, Refusal};
+pub use files::{FileReader, FileWriter, WriteOptions};
 pub use ready::ReadyListener;
 
 use connection::Connection;
