@@ -12,8 +12,9 @@ use crate::channel::{Sink, Source};
 use crate::file_work::{self, Context};
 use crate::job::{Job, Work};
 use crate::pool::Report;
-use crate::server::{Server, Token};
+use crate::server::Server;
 use crate::sys;
+use crate::token::Token;
 
 /// The paths a file request names.
 pub fn paths(request: &Request) -> Vec<&[u8]> {

@@ -12,7 +12,8 @@ use pvmm_guest_agent::{Channel, decode};
 
 use crate::channel::Step;
 use crate::job::Work;
-use crate::server::{Ended, Server, Token};
+use crate::server::{Ended, Server};
+use crate::token::Token;
 use crate::{files, sys};
 
 /// Bytes read from a socket at once.

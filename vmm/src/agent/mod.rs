@@ -11,6 +11,9 @@ mod files;
 mod ready;
 mod stream;
 
+#[cfg(test)]
+mod tests;
+
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
