@@ -117,26 +117,27 @@ impl<H: Host> Mux<H> {
                 return;
             }
         };
-        if left == wanted {
-            connection.burst = (connection.burst * 2).min(MAX_BURST);
-        } else if !ended {
-            // A stream that gave less than it was asked for has no more, and will say when it has.
-            // Only its end would then go unseen, so it is read on once that was announced.
-            connection.readable = false;
-        }
+        let full = left == wanted;
+        let mut used = 0;
         for (buffer, room) in buffers.iter().zip(rooms) {
             let len = room.min(left);
             if len == 0 {
                 break;
             }
             left -= len;
+            used += 1;
             let header = connection.data_header(len);
             write_header(self.guest_cid, memory, buffer, header);
             filled.push(HEADER_LEN as u32 + len);
         }
-        if connection.burst > filled.len() {
-            connection.burst = filled.len().max(1);
+        if full {
+            connection.burst = (connection.burst * 2).min(MAX_BURST);
+            return;
         }
+        connection.burst = used;
+        // A stream that gave less than it was asked for has no more, and will say when it has. Only
+        // its end would then go unseen, so it is read on once that was announced.
+        connection.readable = ended;
     }
 
     fn write_header(&self, memory: &GuestMemory, buffer: &[Segment], header: Header) {
