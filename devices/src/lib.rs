@@ -4,6 +4,7 @@
 //! that has no virtual machine at all.
 
 pub mod bus;
+pub mod legacy;
 mod sys;
 pub mod virtio;
 

@@ -90,6 +90,18 @@ pub fn random(buf: &mut [u8]) -> io::Result<usize> {
     length(done)
 }
 
+/// A file without a name, as large as memory file systems allow.
+#[cfg(test)]
+pub fn memory_file(name: &str) -> io::Result<File> {
+    use std::os::fd::{FromRawFd, OwnedFd};
+    let name = std::ffi::CString::new(name)?;
+    // SAFETY: the kernel reads a string that ends in NUL and outlives the call.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
+    length(fd as isize)?;
+    // SAFETY: the descriptor was just made and nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) }.into())
+}
+
 fn iovec(base: *mut u8, len: usize) -> libc::iovec {
     libc::iovec { iov_base: base.cast(), iov_len: len }
 }

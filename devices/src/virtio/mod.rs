@@ -10,10 +10,12 @@
 //! | `mmio/` | what the guest's loads and stores mean |
 //! | `device_loop.rs`, `thread.rs` | who runs the devices |
 //! | `block/`, `rng/`, `vsock/` | one device each |
-//! | `testing.rs` | a driver to test them with |
+//! | `testing.rs`, `conformance.rs` | a driver to test them with, and what every device must pass |
 
 pub mod block;
 pub mod chain;
+#[cfg(test)]
+mod conformance;
 pub mod counters;
 pub mod device;
 pub mod device_loop;

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use vm_memory::{Bytes, GuestAddress};
 
 use super::device_loop::{Command, DeviceLoop, Reply};
-use super::mmio::{TransportStateV1, offset, status};
+use super::mmio::{RestoreError, TransportStateV1, offset, status};
 use super::thread::Calls;
 use super::{DeviceError, DeviceHandle, MmioTransport, VirtioDevice};
 use crate::GuestMemory;
@@ -333,20 +333,12 @@ impl MockDriver {
         pending
     }
 
-    /// Quiesces the loop and saves this device.
-    pub fn save(&self) -> TransportStateV1 {
+    /// Quiesces the devices, saves this one and lets go of it; the guest's memory stays.
+    pub fn suspend(self) -> Suspended {
         self.devices.handle().quiesce_all().unwrap();
-        self.transport.save().unwrap()
-    }
-
-    /// This driver on a restored copy of its device, in the same memory.
-    pub fn move_to(&self, device: impl VirtioDevice + 'static, state: &TransportStateV1) -> Self {
-        let mut driver = Self::in_memory(device, self.memory.clone(), &InlineLoop::new());
-        driver.devices.handle().quiesce_all().unwrap();
-        driver.transport.restore(state).unwrap();
-        (driver.rings, driver.next_buffer) = (self.rings.clone(), self.next_buffer);
-        driver.devices.handle().resume_all().unwrap();
-        driver
+        let state = self.transport.save().unwrap();
+        let Self { memory, rings, next_buffer, .. } = self;
+        Suspended { state, memory, rings, next_buffer }
     }
 
     /// Guest memory for a buffer of `len` bytes; wraps around long before the hole.
@@ -367,6 +359,26 @@ impl MockDriver {
 
     fn address(&self, queue: usize, offset: u64) -> GuestAddress {
         GuestAddress(RINGS_START + RINGS_SIZE * queue as u64 + offset)
+    }
+}
+
+/// A driver whose device is gone, to be restored.
+pub struct Suspended {
+    pub state: TransportStateV1,
+    pub memory: GuestMemory,
+    rings: Vec<Ring>,
+    next_buffer: u64,
+}
+
+impl Suspended {
+    /// The driver as it was, on a device that was made from the saved state.
+    pub fn resume(self, device: impl VirtioDevice + 'static) -> Result<MockDriver, RestoreError> {
+        let Self { state, memory, rings, next_buffer } = self;
+        let driver = MockDriver::in_memory(device, memory, &InlineLoop::new());
+        driver.devices.handle().quiesce_all().unwrap();
+        driver.transport.restore(&state)?;
+        driver.devices.handle().resume_all().unwrap();
+        Ok(MockDriver { rings, next_buffer, ..driver })
     }
 }
 

@@ -54,6 +54,14 @@ impl Block {
         Ok(block)
     }
 
+    /// A disk on storage that a test supplies.
+    #[cfg(test)]
+    pub(super) fn on(disk: Box<dyn DiskIo>, capacity_sectors: u64) -> Self {
+        let (read_only, cache, id) = (false, CacheMode::Writeback, "test".into());
+        let facts = Facts { capacity_sectors, read_only, cache, id };
+        Self { facts, disk, flush_failed: false, host_errors: 0 }
+    }
+
     pub(super) fn state(&self) -> BlockStateV1 {
         BlockStateV1 {
             capacity_sectors: self.facts.capacity_sectors,

@@ -2,7 +2,32 @@
 
 use super::super::testing::Buffer::{Readable, Writable};
 use super::super::testing::MockDriver;
+use super::super::{conformance, registry::DeviceState};
 use super::{Rng, RngConfig};
+
+struct Source;
+
+impl conformance::Specimen for Source {
+    type Device = Rng;
+    const QUEUE: usize = 0;
+
+    fn fresh(&self) -> Rng {
+        Rng::default()
+    }
+
+    fn restored(&self, state: &DeviceState) -> Rng {
+        assert!(matches!(state, DeviceState::Rng(_)));
+        Rng::default()
+    }
+
+    fn exercise(&self, driver: &mut MockDriver) {
+        let (used, bytes) = driver.request(0, &[Writable(32)]);
+        assert_eq!(used.unwrap().len, 32);
+        assert_ne!(bytes, [[0; 32]]);
+    }
+}
+
+conformance::suite!(Source);
 
 #[test]
 fn request_for_bytes_fills_the_whole_buffer_with_other_bytes_each_time() {

@@ -10,7 +10,7 @@ use super::Mux;
 use super::table::{Entry, Stage};
 use crate::GuestMemory;
 use crate::virtio::chain::{self, Segment};
-use crate::virtio::vsock::host::{Host, Stream};
+use crate::virtio::vsock::host::{Host, MAX_PIECES, Stream};
 use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, MAX_PAYLOAD, Op};
 
 /// The smallest receive buffer that is of any use: a header and one byte.
@@ -90,12 +90,13 @@ impl<H: Host> Mux<H> {
         }
         let mut credit = connection.credit.available();
         let mut rooms = [0; MAX_BURST];
-        let mut pieces = Vec::with_capacity(2 * MAX_BURST);
+        let mut pieces = Vec::with_capacity(MAX_PIECES);
         for (buffer, room) in buffers.iter().zip(&mut rooms) {
-            let len = chain::total_len(buffer) - HEADER_LEN as u64;
-            *room = len.min(u64::from(MAX_PAYLOAD.min(credit))) as u32;
+            let (first, most) = (pieces.len(), u64::from(MAX_PAYLOAD.min(credit)));
+            let payload = chain::slice(buffer, HEADER_LEN as u64, most);
+            pieces.extend(payload.take(MAX_PIECES - first));
+            *room = chain::total_len(&pieces[first..]) as u32;
             credit -= *room;
-            pieces.extend(chain::slice(buffer, HEADER_LEN as u64, u64::from(*room)));
         }
         let wanted: u32 = rooms.iter().sum();
         let mut left = match entry.stream.receive(memory, &pieces) {
