@@ -40,6 +40,15 @@ impl ScriptedStream {
         self.0.lock().unwrap()
     }
 
+    /// Writes the next `len` bytes of the stream to the device.
+    pub fn write(&self, len: u64) {
+        let mut pipe = self.pipe();
+        for at in pipe.written..pipe.written + len {
+            pipe.to_device.push_back(pattern(at));
+        }
+        pipe.written += len;
+    }
+
     fn hear(&self, bytes: impl IntoIterator<Item = u8>) -> io::Result<usize> {
         let mut pipe = self.pipe();
         if pipe.hung_up {
@@ -112,6 +121,20 @@ pub struct ScriptedHost {
 }
 
 impl ScriptedHost {
+    /// Lets the guest connect to `port`.
+    pub fn serve(&mut self, port: u32) {
+        self.served.insert(port);
+    }
+
+    /// A client that connects and writes `line`.
+    pub fn client(&mut self, line: &[u8]) -> ScriptedStream {
+        let to_device = line.iter().copied().collect();
+        let pipe = Pipe { to_device, answer_pending: true, room: 100, ..Pipe::default() };
+        let client = self.add(pipe);
+        self.waiting.push_back(client.clone());
+        client
+    }
+
     fn add(&mut self, pipe: Pipe) -> ScriptedStream {
         let stream = ScriptedStream(Arc::new(Mutex::new(pipe)));
         self.streams.push(stream.clone());

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::{Pipe, ScriptedHost, ScriptedStream, pattern};
+use super::{ScriptedHost, ScriptedStream, pattern};
 use crate::GuestMemory;
 use crate::virtio::chain::Segment;
 use crate::virtio::vsock::connection::Pair;
@@ -85,7 +85,7 @@ impl Walk<'_> {
             }
             14 => self.now += Duration::from_millis(choice),
             _ => {
-                self.mux.host_mut().served.insert(choice as u32 % 4);
+                self.mux.host_mut().serve(choice as u32 % 4);
             }
         }
         self.mux.serve_host(self.now);
@@ -133,14 +133,7 @@ impl Walk<'_> {
     fn client_comes(&mut self, choice: u64) {
         let lines: [&[u8]; 4] = [b"CONNECT 1\n", b"CONNECT 2\n", b"CONN", b"nonsense\n"];
         let line = lines[choice as usize % lines.len()];
-        let pipe = Pipe {
-            to_device: line.iter().copied().collect(),
-            answer_pending: true,
-            room: 100,
-            ..Pipe::default()
-        };
-        let client = self.mux.host_mut().add(pipe);
-        self.mux.host_mut().waiting.push_back(client);
+        self.mux.host_mut().client(line);
         self.mux.note_clients();
     }
 
@@ -150,18 +143,15 @@ impl Walk<'_> {
     }
 
     fn write(&mut self, stream: &ScriptedStream, len: u64) {
-        let mut pipe = stream.pipe();
+        let pipe = stream.pipe();
         // A line that is not whole yet would swallow these bytes.
-        if pipe.ended || pipe.to_device.iter().next_back() == Some(&b'N') {
-            return;
-        }
-        for _ in 0..len {
-            let byte = pattern(pipe.written);
-            pipe.to_device.push_back(byte);
-            pipe.written += 1;
-        }
+        let whole = pipe.to_device.iter().next_back() != Some(&b'N');
+        let open = whole && !pipe.ended;
         drop(pipe);
-        self.note(stream);
+        if open {
+            stream.write(len);
+            self.note(stream);
+        }
     }
 
     fn host_reads(&mut self, choice: u64) {
