@@ -148,11 +148,11 @@ fn b5_queue_registers_are_frozen_while_the_driver_runs() {
     let mut driver = ready();
     driver.write(offset::QUEUE_SELECT, 0);
     for register in QUEUE_REGISTERS {
-        for value in [0, 1, 2, 0x8000, u32::MAX] {
+        for value in [1, 2, 0x8000, u32::MAX, 0] {
             driver.write(register, value);
+            assert_eq!(driver.read(offset::QUEUE_READY), 1);
         }
     }
-    assert_eq!(driver.read(offset::QUEUE_READY), 1);
     assert!(works(&mut driver));
     let state = driver.suspend().state;
     assert_eq!((state.queues[0].size, state.queues[0].ready), (256, true));
