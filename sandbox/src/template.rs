@@ -27,9 +27,9 @@ const NAME_CAP: usize = 63;
 /// The packages, the unpacked tree and the image of `base` together.
 const BUILD_MIB: u64 = 320;
 
-/// Python with pip, a shell, the usual small tools, certificates. No tzdata: without it the zone is
+/// Python with pip and venv, a shell, the usual small tools, certificates. No tzdata: without it the zone is
 /// UTC, which is what a sandbox should be in, and it would add 3 MB.
-const BASE_PACKAGES: [&str; 19] = [
+const BASE_PACKAGES: [&str; 20] = [
     "base-files",
     "base-passwd",
     "bash",
@@ -47,6 +47,7 @@ const BASE_PACKAGES: [&str; 19] = [
     "procps",
     "python3",
     "python3-pip",
+    "python3-venv",
     "sed",
     "tar",
 ];
