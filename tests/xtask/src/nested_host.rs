@@ -11,6 +11,7 @@ pub mod frame;
 pub mod image;
 pub mod serve;
 pub mod session;
+mod vmlinux;
 
 use std::collections::VecDeque;
 use std::env;
@@ -147,7 +148,8 @@ impl NestedHost {
         qemu.args(["-serial", "stdio"]);
         qemu.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
         let mut words = String::from(
-            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr idle=poll",
+            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr idle=poll \
+             cryptomgr.notests init_on_alloc=0 audit=0",
         );
 
         share(&mut qemu, "root", Path::new("/"), false);
@@ -158,6 +160,7 @@ impl NestedHost {
         }
         let program = env::current_exe().map_err(HostError::Start)?;
         words.push_str(&format!(" nested_serve={}", encode(&program)));
+        words.push_str(&format!(" nested_modules={}", encode(&image.modules)));
         qemu.args(["-append", &words]);
 
         qemu.args(["-device", "virtio-serial-pci,max_ports=31"]);
