@@ -1,1 +1,16 @@
-//! Placeholder.
+//! The wire protocol between a host and the agent in its guest: frames, messages, windows, limits.
+//! It is a library of its own because both ends must agree on it byte for byte; it does no I/O.
+//!
+//! `docs/agent-protocol.md` describes the same thing for other clients.
+
+pub mod frame;
+pub mod limits;
+pub mod message;
+pub mod output;
+pub mod window;
+
+#[cfg(test)]
+mod tests;
+
+pub use frame::{Channel, Decoder, Frame, FrameError, Header, Kind};
+pub use message::{MessageError, decode, encode};

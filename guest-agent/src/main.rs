@@ -1,2 +1,80 @@
-//! The agent that runs in the guest.
-fn main() {}
+//! The agent that runs in the guest: first process or service, one static program.
+//! It is small because every guest carries it and every snapshot holds its pages.
+#![cfg_attr(not(test), no_main)]
+
+mod cgroup;
+mod channel;
+mod connection;
+mod entry;
+mod exec;
+mod files;
+mod init;
+mod job;
+mod outbox;
+mod pool;
+mod requests;
+mod server;
+mod spawn;
+mod sys;
+mod users;
+
+use std::path::PathBuf;
+
+use pvmm_guest_agent::limits::AGENT_PORT;
+
+use crate::cgroup::Cgroups;
+use crate::server::{Listener, Server, Settings};
+
+const USAGE: &str = "usage: pvmm-agent serve [--listen vsock:PORT|unix:PATH] [--cgroup DIR|none]";
+/// Descriptors for every stream of every connection.
+const OPEN_FILES: u64 = 65536;
+
+/// The program; its exit code.
+fn run() -> i32 {
+    if std::process::id() == 1 {
+        init::run();
+    }
+    match serve(std::env::args().skip(1).collect()) {
+        Ok(()) => 0,
+        Err(message) => {
+            eprintln!("pvmm-agent: {message}");
+            1
+        }
+    }
+}
+
+/// Serves under another init: no mounts, no shutdown of the system.
+fn serve(arguments: Vec<String>) -> Result<(), String> {
+    let mut arguments = arguments.into_iter();
+    if arguments.next().as_deref() != Some("serve") {
+        return Err(USAGE.into());
+    }
+    let mut listen = format!("vsock:{AGENT_PORT}");
+    let mut cgroup = None;
+    while let Some(option) = arguments.next() {
+        let value = arguments.next().ok_or(USAGE)?;
+        match option.as_str() {
+            "--listen" => listen = value,
+            "--cgroup" => cgroup = Some(value),
+            _ => return Err(USAGE.into()),
+        }
+    }
+    let listener = match listen.split_once(':') {
+        Some(("unix", path)) => Listener::unix(path.as_ref()),
+        Some(("vsock", port)) => Listener::vsock(port.parse().map_err(|_| USAGE)?),
+        _ => return Err(USAGE.into()),
+    };
+    let listener = listener.map_err(|e| format!("cannot listen on {listen}: {e}"))?;
+    sys::share_one_heap();
+    sys::become_subreaper().map_err(|e| format!("cannot adopt orphans: {e}"))?;
+    let cgroups = match cgroup.as_deref() {
+        Some("none") => None,
+        other => Cgroups::prepare(other.map(PathBuf::from)),
+    };
+    let settings =
+        Settings { listener, cgroups, init: false, open_files: sys::raise_open_files(OPEN_FILES) };
+    let mut server = Server::new(settings).map_err(|e| format!("cannot start: {e}"))?;
+    let ended = server.run().map_err(|e| format!("the event loop failed: {e}"));
+    server.close();
+    ended.map(drop)
+}

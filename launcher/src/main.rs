@@ -1,2 +1,29 @@
-//! The `pvmm` command.
-fn main() {}
+//! The `pvmm` command: parses the arguments, runs one verb, exits with its code.
+//!
+//! Kept tiny so that the walk from a shell to a machine starts with a page: `cli.rs` says what can be
+//! typed, `commands/` what each verb does, `exit.rs` what the shell gets back.
+
+mod args;
+mod attach;
+mod cli;
+mod commands;
+mod exit;
+mod log_file;
+mod logger;
+mod output;
+mod prepare;
+mod progress;
+mod rootfs;
+mod sys;
+mod vm_dir;
+mod vmm_process;
+
+use clap::Parser;
+
+fn main() {
+    let result = match cli::Cli::try_parse() {
+        Ok(cli) => commands::dispatch(cli),
+        Err(error) => cli::refuse(error),
+    };
+    exit::leave(result)
+}

@@ -1,3 +1,25 @@
-//! Placeholder.
+//! pvmm: an embeddable virtual machine monitor.
+//!
+//! | file | what it answers |
+//! | --- | --- |
+//! | `boot.rs` | how a machine comes to be, top to bottom |
+//! | `vm.rs` | what can be done with a running one |
+//! | `config.rs` | what can be asked for |
+//! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
+pub mod agent;
+mod arch;
+mod boot;
+pub mod config;
+pub mod error;
+pub mod exec;
 pub mod kvm;
+mod machine;
+mod sys;
+mod vcpu;
+mod vm;
+
+pub use config::{BootProtocol, Console, Drive, DriveSource, Initrd, VmConfig, Vsock};
+pub use error::{Error, ErrorKind};
+pub use vcpu::run::Outcome;
+pub use vm::Vm;

@@ -1,3 +1,6 @@
-//! What KVM offers and how this crate talks to it; the one place with vendor quirks.
+//! KVM: the kernel's half of the machine, and the only place that calls it.
 
 pub mod host;
+pub(crate) mod routes;
+pub(crate) mod vcpu;
+pub(crate) mod vm;

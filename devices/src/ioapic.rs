@@ -1,0 +1,246 @@
+//! The I/O APIC: turns the lines of devices into messages for the local APICs.
+//!
+//! It lives here and not in the kernel because creating KVM's own would register it on KVM's I/O bus,
+//! and every memory slot or vCPU made after such a registration waits for a grace period. Only edge
+//! interrupts exist on this machine, so a line is nothing but a route: while a redirection entry is
+//! unmasked, its message is what the line's event descriptor delivers, and no interrupt ever passes
+//! through this code.
+
+use std::sync::{Mutex, PoisonError};
+
+use serde::{Deserialize, Serialize};
+
+use crate::bus::BusDevice;
+
+/// How many lines there are.
+pub const PINS: usize = 64;
+/// Bytes of address space that the registers take.
+pub const SIZE: u64 = 0x1000;
+
+const SELECT: u64 = 0x00;
+const WINDOW: u64 = 0x10;
+const ID: u8 = 0x00;
+const VERSION: u8 = 0x01;
+const ARBITRATION: u8 = 0x02;
+const TABLE: u8 = 0x10;
+
+// 82093AA: no EOI register, and its count of pins less one.
+const VERSION_VALUE: u32 = 0x11 | ((PINS as u32 - 1) << 16);
+const MASKED: u64 = 1 << 16;
+// Delivery status and remote IRR are the chip's to set; with edge interrupts they stay clear.
+const READ_ONLY: u64 = 1 << 12 | 1 << 14;
+
+/// A message-signalled interrupt, as a local APIC understands it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Message {
+    pub address: u64,
+    pub data: u32,
+}
+
+/// Where the hypervisor keeps what each line delivers.
+pub trait Routes: Send {
+    /// From now on `pin` delivers `message`, or nothing.
+    fn route(&mut self, pin: usize, message: Option<Message>);
+}
+
+/// The registers, as a snapshot keeps them. Untrusted when read from a file, but any value is a legal one.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct IoapicStateV1 {
+    pub select: u8,
+    pub id: u32,
+    pub entries: Vec<u64>,
+}
+
+/// The chip on the memory bus.
+pub struct Ioapic {
+    registers: Mutex<Registers>,
+}
+
+struct Registers {
+    select: u8,
+    id: u32,
+    entries: [u64; PINS],
+    routes: Box<dyn Routes>,
+}
+
+impl Ioapic {
+    pub fn new(routes: Box<dyn Routes>) -> Self {
+        let registers = Registers { select: 0, id: 0, entries: [MASKED; PINS], routes };
+        Self { registers: Mutex::new(registers) }
+    }
+
+    pub fn save(&self) -> IoapicStateV1 {
+        let registers = self.lock();
+        let entries = registers.entries.to_vec();
+        IoapicStateV1 { select: registers.select, id: registers.id, entries }
+    }
+
+    /// Puts saved registers back and routes every line as they say.
+    pub fn restore(&self, state: &IoapicStateV1) {
+        let mut registers = self.lock();
+        registers.select = state.select;
+        registers.id = state.id;
+        for (pin, entry) in state.entries.iter().enumerate().take(PINS) {
+            registers.set_entry(pin, *entry);
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Registers> {
+        // Nothing panics while holding it; and the registers are legal at every instant.
+        self.registers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl BusDevice for Ioapic {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        let registers = self.lock();
+        let value = match offset {
+            SELECT => u32::from(registers.select),
+            WINDOW => registers.read(),
+            _ => 0,
+        };
+        if let Ok(data) = <&mut [u8; 4]>::try_from(data) {
+            *data = value.to_le_bytes();
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        let Ok(data) = <[u8; 4]>::try_from(data) else { return };
+        let value = u32::from_le_bytes(data);
+        let mut registers = self.lock();
+        match offset {
+            SELECT => registers.select = value as u8,
+            WINDOW => registers.write(value),
+            _ => {}
+        }
+    }
+}
+
+impl Registers {
+    fn read(&self) -> u32 {
+        match self.select {
+            ID | ARBITRATION => self.id,
+            VERSION => VERSION_VALUE,
+            _ => self.half().map_or(0, |(pin, shift)| (self.entries[pin] >> shift) as u32),
+        }
+    }
+
+    fn write(&mut self, value: u32) {
+        if self.select == ID {
+            self.id = value & 0x0f00_0000;
+        } else if let Some((pin, shift)) = self.half() {
+            let kept = self.entries[pin] & !(0xffff_ffff << shift);
+            self.set_entry(pin, kept | (u64::from(value) << shift));
+        }
+    }
+
+    /// Which half of which redirection entry is selected.
+    fn half(&self) -> Option<(usize, u32)> {
+        let index = usize::from(self.select.checked_sub(TABLE)?);
+        let pin = index / 2;
+        (pin < PINS).then_some((pin, 32 * (index as u32 % 2)))
+    }
+
+    fn set_entry(&mut self, pin: usize, entry: u64) {
+        let entry = entry & !READ_ONLY;
+        let before = message(self.entries[pin]);
+        self.entries[pin] = entry;
+        let after = message(entry);
+        if before != after {
+            self.routes.route(pin, after);
+        }
+    }
+}
+
+/// What an entry delivers. Trigger mode is always edge: a level line would need an end-of-interrupt
+/// message back from the local APIC, and no device here holds a line up.
+fn message(entry: u64) -> Option<Message> {
+    if entry & MASKED != 0 {
+        return None;
+    }
+    let vector = entry & 0xff;
+    let delivery_mode = entry >> 8 & 0x7;
+    let logical = entry >> 11 & 1;
+    let destination = entry >> 56 & 0xff;
+    // Lowest priority asks for the redirection hint.
+    let hint = u64::from(delivery_mode == 1);
+    Some(Message {
+        address: 0xfee0_0000 | destination << 12 | hint << 3 | logical << 2,
+        data: (vector | delivery_mode << 8) as u32,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    type Routed = (usize, Option<Message>);
+
+    #[derive(Clone, Default)]
+    struct Log(Arc<Mutex<Vec<Routed>>>);
+
+    impl Routes for Log {
+        fn route(&mut self, pin: usize, message: Option<Message>) {
+            self.0.lock().unwrap().push((pin, message));
+        }
+    }
+
+    fn set(ioapic: &Ioapic, register: u8, value: u32) {
+        ioapic.write(SELECT, &u32::from(register).to_le_bytes());
+        ioapic.write(WINDOW, &value.to_le_bytes());
+    }
+
+    fn get(ioapic: &Ioapic, register: u8) -> u32 {
+        ioapic.write(SELECT, &u32::from(register).to_le_bytes());
+        let mut data = [0; 4];
+        ioapic.read(WINDOW, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    #[test]
+    fn entry_unmasked_routes_its_message_and_masked_removes_it() {
+        let log = Log::default();
+        let ioapic = Ioapic::new(Box::new(log.clone()));
+        set(&ioapic, TABLE + 2 * 5 + 1, 3 << 24);
+        set(&ioapic, TABLE + 2 * 5, 0x31);
+        set(&ioapic, TABLE + 2 * 5, 0x1_0031);
+        let message = Message { address: 0xfee0_3000, data: 0x31 };
+        assert_eq!(*log.0.lock().unwrap(), [(5, Some(message)), (5, None)]);
+    }
+
+    #[test]
+    fn registers_out_of_range_read_zero_and_ignore_writes() {
+        let ioapic = Ioapic::new(Box::new(Log::default()));
+        let before = ioapic.save();
+        for register in [3, 0xf, TABLE + 2 * PINS as u8, 0xff] {
+            set(&ioapic, register, u32::MAX);
+            assert_eq!(get(&ioapic, register), 0);
+        }
+        assert_eq!(ioapic.save().entries, before.entries);
+    }
+
+    #[test]
+    fn access_of_odd_size_is_ignored() {
+        let ioapic = Ioapic::new(Box::new(Log::default()));
+        ioapic.write(SELECT, &[TABLE]);
+        ioapic.write(SELECT, &[0; 8]);
+        let mut data = [0; 2];
+        ioapic.read(WINDOW, &mut data);
+        assert_eq!((data, ioapic.save().select), ([0; 2], 0));
+    }
+
+    #[test]
+    fn restore_of_saved_state_routes_again() {
+        let log = Log::default();
+        let ioapic = Ioapic::new(Box::new(log.clone()));
+        set(&ioapic, TABLE, 0x40);
+        let state = ioapic.save();
+        let other = Ioapic::new(Box::new(log.clone()));
+        other.restore(&state);
+        let routed = log.0.lock().unwrap();
+        assert_eq!(routed[0], routed[1]);
+        assert_eq!(get(&other, VERSION) >> 16, PINS as u32 - 1);
+    }
+}

@@ -1,0 +1,312 @@
+//! Carries guest output to the host: a bounded buffer and a thread that empties it.
+//!
+//! The thread may block on its target for ever; whoever pushes never does. What does not fit is dropped
+//! and counted. The target's descriptor is left in its own mode, for a terminal shares that with the shell.
+
+use std::io::{self, ErrorKind, Write};
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+// How long the end of a console waits for a target that takes nothing.
+const CLOSE_DEADLINE: Duration = Duration::from_secs(1);
+// How soon a target that is in non-blocking mode and full is tried again.
+const RETRY: Duration = Duration::from_millis(5);
+
+/// How much a console holds and lets through.
+#[derive(Clone, Copy, Debug)]
+pub struct ConsoleConfig {
+    pub capacity_bytes: usize,
+    /// The most that reaches the target in the long run; no limit if none.
+    pub bytes_per_second: Option<NonZeroU32>,
+}
+
+impl Default for ConsoleConfig {
+    fn default() -> Self {
+        Self { capacity_bytes: 64 << 10, bytes_per_second: None }
+    }
+}
+
+/// Guest output on its way to the host.
+pub struct Console {
+    pipe: Arc<Pipe>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// The end that guest output is pushed into; clones push into the same buffer.
+#[derive(Clone)]
+pub struct ConsoleInput {
+    pipe: Arc<Pipe>,
+}
+
+struct Pipe {
+    config: ConsoleConfig,
+    state: Mutex<State>,
+    changed: Condvar,
+    dropped: AtomicU64,
+}
+
+#[derive(Default)]
+struct State {
+    bytes: Vec<u8>,
+    closed: bool,
+    ended: bool,
+}
+
+impl Console {
+    /// Starts the thread `pvmm-console`, which writes to `target`.
+    pub fn spawn(target: Box<dyn Write + Send>, config: ConsoleConfig) -> io::Result<Self> {
+        let state = State { bytes: Vec::with_capacity(config.capacity_bytes), ..State::default() };
+        let (state, changed, dropped) = (Mutex::new(state), Condvar::new(), AtomicU64::new(0));
+        let pipe = Arc::new(Pipe { config, state, changed, dropped });
+        let inner = pipe.clone();
+        let thread = thread::Builder::new()
+            .name("pvmm-console".into())
+            .spawn(move || inner.drain(target))?;
+        Ok(Self { pipe, thread: Some(thread) })
+    }
+
+    pub fn input(&self) -> ConsoleInput {
+        ConsoleInput { pipe: self.pipe.clone() }
+    }
+
+    /// Bytes that the target never got.
+    pub fn dropped_bytes(&self) -> u64 {
+        self.pipe.dropped.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        let mut state = self.pipe.lock();
+        state.closed = true;
+        self.pipe.changed.notify_all();
+        let waited = self.pipe.changed.wait_timeout_while(state, CLOSE_DEADLINE, |s| !s.ended);
+        let ended = waited.map_or_else(|e| e.into_inner().0.ended, |(state, _)| state.ended);
+        // A thread that its target still holds is left to the end of the process.
+        if let (true, Some(thread)) = (ended, self.thread.take())
+            && thread.join().is_err()
+        {
+            log::error!("console thread panicked");
+        }
+    }
+}
+
+impl ConsoleInput {
+    /// Takes what fits and drops the rest.
+    pub fn push(&self, bytes: &[u8]) {
+        let mut state = self.pipe.lock();
+        let room = self.pipe.config.capacity_bytes.saturating_sub(state.bytes.len());
+        let room = if state.closed { 0 } else { room };
+        let taken = bytes.get(..room).unwrap_or(bytes);
+        if state.bytes.is_empty() && !taken.is_empty() {
+            self.pipe.changed.notify_all();
+        }
+        state.bytes.extend_from_slice(taken);
+        drop(state);
+        self.pipe.count_dropped(bytes.len() - taken.len());
+    }
+}
+
+/// Always succeeds: a serial port has no way to say that nobody listens.
+impl Write for ConsoleInput {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.push(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Pipe {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn count_dropped(&self, bytes: usize) {
+        self.dropped.fetch_add(bytes as u64, Ordering::Relaxed);
+    }
+
+    fn drain(&self, mut target: Box<dyn Write + Send>) {
+        // Swapped with the shared buffer, so that the lock is held for an instant only.
+        let mut batch = Vec::with_capacity(self.config.capacity_bytes);
+        let mut broken = false;
+        loop {
+            let state = self.lock();
+            let state = self.changed.wait_while(state, |s| s.bytes.is_empty() && !s.closed);
+            let mut state = state.unwrap_or_else(PoisonError::into_inner);
+            if state.bytes.is_empty() {
+                break;
+            }
+            std::mem::swap(&mut state.bytes, &mut batch);
+            drop(state);
+            let written = if broken { 0 } else { self.write(&mut *target, &batch) };
+            broken |= written < batch.len();
+            self.count_dropped(batch.len() - written);
+            self.hold(written);
+            batch.clear();
+        }
+        // Nobody is left to be told.
+        let _ = target.flush();
+        drop(target);
+        self.lock().ended = true;
+        self.changed.notify_all();
+    }
+
+    /// Writes as much as the target ever takes; less than all means that it is broken.
+    fn write(&self, target: &mut dyn Write, batch: &[u8]) -> usize {
+        let mut done = 0;
+        while let Some(rest @ [_, ..]) = batch.get(done..) {
+            match target.write(rest) {
+                Ok(0) => return done,
+                Ok(count) => done += count,
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                    if self.sleep(RETRY) {
+                        return done;
+                    }
+                }
+                Err(_) => return done,
+            }
+        }
+        // A target that buffers, such as standard output, shows it now.
+        let _ = target.flush();
+        done
+    }
+
+    /// Waits as long as `bytes` may take at the agreed rate.
+    fn hold(&self, bytes: usize) {
+        if let Some(rate) = self.config.bytes_per_second {
+            self.sleep(Duration::from_secs_f64(bytes as f64 / f64::from(rate.get())));
+        }
+    }
+
+    /// Sleeps, or until the console is closed; true if it was.
+    fn sleep(&self, duration: Duration) -> bool {
+        let slept = self.changed.wait_timeout_while(self.lock(), duration, |s| !s.closed);
+        slept.map_or_else(|e| e.into_inner().0.closed, |(state, _)| state.closed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{self, Receiver, Sender};
+    use std::time::Instant;
+
+    use super::*;
+
+    /// A target that sends what it gets, and waits for a permit before each write if it has permits.
+    struct Target {
+        sent: Sender<Vec<u8>>,
+        permits: Option<Receiver<()>>,
+    }
+
+    impl Write for Target {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if let Some(permits) = &self.permits {
+                permits.recv().map_err(|_| ErrorKind::BrokenPipe)?;
+            }
+            self.sent.send(bytes.to_vec()).map_err(|_| ErrorKind::BrokenPipe)?;
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn console(permits: Option<Receiver<()>>) -> (Console, Receiver<Vec<u8>>) {
+        let (sent, received) = mpsc::channel();
+        let target = Box::new(Target { sent, permits });
+        (Console::spawn(target, ConsoleConfig::default()).unwrap(), received)
+    }
+
+    #[test]
+    fn output_arrives_complete_and_in_order_when_the_console_ends() {
+        let (console, received) = console(None);
+        (0..=255).for_each(|byte| console.input().push(&[byte]));
+        drop(console);
+        let all: Vec<u8> = received.iter().flatten().collect();
+        assert_eq!(all, (0..=255).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn f1_flood_of_100_mb_is_dropped_and_counted_in_a_fixed_buffer() {
+        let (permits, blocked) = mpsc::channel();
+        let (console, received) = console(Some(blocked));
+        let chunk = [b'x'; 64 << 10];
+        let total = 1600 * chunk.len() as u64;
+        (0..1600).for_each(|_| console.input().push(&chunk));
+        assert!(console.dropped_bytes() >= total - 2 * chunk.len() as u64);
+        assert_eq!(console.pipe.lock().bytes.capacity(), chunk.len());
+        (0..16).for_each(|_| permits.send(()).unwrap());
+        let dropped = console.dropped_bytes();
+        drop(console);
+        let arrived = received.iter().map(|bytes| bytes.len() as u64).sum::<u64>();
+        assert_eq!(arrived + dropped, total);
+    }
+
+    #[test]
+    fn f1_rate_limit_holds_the_drain_back() {
+        let (sent, received) = mpsc::channel();
+        let config = ConsoleConfig { capacity_bytes: 100, bytes_per_second: NonZeroU32::new(1000) };
+        let console = Console::spawn(Box::new(Target { sent, permits: None }), config).unwrap();
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(300) {
+            console.input().push(&[b'x'; 50]);
+        }
+        let arrived: usize = received.try_iter().map(|bytes| bytes.len()).sum();
+        assert!((1..=600).contains(&arrived), "{arrived}");
+    }
+
+    #[test]
+    fn f3_blocked_target_holds_up_neither_the_guest_nor_the_end() {
+        let (_permits, blocked) = mpsc::channel();
+        let (console, _received) = console(Some(blocked));
+        let start = Instant::now();
+        (0..100_000).for_each(|_| console.input().push(b"."));
+        drop(console);
+        assert!(start.elapsed() < Duration::from_secs(10));
+    }
+
+    #[test]
+    fn f3_closed_target_counts_everything_as_dropped() {
+        let (console, received) = console(None);
+        drop(received);
+        console.input().push(b"gone");
+        let start = Instant::now();
+        while console.dropped_bytes() < 4 && start.elapsed() < Duration::from_secs(10) {
+            thread::yield_now();
+        }
+        assert_eq!(console.dropped_bytes(), 4);
+    }
+
+    #[test]
+    fn f3_full_target_in_non_blocking_mode_is_tried_again() {
+        struct Sometimes(u32, Sender<u8>);
+        impl Write for Sometimes {
+            fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+                self.0 += 1;
+                match self.0 % 3 {
+                    0 => self.1.send(bytes[0]).map(|()| 1).map_err(io::Error::other),
+                    1 => Err(ErrorKind::WouldBlock.into()),
+                    _ => Err(ErrorKind::Interrupted.into()),
+                }
+            }
+            fn flush(&mut self) -> io::Result<()> {
+                Ok(())
+            }
+        }
+        let (sent, received) = mpsc::channel();
+        let target = Box::new(Sometimes(0, sent));
+        let console = Console::spawn(target, ConsoleConfig::default()).unwrap();
+        console.input().push(b"abc");
+        let arrived: Vec<u8> =
+            (0..3).map(|_| received.recv_timeout(Duration::from_secs(10)).unwrap()).collect();
+        assert_eq!(arrived, b"abc");
+    }
+}

@@ -1,0 +1,213 @@
+//! The keyboard controller without a keyboard: reset, and answers that keep a driver's probe short.
+//!
+//! A guest that reboots through the keyboard controller, as Linux does by default, pulses its reset
+//! line. A driver that probes it gets every answer at once instead of waiting for one that never comes.
+
+use std::collections::VecDeque;
+use std::sync::{Mutex, PoisonError};
+
+use super::power::{PowerEvent, PowerSink};
+use crate::bus::BusDevice;
+
+/// The first of the ports, and how many there are up to the command port.
+pub const PORT_BASE: u64 = 0x60;
+pub const PORTS: u64 = 5;
+
+const DATA: u64 = 0;
+const SPEAKER: u64 = 1;
+const COMMAND: u64 = 4;
+
+// Status: output is waiting, the self-test passed, and the keyboard is not locked.
+const OUTPUT_FULL: u8 = 1 << 0;
+const SYSTEM_OK: u8 = 1 << 2;
+const UNLOCKED: u8 = 1 << 4;
+// Control byte: the self-test passed, keyboard and auxiliary port are off.
+const CONTROL_AT_START: u8 = SYSTEM_OK | KEYBOARD_OFF | AUX_OFF;
+const KEYBOARD_OFF: u8 = 1 << 4;
+const AUX_OFF: u8 = 1 << 5;
+// Timer 2 is always at its end, for code that waits for it.
+const TIMER_DONE: u8 = 1 << 5;
+// Longer than any answer; what a guest does not read is forgotten.
+const ANSWERS_MAX: usize = 16;
+
+/// The controller at ports 0x60 to 0x64.
+pub struct I8042 {
+    state: Mutex<State>,
+    sink: PowerSink,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    control: u8,
+    answers: VecDeque<u8>,
+    // A command whose parameter comes to the data port.
+    awaiting: Option<u8>,
+}
+
+impl I8042 {
+    pub fn new(sink: PowerSink) -> Self {
+        let state = State { control: CONTROL_AT_START, ..State::default() };
+        Self { state: Mutex::new(state), sink }
+    }
+
+    fn with_state<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
+        act(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl State {
+    fn answer(&mut self, byte: u8) {
+        if self.answers.len() < ANSWERS_MAX {
+            self.answers.push_back(byte);
+        }
+    }
+
+    /// A command; true if it resets the machine.
+    fn command(&mut self, command: u8) -> bool {
+        self.awaiting = None;
+        match command {
+            0x20 => self.answer(self.control),
+            0xa7 => self.control |= AUX_OFF,
+            0xa8 => self.control &= !AUX_OFF,
+            // The auxiliary port fails its test, so that nobody looks for a mouse.
+            0xa9 => self.answer(0x02),
+            0xaa => self.answer(0x55),
+            0xab => self.answer(0x00),
+            0xad => self.control |= KEYBOARD_OFF,
+            0xae => self.control &= !KEYBOARD_OFF,
+            0xd0 => self.answer(0x00),
+            0x60 | 0xd1..=0xd4 => self.awaiting = Some(command),
+            // Pulses the output lines whose bit is zero; bit 0 is the reset line.
+            0xf0..=0xff => return command & 1 == 0,
+            _ => {}
+        }
+        false
+    }
+
+    /// A byte for the data port; true if it resets the machine.
+    fn data(&mut self, byte: u8) -> bool {
+        match self.awaiting.take() {
+            Some(0x60) => self.control = byte,
+            // The output port: bit 0 is the reset line, active low.
+            Some(0xd1) => return byte & 1 == 0,
+            // Loops back, and never as auxiliary data: there is no such port.
+            Some(0xd2 | 0xd3) => self.answer(byte),
+            // For a keyboard or mouse, which is not there: an answer nobody waits for would only be taken
+            // for that of the next command.
+            Some(_) | None => {}
+        }
+        false
+    }
+}
+
+impl BusDevice for I8042 {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        data.fill(0);
+        let [byte] = data else { return };
+        *byte = match offset {
+            DATA => self.with_state(|state| state.answers.pop_front().unwrap_or(0)),
+            SPEAKER => TIMER_DONE,
+            COMMAND => self.with_state(|state| {
+                let full = if state.answers.is_empty() { 0 } else { OUTPUT_FULL };
+                full | SYSTEM_OK | UNLOCKED
+            }),
+            _ => 0,
+        };
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        let [byte] = *data else { return };
+        let reset = match offset {
+            DATA => self.with_state(|state| state.data(byte)),
+            COMMAND => self.with_state(|state| state.command(byte)),
+            _ => false,
+        };
+        // After unlock, for the sink is somebody else's code.
+        if reset {
+            (self.sink)(PowerEvent::Reset);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    use super::*;
+
+    fn controller() -> (I8042, Arc<AtomicU32>) {
+        let resets = Arc::new(AtomicU32::new(0));
+        let count = resets.clone();
+        let sink = move |event| {
+            assert_eq!(event, PowerEvent::Reset);
+            count.fetch_add(1, Ordering::Relaxed);
+        };
+        (I8042::new(Arc::new(sink)), resets)
+    }
+
+    fn read(controller: &I8042, offset: u64) -> u8 {
+        let mut data = [0xee];
+        controller.read(offset, &mut data);
+        data[0]
+    }
+
+    /// Sends a command as a driver does, and takes the answer if the status says that there is one.
+    fn ask(controller: &I8042, command: u8, parameter: Option<u8>) -> Option<u8> {
+        controller.write(COMMAND, &[command]);
+        if let Some(byte) = parameter {
+            controller.write(DATA, &[byte]);
+        }
+        (read(controller, COMMAND) & OUTPUT_FULL != 0).then(|| read(controller, DATA))
+    }
+
+    #[test]
+    fn b13_pulse_of_the_reset_line_resets_once() {
+        let (controller, resets) = controller();
+        controller.write(COMMAND, &[0xfe]);
+        assert_eq!(resets.load(Ordering::Relaxed), 1);
+        ask(&controller, 0xff, None);
+        assert_eq!(resets.load(Ordering::Relaxed), 1);
+        ask(&controller, 0xd1, Some(0xfe));
+        assert_eq!(resets.load(Ordering::Relaxed), 2);
+    }
+
+    #[test]
+    fn status_when_idle_lets_a_rebooting_guest_go_on() {
+        let (controller, _) = controller();
+        assert_eq!(read(&controller, COMMAND) & 3, 0);
+    }
+
+    #[test]
+    fn probe_gets_every_answer_at_once() {
+        let (controller, _) = controller();
+        assert_eq!(ask(&controller, 0x20, None), Some(CONTROL_AT_START));
+        ask(&controller, 0x60, Some(0x65));
+        assert_eq!(ask(&controller, 0x20, None), Some(0x65));
+        assert_eq!(ask(&controller, 0xaa, None), Some(0x55));
+        assert_eq!(ask(&controller, 0xab, None), Some(0));
+        assert_eq!(ask(&controller, 0xa9, None), Some(2));
+        assert_eq!(ask(&controller, 0xd3, Some(0x5a)), Some(0x5a));
+    }
+
+    #[test]
+    fn flood_without_a_reader_keeps_few_answers() {
+        let (controller, _) = controller();
+        (0..100_000).for_each(|_| controller.write(COMMAND, &[0x20]));
+        for _ in 0..ANSWERS_MAX {
+            assert_ne!(read(&controller, COMMAND) & OUTPUT_FULL, 0);
+            read(&controller, DATA);
+        }
+        assert_eq!(read(&controller, COMMAND) & OUTPUT_FULL, 0);
+    }
+
+    #[test]
+    fn access_of_other_sizes_reads_zero_and_does_nothing() {
+        let (controller, resets) = controller();
+        controller.write(COMMAND, &[0xfe, 0xfe]);
+        let mut data = [0xee; 4];
+        controller.read(COMMAND, &mut data);
+        assert_eq!(data, [0; 4]);
+        assert_eq!(resets.load(Ordering::Relaxed), 0);
+    }
+}

@@ -1,0 +1,18 @@
+//! The few devices that a guest expects at fixed ports.
+//!
+//! | file | what it answers |
+//! | --- | --- |
+//! | `serial.rs` | the first serial port |
+//! | `console.rs` | how its output reaches the host without ever holding up a vCPU |
+//! | `i8042.rs` | the keyboard controller, as far as reboot needs it |
+//! | `power.rs` | poweroff and reset registers of hardware-reduced ACPI |
+
+pub mod console;
+pub mod i8042;
+pub mod power;
+pub mod serial;
+
+pub use console::{Console, ConsoleConfig};
+pub use i8042::I8042;
+pub use power::{PowerEvent, PowerRegisters, PowerSink};
+pub use serial::{Serial, SerialStateV1};

@@ -1,0 +1,115 @@
+//! The system calls that the standard library does not offer; the only unsafe code of this crate.
+//!
+//! Each function takes owned or borrowed types, so that what makes a call sound stands next to it.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use vm_memory::VolatileSlice;
+
+// The most buffers that one call takes on Linux.
+const IOV_MAX: usize = 1024;
+
+/// Reads from `offset` of a file straight into guest memory; may be short.
+pub fn preadv(fd: BorrowedFd, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize> {
+    let guards: Vec<_> = buffers.iter().take(IOV_MAX).map(VolatileSlice::ptr_guard_mut).collect();
+    let iov: Vec<_> = guards.iter().map(|guard| iovec(guard.as_ptr(), guard.len())).collect();
+    // SAFETY: every iovec describes guest memory that its guard keeps mapped and writable during the
+    // call, and `iov` outlives it. Guest memory is only ever accessed as volatile bytes, so the kernel
+    // writing there breaks no reference.
+    let done =
+        unsafe { libc::preadv(fd.as_raw_fd(), iov.as_ptr(), iov.len() as i32, to_offset(offset)?) };
+    let done = length(done)?;
+    let mut left = done;
+    for buffer in buffers {
+        let here = left.min(buffer.len());
+        // The kernel wrote behind the bitmap's back.
+        vm_memory::bitmap::Bitmap::mark_dirty(buffer.bitmap(), 0, here);
+        left -= here;
+    }
+    Ok(done)
+}
+
+/// Writes guest memory straight to `offset` of a file; may be short.
+pub fn pwritev(fd: BorrowedFd, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize> {
+    let guards: Vec<_> = buffers.iter().take(IOV_MAX).map(VolatileSlice::ptr_guard).collect();
+    let iov: Vec<_> =
+        guards.iter().map(|guard| iovec(guard.as_ptr().cast_mut(), guard.len())).collect();
+    // SAFETY: every iovec describes guest memory that its guard keeps mapped during the call, the kernel
+    // only reads it, and `iov` outlives the call.
+    let done = unsafe {
+        libc::pwritev(fd.as_raw_fd(), iov.as_ptr(), iov.len() as i32, to_offset(offset)?)
+    };
+    length(done)
+}
+
+/// How to free or clear a range of a file; the size of the file stays.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Clear {
+    /// Give the blocks back; they read as zero.
+    Punch,
+    /// Keep the blocks, zeroed.
+    Zero,
+}
+
+/// Clears `len` bytes at `offset`.
+pub fn fallocate(fd: BorrowedFd, how: Clear, offset: u64, len: u64) -> io::Result<()> {
+    let mode = libc::FALLOC_FL_KEEP_SIZE
+        | match how {
+            Clear::Punch => libc::FALLOC_FL_PUNCH_HOLE,
+            Clear::Zero => libc::FALLOC_FL_ZERO_RANGE,
+        };
+    // SAFETY: no memory is passed; the descriptor is borrowed for the call.
+    let done =
+        unsafe { libc::fallocate(fd.as_raw_fd(), mode, to_offset(offset)?, to_offset(len)?) };
+    length(done as isize).map(drop)
+}
+
+/// Takes a lock on the whole file that lives as long as its open description: shared with other
+/// readers, or alone. Does not wait.
+pub fn lock(file: &File, exclusive: bool) -> io::Result<()> {
+    let kind = if exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
+    let range = libc::flock {
+        l_type: kind as i16,
+        l_whence: libc::SEEK_SET as i16,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
+    // SAFETY: the kernel reads one flock structure, which outlives the call.
+    let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
+    length(done as isize).map(drop)
+}
+
+/// Fills `buf` with random bytes of the host, without waiting; returns how many there were.
+pub fn random(buf: &mut [u8]) -> io::Result<usize> {
+    // SAFETY: the kernel writes at most `buf.len()` bytes to a buffer that is borrowed exclusively.
+    let done = unsafe { libc::getrandom(buf.as_mut_ptr().cast(), buf.len(), libc::GRND_NONBLOCK) };
+    length(done)
+}
+
+/// A file without a name, as large as memory file systems allow.
+#[cfg(test)]
+pub fn memory_file(name: &str) -> io::Result<File> {
+    use std::os::fd::{FromRawFd, OwnedFd};
+    let name = std::ffi::CString::new(name)?;
+    // SAFETY: the kernel reads a string that ends in NUL and outlives the call.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
+    length(fd as isize)?;
+    // SAFETY: the descriptor was just made and nobody else has it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) }.into())
+}
+
+fn iovec(base: *mut u8, len: usize) -> libc::iovec {
+    libc::iovec { iov_base: base.cast(), iov_len: len }
+}
+
+fn to_offset(value: u64) -> io::Result<i64> {
+    i64::try_from(value).map_err(|_| io::Error::from_raw_os_error(libc::EOVERFLOW))
+}
+
+fn length(done: isize) -> io::Result<usize> {
+    usize::try_from(done).map_err(|_| io::Error::last_os_error())
+}

@@ -1,0 +1,134 @@
+//! What the host asks of a disk, and the configuration space that the guest reads.
+//!
+//! A wish is checked here as far as it can be without opening anything; `io/` checks the file itself.
+
+use std::fs::File;
+use std::path::PathBuf;
+
+use super::io::OpenError;
+use super::wire::{ID_LEN, SECTOR_SIZE};
+
+/// The most buffers of one request: what fits in a queue with header and status.
+pub const SEGMENTS_MAX: u32 = super::device::QUEUE_SIZE as u32 - 2;
+/// The most ranges of one discard or write-zeroes request.
+pub const RANGES_MAX: u32 = 16;
+/// The most sectors of one discarded range, 1 GiB.
+pub const DISCARD_SECTORS_MAX: u32 = 1 << 21;
+/// The most sectors of one zeroed range, 32 MiB: a host file system may make us write them.
+pub const ZERO_SECTORS_MAX: u32 = 1 << 16;
+
+/// Whether a flush of the guest reaches the host's disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheMode {
+    /// The guest is told of a volatile cache, and its flushes are carried out.
+    #[default]
+    Writeback,
+    /// Flushes are not offered. For disks that are thrown away with their machine.
+    Unsafe,
+}
+
+/// Why a disk could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BlockError {
+    #[error("disk id {id:?} is longer than {ID_LEN} bytes or not printable ASCII")]
+    Id { id: String },
+    #[error("disk image {name} cannot be used")]
+    Open {
+        name: String,
+        #[source]
+        source: OpenError,
+    },
+    #[error("saved disk has {saved} sectors, this one has {here}")]
+    Capacity { saved: u64, here: u64 },
+    #[error("saved disk was {}, this one is not", if *saved_read_only { "read-only" } else { "writable" })]
+    Access { saved_read_only: bool },
+}
+
+/// Where the bytes of a disk are.
+#[derive(Debug)]
+pub enum Source {
+    Path(PathBuf),
+    /// Opened by somebody else, with the access that the disk needs.
+    File(File),
+}
+
+/// A disk as the host wishes it.
+#[derive(Debug)]
+pub struct BlockConfig {
+    pub source: Source,
+    pub read_only: bool,
+    pub cache: CacheMode,
+    /// What the guest reads as the serial number, at most 20 bytes.
+    pub id: String,
+}
+
+impl BlockConfig {
+    /// A writable disk on the file at `path`.
+    pub fn new(path: impl Into<PathBuf>) -> Self {
+        Self::from_source(Source::Path(path.into()))
+    }
+
+    /// A writable disk on a file that is already open.
+    pub fn from_file(file: File) -> Self {
+        Self::from_source(Source::File(file))
+    }
+
+    #[must_use]
+    pub fn read_only(mut self, read_only: bool) -> Self {
+        self.read_only = read_only;
+        self
+    }
+
+    #[must_use]
+    pub fn cache(mut self, cache: CacheMode) -> Self {
+        self.cache = cache;
+        self
+    }
+
+    #[must_use]
+    pub fn id(mut self, id: impl Into<String>) -> Self {
+        self.id = id.into();
+        self
+    }
+
+    /// Checks what can be checked without the file.
+    pub fn validate(&self) -> Result<(), BlockError> {
+        let printable = self.id.bytes().all(|byte| (0x20..0x7f).contains(&byte));
+        if self.id.len() > ID_LEN || !printable {
+            return Err(BlockError::Id { id: self.id.clone() });
+        }
+        Ok(())
+    }
+
+    /// How errors name the disk.
+    pub fn name(&self) -> String {
+        match &self.source {
+            Source::Path(path) => path.display().to_string(),
+            Source::File(_) => format!("of disk {:?}", self.id),
+        }
+    }
+
+    fn from_source(source: Source) -> Self {
+        Self { source, read_only: false, cache: CacheMode::default(), id: String::new() }
+    }
+}
+
+/// The configuration space of virtio 1.2 section 5.2.4, up to the write-zeroes fields.
+pub fn space(capacity_sectors: u64) -> Vec<u8> {
+    let mut space = vec![0; 60];
+    let mut put = |offset: usize, bytes: &[u8]| {
+        space[offset..offset + bytes.len()].copy_from_slice(bytes);
+    };
+    put(0, &capacity_sectors.to_le_bytes());
+    put(12, &SEGMENTS_MAX.to_le_bytes());
+    put(20, &(SECTOR_SIZE as u32).to_le_bytes());
+    put(36, &DISCARD_SECTORS_MAX.to_le_bytes());
+    put(40, &RANGES_MAX.to_le_bytes());
+    // Discards need not be aligned to more than a sector.
+    put(44, &1u32.to_le_bytes());
+    put(48, &ZERO_SECTORS_MAX.to_le_bytes());
+    put(52, &RANGES_MAX.to_le_bytes());
+    // Write-zeroes may give blocks back where the guest allows it.
+    put(56, &[1]);
+    space
+}

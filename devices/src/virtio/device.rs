@@ -1,0 +1,79 @@
+//! What a virtio device must supply, before and while a driver runs it.
+//!
+//! A device is one value that changes shape: `VirtioDevice` while it waits for a driver, `Worker`
+//! while the device thread runs its queues, and back again on reset. So there is never a second
+//! owner, and nothing to lock.
+//!
+//! ```text
+//!              activate                         stop
+//! VirtioDevice ────────► Worker (device thread) ────► VirtioDevice
+//!                          │  ▲
+//!                  quiesce ▼  │ resume
+//!                        parked, may be saved
+//! ```
+
+use event_manager::MutEventSubscriber;
+
+use super::registry::{DeviceKind, DeviceState};
+use super::{Interrupt, VirtQueue};
+use crate::GuestMemory;
+
+/// A device that no driver is using.
+pub trait VirtioDevice: Send {
+    fn kind(&self) -> DeviceKind;
+
+    /// Device-specific features to offer; the transport adds the ring and version bits.
+    fn features(&self) -> u64;
+
+    /// The largest size of each queue, in queue order; each a power of two.
+    fn queue_sizes(&self) -> &'static [u16];
+
+    /// The configuration space as the guest reads it. The transport answers guest reads from a copy,
+    /// so that a vCPU never waits for the device thread to read a register.
+    fn config(&self) -> Vec<u8>;
+
+    /// The driver is ready: become the worker that serves its queues. Called on the device thread.
+    fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker>;
+
+    /// What a snapshot must keep of a device that no driver uses.
+    fn save(&self) -> DeviceState;
+}
+
+/// Everything a device may use once the driver is ready. All of it was validated by the transport.
+pub struct Activation {
+    pub memory: GuestMemory,
+    /// The features both sides agreed on.
+    pub features: u64,
+    pub queues: Vec<VirtQueue>,
+    pub interrupt: Interrupt,
+}
+
+/// A device in use: it owns its queues and its host backend, and lives on the device thread.
+///
+/// As an event subscriber it registers its queue kicks and host descriptors in `init`, and serves
+/// them in `process`. It must never block, and a guest error ends in `Interrupt::needs_reset` or in
+/// an error status in the ring, never in a panic.
+pub trait Worker: MutEventSubscriber + Send {
+    /// Finishes or parks what is in flight; afterwards the worker touches no guest memory and takes
+    /// no host input until `resume`. Its descriptors stay registered: events are ignored or left.
+    fn quiesce(&mut self);
+
+    /// Takes up work again, including kicks that arrived while quiet.
+    fn resume(&mut self);
+
+    /// What a snapshot must keep, beyond the queues. Only called between `quiesce` and `resume`.
+    fn save(&self) -> DeviceState;
+
+    /// Ends the work and gives back the idle device and its queues. Nothing may write to guest memory
+    /// or raise an interrupt after this returns.
+    fn stop(self: Box<Self>) -> Stopped;
+
+    /// The queues, for the transport to save their positions. Only called between `quiesce` and `resume`.
+    fn queues(&self) -> &[VirtQueue];
+}
+
+/// What is left of a worker.
+pub struct Stopped {
+    pub device: Box<dyn VirtioDevice>,
+    pub queues: Vec<VirtQueue>,
+}

@@ -1,0 +1,237 @@
+//! The door between vCPUs and one device: guest loads and stores in, interrupts out.
+//!
+//! It decides nothing about requests. Registers are under one leaf lock, the device is on its own
+//! thread, and this file connects the two after the lock is released.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::super::counters::CounterValues;
+use super::super::registry::DeviceKind;
+use super::super::{
+    Activation, DeviceError, DeviceHandle, DeviceId, Interrupt, QueueConfig, QueueFault, VirtQueue,
+    VirtioDevice,
+};
+use super::registers::{Action, RING_EVENT_IDX, Registers, Setup, offset, status};
+use super::state::{RestoreError, TransportStateV1};
+use crate::GuestMemory;
+use crate::bus::BusDevice;
+
+/// How much guest address space one transport takes.
+pub const WINDOW_SIZE: u64 = 0x1000;
+
+/// One virtio device as the guest sees it.
+pub struct MmioTransport {
+    kind: DeviceKind,
+    max_sizes: &'static [u16],
+    registers: Mutex<Registers>,
+    interrupt: Interrupt,
+    kicks: Vec<Arc<EventFd>>,
+    memory: GuestMemory,
+    thread: DeviceHandle,
+    id: DeviceId,
+}
+
+impl MmioTransport {
+    /// Hands `device` to the device thread and puts registers before it.
+    pub fn new(
+        device: Box<dyn VirtioDevice>,
+        memory: GuestMemory,
+        thread: DeviceHandle,
+    ) -> io::Result<Self> {
+        let (kind, max_sizes) = (device.kind(), device.queue_sizes());
+        let registers = Registers::new(kind, device.features(), max_sizes, device.config());
+        let registers = Mutex::new(registers);
+        let interrupt = Interrupt::new()?;
+        let kick = |_: &u16| EventFd::new(EFD_NONBLOCK).map(Arc::new);
+        let kicks = max_sizes.iter().map(kick).collect::<io::Result<_>>()?;
+        let id = thread.add(device).map_err(io::Error::other)?;
+        Ok(Self { kind, max_sizes, registers, interrupt, kicks, memory, thread, id })
+    }
+
+    pub fn kind(&self) -> DeviceKind {
+        self.kind
+    }
+
+    /// The interrupt to connect to the guest.
+    pub fn interrupt(&self) -> &Interrupt {
+        &self.interrupt
+    }
+
+    /// One descriptor per queue, to be written when the guest stores that queue's index at `QUEUE_NOTIFY`.
+    pub fn queue_kicks(&self) -> &[Arc<EventFd>] {
+        &self.kicks
+    }
+
+    /// What the device and its queues have counted.
+    pub fn counters(&self) -> CounterValues {
+        self.interrupt.counters().values()
+    }
+
+    /// Shows the guest a new configuration space and tells its driver.
+    pub fn set_config(&self, config: Vec<u8>) {
+        self.registers().set_config(config);
+        self.interrupt.config_changed();
+    }
+
+    /// Copies out registers, queues and device. The vCPUs must be paused and the devices quiet.
+    pub fn save(&self) -> Result<TransportStateV1, DeviceError> {
+        let saved = self.thread.save(self.id)?;
+        // A chain that is out would be lost: the restored worker does not know of it, and the ring no
+        // longer offers it. A device that gave up will not be restored to work, so there it is no loss.
+        if saved.in_flight > 0 && !self.interrupt.is_reset_needed() {
+            return Err(DeviceError::InFlight { count: saved.in_flight });
+        }
+        let registers = self.registers();
+        let now = registers.negotiation();
+        Ok(TransportStateV1 {
+            kind: self.kind,
+            status: now.status,
+            device_features_select: now.device_features_select,
+            driver_features_select: now.driver_features_select,
+            driver_features: now.driver_features,
+            queue_select: now.queue_select,
+            config_generation: registers.config_generation(),
+            interrupt_status: self.interrupt.status(),
+            needs_reset: self.interrupt.is_reset_needed(),
+            // A running worker knows the positions, the registers only where the rings are.
+            queues: saved.queues.unwrap_or_else(|| now.queues.clone()),
+            device: saved.state,
+        })
+    }
+
+    /// Puts a saved transport back, before the guest runs. If a driver was using the device, its worker
+    /// starts; quiesce the devices first to hold it until the machine resumes.
+    pub fn restore(&self, state: &TransportStateV1) -> Result<(), RestoreError> {
+        let (offered, epoch) = {
+            let registers = self.registers();
+            if registers.negotiation().status != 0 {
+                return Err(RestoreError::InUse);
+            }
+            (registers.offered(), registers.epoch())
+        };
+        state.check(self.kind, offered, self.kicks.len())?;
+        // The queues of a device that had already given up are not looked at again before a reset.
+        if state.is_active() && !state.needs_reset {
+            let features = state.driver_features;
+            let queues = self
+                .build_queues(features, &state.queues)
+                .map_err(|(index, source)| RestoreError::Queue { index, source })?;
+            let activation = self.activation(features, queues);
+            self.thread.activate(self.id, epoch, activation).map_err(RestoreError::Device)?;
+        }
+        self.registers().restore(state.negotiation(), state.config_generation);
+        self.interrupt.restore(state.interrupt_status, state.needs_reset);
+        Ok(())
+    }
+
+    fn registers(&self) -> MutexGuard<'_, Registers> {
+        // A panic while locked would leave plain integers, each valid by itself.
+        self.registers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn run(&self, action: Action) {
+        match action {
+            Action::Nothing => {}
+            Action::Notify(index) => {
+                if let Some(kick) = self.kicks.get(index) {
+                    // Only a counter at its maximum refuses, and then a kick is pending anyway.
+                    let _ = kick.write(1);
+                }
+            }
+            Action::Activate(setup) => self.activate(setup),
+            Action::Reset { epoch } => self.reset(epoch),
+        }
+    }
+
+    fn activate(&self, setup: Setup) {
+        let queues = match self.build_queues(setup.features, &setup.queues) {
+            Ok(queues) => queues,
+            Err((index, fault)) => {
+                return self.give_up(&format!("queue {index} refused: {fault}"));
+            }
+        };
+        let activation = self.activation(setup.features, queues);
+        match self.thread.activate(self.id, setup.epoch, activation) {
+            // Overtaken by a reset from another vCPU: that reset is what the guest gets.
+            Ok(()) | Err(DeviceError::Superseded) => {}
+            Err(error) => self.give_up(&format!("activation failed: {error}")),
+        }
+    }
+
+    fn reset(&self, epoch: u64) {
+        if let Err(error) = self.thread.reset(self.id, epoch) {
+            // The status stays as it was, so the driver can tell that the device did not reset.
+            return self.give_up(&format!("reset failed: {error}"));
+        }
+        let mut registers = self.registers();
+        if registers.finish_reset(epoch) {
+            // Under the lock, so that no vCPU sees the new status with the old interrupt.
+            self.interrupt.reset();
+        }
+    }
+
+    fn build_queues(
+        &self,
+        features: u64,
+        configs: &[QueueConfig],
+    ) -> Result<Vec<VirtQueue>, (usize, QueueFault)> {
+        let event_idx = features & RING_EVENT_IDX != 0;
+        let parts = configs.iter().zip(self.max_sizes).zip(&self.kicks).enumerate();
+        let build =
+            |(index, ((config, max), kick)): (usize, ((&QueueConfig, &u16), &Arc<EventFd>))| {
+                VirtQueue::new(config, *max, event_idx, self.memory.clone(), kick.clone())
+                    .map(|queue| queue.with_counters(self.interrupt.counters().clone()))
+                    .map_err(|fault| (index, fault))
+            };
+        parts.map(build).collect()
+    }
+
+    fn activation(&self, features: u64, queues: Vec<VirtQueue>) -> Activation {
+        let (memory, interrupt) = (self.memory.clone(), self.interrupt.clone());
+        Activation { memory, features, queues, interrupt }
+    }
+
+    fn give_up(&self, why: &str) {
+        if self.interrupt.needs_reset() {
+            log::warn!("{}: {why}", self.kind.name());
+        }
+    }
+}
+
+impl BusDevice for MmioTransport {
+    fn read(&self, register: u64, data: &mut [u8]) {
+        data.fill(0);
+        if register >= offset::CONFIG {
+            return self.registers().read_config(register - offset::CONFIG, data);
+        }
+        // Registers are read whole, as the specification demands of drivers.
+        let Ok(word) = <&mut [u8; 4]>::try_from(data) else { return };
+        let value = match register {
+            offset::INTERRUPT_STATUS => self.interrupt.status(),
+            offset::STATUS => {
+                let registers = self.registers();
+                let plea = if self.interrupt.is_reset_needed() { status::NEEDS_RESET } else { 0 };
+                registers.read(register) | plea
+            }
+            _ => self.registers().read(register),
+        };
+        *word = value.to_le_bytes();
+    }
+
+    fn write(&self, register: u64, data: &[u8]) {
+        // No device has configuration that the guest may write.
+        let Ok(word) = <[u8; 4]>::try_from(data) else { return };
+        let value = u32::from_le_bytes(word);
+        match register {
+            offset::CONFIG.. => {}
+            offset::INTERRUPT_ACK => self.interrupt.acknowledge(value),
+            _ => {
+                let action = self.registers().write(register, value);
+                self.run(action);
+            }
+        }
+    }
+}

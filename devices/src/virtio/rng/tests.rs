@@ -1,0 +1,60 @@
+//! The source of randomness as a driver meets it.
+
+use super::super::testing::Buffer::{Readable, Writable};
+use super::super::testing::MockDriver;
+use super::super::{conformance, registry::DeviceState};
+use super::{Rng, RngConfig};
+
+struct Source;
+
+impl conformance::Specimen for Source {
+    type Device = Rng;
+    const QUEUE: usize = 0;
+
+    fn fresh(&self) -> Rng {
+        Rng::default()
+    }
+
+    fn restored(&self, state: &DeviceState) -> Rng {
+        assert!(matches!(state, DeviceState::Rng(_)));
+        Rng::default()
+    }
+
+    fn exercise(&self, driver: &mut MockDriver) {
+        let (used, bytes) = driver.request(0, &[Writable(32)]);
+        assert_eq!(used.unwrap().len, 32);
+        assert_ne!(bytes, [[0; 32]]);
+    }
+}
+
+conformance::suite!(Source);
+
+#[test]
+fn request_for_bytes_fills_the_whole_buffer_with_other_bytes_each_time() {
+    let mut driver = MockDriver::ready(Rng::default());
+    let (used, first) = driver.request(0, &[Writable(64)]);
+    assert_eq!(used.unwrap().len, 64);
+    let (_, second) = driver.request(0, &[Writable(64)]);
+    assert_ne!(first, second);
+    assert_ne!(first, [vec![0; 64]]);
+}
+
+#[test]
+fn request_beyond_the_cap_is_filled_up_to_the_cap() {
+    let mut driver = MockDriver::ready(Rng::default());
+    let (used, bytes) = driver.request(0, &[Writable(40 << 10), Writable(40 << 10)]);
+    assert_eq!(used.unwrap().len, 64 << 10);
+    assert_eq!(bytes[1][24 << 10..], [0; 16 << 10]);
+    let mut driver = MockDriver::ready(Rng::new(RngConfig::default().request_bytes(16)));
+    assert_eq!(driver.request(0, &[Writable(64)]).0.unwrap().len, 16);
+}
+
+#[test]
+fn a10_request_without_writable_buffer_is_refused_and_counted() {
+    let mut driver = MockDriver::ready(Rng::default());
+    let (used, bytes) = driver.request(0, &[Readable(&[5; 64])]);
+    assert_eq!(used.unwrap().len, 0);
+    assert_eq!(bytes, [vec![5; 64]]);
+    assert_eq!(driver.transport.counters().refused, 1);
+    assert!(!driver.needs_reset());
+}

@@ -1,0 +1,389 @@
+//! A mock driver: a guest without a machine, for tests and fuzz targets.
+//!
+//! It speaks to a device only as a guest can, through registers and rings in guest memory, and runs the
+//! device loop inline, so that a test decides when the device gets its turn.
+#![allow(clippy::unwrap_used, reason = "a mock that cannot do its part should end its test")]
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use vm_memory::{Bytes, GuestAddress};
+
+use super::device_loop::{Command, DeviceLoop, Reply};
+use super::mmio::{RestoreError, TransportStateV1, offset, status};
+use super::thread::Calls;
+use super::{DeviceError, DeviceHandle, MmioTransport, VirtioDevice};
+use crate::GuestMemory;
+use crate::bus::BusDevice;
+
+/// Guest memory starts here; the first page is left out so that a null address is never valid.
+pub const MEMORY_START: u64 = 0x1000;
+/// The first region ends here, where a hole begins.
+pub const HOLE_START: u64 = 0x20_0000;
+/// The second region begins here.
+pub const HOLE_END: u64 = 0x40_0000;
+pub const MEMORY_END: u64 = 0x80_0000;
+
+/// Flags of a descriptor.
+pub const NEXT: u16 = 1;
+pub const WRITE: u16 = 2;
+pub const INDIRECT: u16 = 4;
+
+const RINGS_START: u64 = 0x1_0000;
+const RINGS_SIZE: u64 = 0x1_0000;
+const DESC: u64 = 0;
+const AVAIL: u64 = 0x4000;
+const USED: u64 = 0x8000;
+
+/// Two regions with a hole between them.
+pub fn memory() -> GuestMemory {
+    let range = |from: u64, to: u64| (GuestAddress(from), (to - from) as usize);
+    GuestMemory::from_ranges(&[range(MEMORY_START, HOLE_START), range(HOLE_END, MEMORY_END)])
+        .unwrap()
+}
+
+/// A device loop that runs on whichever thread calls it.
+pub struct InlineLoop(Mutex<DeviceLoop>);
+
+impl InlineLoop {
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self(Mutex::new(DeviceLoop::new().unwrap())))
+    }
+
+    pub fn handle(self: &Arc<Self>) -> DeviceHandle {
+        DeviceHandle::new(self.clone())
+    }
+
+    /// Serves until nothing is ready, or for `rounds` rounds; returns how many it took.
+    pub fn run(&self, rounds: usize) -> usize {
+        let mut devices = self.0.lock().unwrap();
+        (0..rounds).take_while(|_| devices.poll(0).unwrap() > 0).count()
+    }
+}
+
+impl Calls for InlineLoop {
+    fn call(&self, command: Command) -> Result<Reply, DeviceError> {
+        self.0.lock().unwrap().handle(command)
+    }
+}
+
+/// One buffer that the driver offers.
+#[derive(Clone, Copy, Debug)]
+pub enum Buffer<'a> {
+    /// The device reads these bytes.
+    Readable(&'a [u8]),
+    /// The device may write so many bytes.
+    Writable(u32),
+}
+
+/// A chain that was offered: its head, and where each buffer is.
+#[derive(Clone, Debug)]
+pub struct Offered {
+    pub head: u16,
+    pub buffers: Vec<(GuestAddress, u32)>,
+}
+
+/// An entry of the used ring.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Used {
+    pub head: u32,
+    pub len: u32,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Ring {
+    size: u16,
+    next_descriptor: u16,
+    avail: u16,
+    used: u16,
+}
+
+/// A driver with its transport, memory and device loop.
+pub struct MockDriver {
+    pub transport: Arc<MmioTransport>,
+    pub memory: GuestMemory,
+    pub devices: Arc<InlineLoop>,
+    rings: Vec<Ring>,
+    next_buffer: u64,
+}
+
+impl MockDriver {
+    /// A driver that has not touched the device yet.
+    pub fn new(device: impl VirtioDevice + 'static) -> Self {
+        Self::in_memory(device, memory(), &InlineLoop::new())
+    }
+
+    /// A driver that shares memory and loop with others.
+    pub fn in_memory(
+        device: impl VirtioDevice + 'static,
+        memory: GuestMemory,
+        devices: &Arc<InlineLoop>,
+    ) -> Self {
+        let sizes = device.queue_sizes();
+        let transport = MmioTransport::new(Box::new(device), memory.clone(), devices.handle());
+        let rings = sizes.iter().map(|_| Ring::default()).collect();
+        let (transport, devices) = (Arc::new(transport.unwrap()), devices.clone());
+        // A page short of the hole, and above every ring.
+        let next_buffer = RINGS_START + RINGS_SIZE * sizes.len() as u64;
+        Self { transport, memory, devices, rings, next_buffer }
+    }
+
+    /// A driver that has brought its device up with everything it offers.
+    pub fn ready(device: impl VirtioDevice + 'static) -> Self {
+        let mut driver = Self::new(device);
+        driver.start();
+        driver
+    }
+
+    pub fn read(&self, register: u64) -> u32 {
+        let mut data = [0; 4];
+        BusDevice::read(&*self.transport, register, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    pub fn write(&self, register: u64, value: u32) {
+        BusDevice::write(&*self.transport, register, &value.to_le_bytes());
+    }
+
+    pub fn status(&self) -> u32 {
+        self.read(offset::STATUS)
+    }
+
+    pub fn needs_reset(&self) -> bool {
+        self.status() & status::NEEDS_RESET != 0
+    }
+
+    /// Features on offer.
+    pub fn offered(&self) -> u64 {
+        let page = |select| {
+            self.write(offset::DEVICE_FEATURES_SELECT, select);
+            u64::from(self.read(offset::DEVICE_FEATURES))
+        };
+        page(0) | page(1) << 32
+    }
+
+    /// Everything from reset to DRIVER_OK, in the order of virtio 1.2 section 3.1.
+    pub fn start(&mut self) {
+        self.start_with(self.offered());
+    }
+
+    pub fn start_with(&mut self, features: u64) {
+        self.negotiate(features);
+        self.set_up_queues();
+        self.write(offset::STATUS, self.status() | status::DRIVER_OK);
+    }
+
+    /// Up to and including FEATURES_OK.
+    pub fn negotiate(&self, features: u64) {
+        self.write(offset::STATUS, 0);
+        self.write(offset::STATUS, status::ACKNOWLEDGE);
+        self.write(offset::STATUS, self.status() | status::DRIVER);
+        for page in [0, 1] {
+            self.write(offset::DRIVER_FEATURES_SELECT, page);
+            self.write(offset::DRIVER_FEATURES, (features >> (32 * page)) as u32);
+        }
+        self.write(offset::STATUS, self.status() | status::FEATURES_OK);
+    }
+
+    /// Fresh rings of the largest size for every queue.
+    pub fn set_up_queues(&mut self) {
+        for index in 0..self.rings.len() {
+            self.set_up_queue(index, u16::MAX);
+        }
+    }
+
+    /// A fresh ring of at most `size` entries.
+    pub fn set_up_queue(&mut self, queue: usize, size: u16) {
+        self.write(offset::QUEUE_SELECT, queue as u32);
+        let size = size.min(self.read(offset::QUEUE_SIZE_MAX) as u16);
+        self.write(offset::QUEUE_SIZE, size.into());
+        let ring_parts = [
+            (offset::QUEUE_DESC_LOW, DESC),
+            (offset::QUEUE_DRIVER_LOW, AVAIL),
+            (offset::QUEUE_DEVICE_LOW, USED),
+        ];
+        for (register, part) in ring_parts {
+            self.write(register, self.address(queue, part).0 as u32);
+            self.write(register + 4, 0);
+        }
+        self.memory.write_slice(&vec![0; RINGS_SIZE as usize], self.address(queue, 0)).unwrap();
+        self.write(offset::QUEUE_READY, 1);
+        self.rings[queue] = Ring { size, ..Ring::default() };
+    }
+
+    pub fn reset(&self) {
+        self.write(offset::STATUS, 0);
+    }
+
+    /// Offers a chain of these buffers and kicks.
+    pub fn send(&mut self, queue: usize, buffers: &[Buffer]) -> Offered {
+        let offered = self.place(queue, buffers);
+        self.offer(queue, offered.head);
+        self.kick(queue);
+        offered
+    }
+
+    /// Offers a chain, lets the device serve it, and gives back its used entry and the bytes of each buffer.
+    pub fn request(&mut self, queue: usize, buffers: &[Buffer]) -> (Option<Used>, Vec<Vec<u8>>) {
+        let offered = self.send(queue, buffers);
+        self.run();
+        (self.used(queue), self.contents(&offered))
+    }
+
+    /// Writes buffers and their descriptors, without offering them.
+    pub fn place(&mut self, queue: usize, buffers: &[Buffer]) -> Offered {
+        let ring = self.rings[queue];
+        let head = ring.next_descriptor;
+        let mut offered = Offered { head, buffers: Vec::new() };
+        for (step, buffer) in buffers.iter().enumerate() {
+            let (len, write) = match buffer {
+                Buffer::Readable(bytes) => (bytes.len() as u32, 0),
+                Buffer::Writable(len) => (*len, WRITE),
+            };
+            let address = self.allocate(len);
+            if let Buffer::Readable(bytes) = buffer {
+                self.memory.write_slice(bytes, address).unwrap();
+            }
+            let index = head.wrapping_add(step as u16) % ring.size;
+            let next = if step + 1 < buffers.len() { NEXT } else { 0 };
+            self.descriptor(queue, index, address.0, len, write | next, (index + 1) % ring.size);
+            offered.buffers.push((address, len));
+        }
+        self.rings[queue].next_descriptor = head.wrapping_add(buffers.len() as u16) % ring.size;
+        offered
+    }
+
+    /// Writes one raw descriptor.
+    pub fn descriptor(
+        &self,
+        queue: usize,
+        index: u16,
+        address: u64,
+        len: u32,
+        flags: u16,
+        next: u16,
+    ) {
+        let at = self.address(queue, DESC + 16 * u64::from(index));
+        self.memory.write_slice(&raw_descriptor(address, len, flags, next), at).unwrap();
+    }
+
+    /// Puts a head into the available ring and moves its index.
+    pub fn offer(&mut self, queue: usize, head: u16) {
+        let ring = &mut self.rings[queue];
+        let slot = 4 + 2 * u64::from(ring.avail % ring.size);
+        ring.avail = ring.avail.wrapping_add(1);
+        let index = ring.avail;
+        self.memory.write_obj(head.to_le(), self.address(queue, AVAIL + slot)).unwrap();
+        self.set_avail_index(queue, index);
+    }
+
+    /// Moves the available index to anywhere.
+    pub fn set_avail_index(&self, queue: usize, index: u16) {
+        let at = self.address(queue, AVAIL + 2);
+        self.memory.store(index.to_le(), at, Ordering::Release).unwrap();
+    }
+
+    /// Says after which used entry the driver wants an interrupt, if event indices were agreed on.
+    pub fn set_used_event(&self, queue: usize, index: u16) {
+        let at = AVAIL + 4 + 2 * u64::from(self.rings[queue].size);
+        self.memory.write_obj(index.to_le(), self.address(queue, at)).unwrap();
+    }
+
+    pub fn kick(&self, queue: usize) {
+        self.write(offset::QUEUE_NOTIFY, queue as u32);
+    }
+
+    /// Lets the devices serve what is ready. Ends the test if they never come to rest.
+    pub fn run(&self) {
+        assert!(self.devices.run(10_000) < 10_000, "the device never comes to rest");
+    }
+
+    /// The next used entry that this driver has not seen.
+    pub fn used(&mut self, queue: usize) -> Option<Used> {
+        let ring = self.rings[queue];
+        if self.used_index(queue) == ring.used {
+            return None;
+        }
+        let entry = self.address(queue, USED + 4 + 8 * u64::from(ring.used % ring.size));
+        let [head, len]: [u32; 2] = self.memory.read_obj(entry).unwrap();
+        self.rings[queue].used = ring.used.wrapping_add(1);
+        Some(Used { head: u32::from_le(head), len: u32::from_le(len) })
+    }
+
+    /// How far the device has moved the used ring.
+    pub fn used_index(&self, queue: usize) -> u16 {
+        let at = self.address(queue, USED + 2);
+        u16::from_le(self.memory.load(at, Ordering::Acquire).unwrap())
+    }
+
+    /// The bytes of a chain's buffers as they are now.
+    pub fn contents(&self, offered: &Offered) -> Vec<Vec<u8>> {
+        let read = |(address, len): &(GuestAddress, u32)| {
+            let mut bytes = vec![0; *len as usize];
+            self.memory.read_slice(&mut bytes, *address).unwrap();
+            bytes
+        };
+        offered.buffers.iter().map(read).collect()
+    }
+
+    /// Takes a pending interrupt; true if there was one.
+    pub fn take_interrupt(&self) -> bool {
+        let pending = self.transport.interrupt().event().read().is_ok();
+        self.write(offset::INTERRUPT_ACK, self.read(offset::INTERRUPT_STATUS));
+        pending
+    }
+
+    /// Quiesces the devices, saves this one and lets go of it; the guest's memory stays.
+    pub fn suspend(self) -> Suspended {
+        self.devices.handle().quiesce_all().unwrap();
+        let state = self.transport.save().unwrap();
+        let Self { memory, rings, next_buffer, .. } = self;
+        Suspended { state, memory, rings, next_buffer }
+    }
+
+    /// Guest memory for a buffer of `len` bytes; wraps around long before the hole.
+    pub fn allocate(&mut self, len: u32) -> GuestAddress {
+        let first = RINGS_START + RINGS_SIZE * self.rings.len() as u64;
+        if self.next_buffer + u64::from(len) > HOLE_START {
+            self.next_buffer = first;
+        }
+        let address = GuestAddress(self.next_buffer);
+        self.next_buffer = (self.next_buffer + u64::from(len)).next_multiple_of(16);
+        address
+    }
+
+    /// Where a ring keeps its parts.
+    pub fn descriptor_table(&self, queue: usize) -> GuestAddress {
+        self.address(queue, DESC)
+    }
+
+    fn address(&self, queue: usize, offset: u64) -> GuestAddress {
+        GuestAddress(RINGS_START + RINGS_SIZE * queue as u64 + offset)
+    }
+}
+
+/// A driver whose device is gone, to be restored.
+pub struct Suspended {
+    pub state: TransportStateV1,
+    pub memory: GuestMemory,
+    rings: Vec<Ring>,
+    next_buffer: u64,
+}
+
+impl Suspended {
+    /// The driver as it was, on a device that was made from the saved state.
+    pub fn resume(self, device: impl VirtioDevice + 'static) -> Result<MockDriver, RestoreError> {
+        let Self { state, memory, rings, next_buffer } = self;
+        let driver = MockDriver::in_memory(device, memory, &InlineLoop::new());
+        driver.devices.handle().quiesce_all().unwrap();
+        driver.transport.restore(&state)?;
+        driver.devices.handle().resume_all().unwrap();
+        Ok(MockDriver { rings, next_buffer, ..driver })
+    }
+}
+
+/// A descriptor as it lies in memory.
+pub fn raw_descriptor(address: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
+    let high = u128::from(len) | u128::from(flags) << 32 | u128::from(next) << 48;
+    (u128::from(address) | high << 64).to_le_bytes()
+}

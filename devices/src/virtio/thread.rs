@@ -1,0 +1,168 @@
+//! The thread that runs all virtio devices, and how the other threads call it.
+//!
+//! Waits only point towards this thread: it waits for nobody but the kernel, so a call to it always ends.
+//! Each call still has a deadline, and a thread that is gone is an error, never a hang.
+
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use std::{io, thread};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::device_loop::{Command, DeviceError, DeviceId, DeviceLoop, Reply, SavedDevice};
+use super::{Activation, VirtioDevice};
+
+// Longer than any single request that a worker serves; only a broken host disk takes more.
+const CALL_DEADLINE: Duration = Duration::from_secs(30);
+// Callers wait for their answer, so this is a bound on threads that call at once.
+const MAILBOX_SLOTS: usize = 128;
+
+type Answer = Result<Reply, DeviceError>;
+
+/// Carries a command to a device loop and its reply back.
+pub trait Calls: Send + Sync {
+    fn call(&self, command: Command) -> Answer;
+}
+
+/// A cheap way to call the devices of one loop; clones reach the same loop.
+#[derive(Clone)]
+pub struct DeviceHandle {
+    calls: Arc<dyn Calls>,
+}
+
+impl DeviceHandle {
+    pub fn new(calls: Arc<dyn Calls>) -> Self {
+        Self { calls }
+    }
+
+    /// Hands a device over to the loop.
+    pub fn add(&self, device: Box<dyn VirtioDevice>) -> Result<DeviceId, DeviceError> {
+        match self.calls.call(Command::Add(device))? {
+            Reply::Added(id) => Ok(id),
+            Reply::Done | Reply::Saved(_) => Err(DeviceError::Unknown),
+        }
+    }
+
+    pub fn activate(
+        &self,
+        id: DeviceId,
+        epoch: u64,
+        activation: Activation,
+    ) -> Result<(), DeviceError> {
+        let activation = Box::new(activation);
+        self.calls.call(Command::Activate { id, epoch, activation }).map(drop)
+    }
+
+    /// When this returns, the device writes no guest memory and raises no interrupt until it is activated again.
+    pub fn reset(&self, id: DeviceId, epoch: u64) -> Result<(), DeviceError> {
+        self.calls.call(Command::Reset { id, epoch }).map(drop)
+    }
+
+    /// When this returns, no device touches guest memory until `resume_all`. The vCPUs must be paused first.
+    pub fn quiesce_all(&self) -> Result<(), DeviceError> {
+        self.calls.call(Command::Quiesce).map(drop)
+    }
+
+    pub fn resume_all(&self) -> Result<(), DeviceError> {
+        self.calls.call(Command::Resume).map(drop)
+    }
+
+    pub fn save(&self, id: DeviceId) -> Result<SavedDevice, DeviceError> {
+        match self.calls.call(Command::Save(id))? {
+            Reply::Saved(saved) => Ok(*saved),
+            Reply::Done | Reply::Added(_) => Err(DeviceError::Unknown),
+        }
+    }
+}
+
+struct Letter {
+    command: Command,
+    answer: SyncSender<Answer>,
+}
+
+struct Mailbox {
+    letters: SyncSender<Letter>,
+    wake: Arc<EventFd>,
+}
+
+impl Calls for Mailbox {
+    fn call(&self, command: Command) -> Answer {
+        let (answer, reply) = mpsc::sync_channel(1);
+        self.letters.try_send(Letter { command, answer }).map_err(|error| match error {
+            TrySendError::Full(_) => DeviceError::Busy,
+            TrySendError::Disconnected(_) => DeviceError::Gone,
+        })?;
+        // Only a counter at its maximum refuses, and then the thread is awake.
+        let _ = self.wake.write(1);
+        reply.recv_timeout(CALL_DEADLINE).map_err(|error| match error {
+            RecvTimeoutError::Timeout => DeviceError::Timeout { seconds: CALL_DEADLINE.as_secs() },
+            RecvTimeoutError::Disconnected => DeviceError::Gone,
+        })?
+    }
+}
+
+/// Owns the thread `pvmm-devices`; dropping it stops the devices and joins the thread.
+pub struct DeviceThread {
+    handle: DeviceHandle,
+    join: Option<JoinHandle<()>>,
+}
+
+impl DeviceThread {
+    /// Starts the thread with no devices on it.
+    pub fn spawn() -> io::Result<Self> {
+        let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+        let mut devices = DeviceLoop::new().map_err(io::Error::other)?;
+        devices.watch(wake.clone());
+        let (letters, inbox) = mpsc::sync_channel(MAILBOX_SLOTS);
+        let join = thread::Builder::new()
+            .name("pvmm-devices".into())
+            .spawn(move || run(&mut devices, &inbox))?;
+        let handle = DeviceHandle::new(Arc::new(Mailbox { letters, wake }));
+        Ok(Self { handle, join: Some(join) })
+    }
+
+    pub fn handle(&self) -> &DeviceHandle {
+        &self.handle
+    }
+
+    /// Stops every device and ends the thread. Calls through handles that are left answer `Gone`.
+    pub fn stop(mut self) -> Result<(), DeviceError> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<(), DeviceError> {
+        let Some(join) = self.join.take() else { return Ok(()) };
+        match self.handle.calls.call(Command::Stop) {
+            // Not joined: a thread that does not answer would not end either.
+            Err(error @ (DeviceError::Timeout { .. } | DeviceError::Busy)) => Err(error),
+            answer => join.join().map_err(|_| DeviceError::Gone).and(answer.map(drop)),
+        }
+    }
+}
+
+impl Drop for DeviceThread {
+    fn drop(&mut self) {
+        if let Err(error) = self.end() {
+            log::error!("device thread did not stop: {error}");
+        }
+    }
+}
+
+fn run(devices: &mut DeviceLoop, inbox: &Receiver<Letter>) {
+    loop {
+        if let Err(error) = devices.poll(-1) {
+            log::error!("device thread ends: {error}");
+            return;
+        }
+        while let Ok(Letter { command, answer }) = inbox.try_recv() {
+            let last = matches!(command, Command::Stop);
+            // A caller that gave up waiting needs no answer.
+            let _ = answer.send(devices.handle(command));
+            if last {
+                return;
+            }
+        }
+    }
+}

@@ -1,0 +1,87 @@
+//! What the host wishes of a vsock device: the guest's address and where the Unix sockets are.
+//!
+//! Checked here, once; opening the socket is the device's part.
+
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+
+use super::VsockError;
+
+/// The longest path of a Unix socket, without its final zero.
+const MAX_SOCKET_PATH: usize = 107;
+/// The longest thing appended to the path: an underscore and a port.
+const SUFFIX_LEN: usize = "_4294967295".len();
+/// The longest path that leaves room for every port.
+pub const MAX_UDS_PATH: usize = MAX_SOCKET_PATH - SUFFIX_LEN;
+
+/// A vsock device as the host wants it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VsockConfig {
+    /// The guest's address: 3 or more, and below 2^32 - 1.
+    pub guest_cid: u64,
+    /// The socket that host clients connect to; a guest's connection to port P goes to `<uds_path>_P`.
+    pub uds_path: PathBuf,
+}
+
+impl VsockConfig {
+    /// Checks everything that can be checked without touching the file system.
+    pub fn validate(&self) -> Result<(), VsockError> {
+        check_cid(self.guest_cid)?;
+        let path = self.uds_path.as_os_str().as_bytes();
+        if path.is_empty() || path.contains(&0) || self.uds_path.file_name().is_none() {
+            return Err(VsockError::Path { path: self.uds_path.clone() });
+        }
+        if path.len() > MAX_UDS_PATH {
+            let (path, len) = (self.uds_path.clone(), path.len());
+            return Err(VsockError::PathTooLong { path, len, max: MAX_UDS_PATH });
+        }
+        Ok(())
+    }
+}
+
+/// Refuses the reserved addresses: 0 to 2, and the one that means any.
+pub(super) fn check_cid(guest_cid: u64) -> Result<(), VsockError> {
+    if (3..u64::from(u32::MAX)).contains(&guest_cid) {
+        Ok(())
+    } else {
+        Err(VsockError::GuestCid { guest_cid })
+    }
+}
+
+/// The bytes that the guest reads: its own address.
+pub(super) fn space(guest_cid: u64) -> Vec<u8> {
+    guest_cid.to_le_bytes().to_vec()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config(guest_cid: u64, uds_path: &str) -> VsockConfig {
+        VsockConfig { guest_cid, uds_path: uds_path.into() }
+    }
+
+    #[test]
+    fn config_with_a_reserved_address_is_refused() {
+        for cid in [0, 1, 2, u64::from(u32::MAX), 1 << 32, u64::MAX] {
+            assert!(config(cid, "/x").validate().is_err(), "{cid}");
+        }
+        for cid in [3, u64::from(u32::MAX) - 1] {
+            config(cid, "/x").validate().unwrap();
+        }
+    }
+
+    #[test]
+    fn config_with_a_path_that_cannot_hold_every_port_is_refused() {
+        let fits = "x".repeat(MAX_UDS_PATH);
+        config(3, &fits).validate().unwrap();
+        assert!(config(3, &(fits + "x")).validate().is_err());
+    }
+
+    #[test]
+    fn config_with_a_path_that_names_no_file_is_refused() {
+        for path in ["", "/", "a/..", "a\0b"] {
+            assert!(config(3, path).validate().is_err(), "{path:?}");
+        }
+    }
+}

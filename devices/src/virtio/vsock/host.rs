@@ -1,0 +1,214 @@
+//! The host side: Unix sockets, in the convention that Firecracker's clients speak.
+//!
+//! A client connects to the one listening socket and writes `CONNECT <port>\n`; a guest that connects
+//! to port P reaches whoever listens at `<that path>_P`. The traits stand between these sockets and
+//! the connection table so that tests can put scripted ones in their place.
+
+use std::ffi::OsString;
+use std::io::{self, Read};
+use std::net::Shutdown;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+use super::sys;
+use crate::GuestMemory;
+use crate::virtio::chain::Segment;
+
+/// The longest request line, newline included.
+pub const MAX_LINE: usize = 32;
+
+/// Where connections come from and go to.
+pub trait Host: Send {
+    type Stream: Stream;
+
+    /// The next waiting client; `None` if there is none.
+    fn accept(&mut self) -> io::Result<Option<Self::Stream>>;
+
+    /// Connects to whoever serves `port`, without waiting.
+    fn dial(&mut self, port: u32) -> io::Result<Self::Stream>;
+}
+
+/// One connection of the host; no call waits.
+pub trait Stream: Send {
+    /// Copies what is there to read without taking it; zero is the end.
+    fn peek(&mut self, buf: &mut [u8]) -> io::Result<usize>;
+    /// Takes exactly the bytes that a peek showed.
+    fn skip(&mut self, len: usize) -> io::Result<()>;
+    /// Reads into guest memory; zero is the end.
+    fn receive(&mut self, memory: &GuestMemory, into: &[Segment]) -> io::Result<usize>;
+    /// Writes from guest memory; returns how much was taken.
+    fn send_guest(&mut self, memory: &GuestMemory, from: &[Segment]) -> io::Result<usize>;
+    /// Writes two slices as one; returns how much was taken.
+    fn send(&mut self, first: &[u8], second: &[u8]) -> io::Result<usize>;
+    /// Ends one direction.
+    fn shutdown(&mut self, how: Shutdown);
+}
+
+/// What the start of a client's bytes says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Line {
+    /// No newline yet, and still room for one.
+    Partial,
+    /// A request for `port` that ends after `len` bytes.
+    Connect { port: u32, len: usize },
+    /// No request.
+    Bad,
+}
+
+/// Parses `CONNECT <port>\n` at the start of `bytes`.
+pub fn parse_line(bytes: &[u8]) -> Line {
+    let bytes = &bytes[..bytes.len().min(MAX_LINE)];
+    let Some(end) = bytes.iter().position(|byte| *byte == b'\n') else {
+        return if bytes.len() < MAX_LINE { Line::Partial } else { Line::Bad };
+    };
+    let mut words =
+        bytes[..end].split(|byte| byte.is_ascii_whitespace()).filter(|word| !word.is_empty());
+    let (verb, port, rest) = (words.next(), words.next(), words.next());
+    let (Some(verb), Some(port), None) = (verb, port, rest) else {
+        return Line::Bad;
+    };
+    // `parse` alone would also take a sign.
+    let port = str::from_utf8(port).ok().filter(|port| port.bytes().all(|b| b.is_ascii_digit()));
+    match port.and_then(|port| port.parse().ok()) {
+        Some(port) if verb.eq_ignore_ascii_case(b"connect") => Line::Connect { port, len: end + 1 },
+        _ => Line::Bad,
+    }
+}
+
+/// The Unix sockets of one device.
+pub struct UnixHost {
+    listener: UnixListener,
+    prefix: PathBuf,
+}
+
+impl UnixHost {
+    /// Serves clients of `listener`, and guests below `prefix`.
+    pub fn new(listener: UnixListener, prefix: PathBuf) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener, prefix })
+    }
+
+    pub fn listener_fd(&self) -> RawFd {
+        self.listener.as_raw_fd()
+    }
+}
+
+/// The path that serves a port: the prefix and a number, so nothing the guest says can leave it.
+pub fn port_path(prefix: &Path, port: u32) -> PathBuf {
+    let mut path = OsString::from(prefix);
+    path.push(format!("_{port}"));
+    PathBuf::from(path)
+}
+
+impl Host for UnixHost {
+    type Stream = UnixStream;
+
+    fn accept(&mut self) -> io::Result<Option<UnixStream>> {
+        loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    stream.set_nonblocking(true)?;
+                    return Ok(Some(stream));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn dial(&mut self, port: u32) -> io::Result<UnixStream> {
+        sys::connect(&port_path(&self.prefix, port))
+    }
+}
+
+impl Stream for UnixStream {
+    fn peek(&mut self, buf: &mut [u8]) -> io::Result<usize> {
+        sys::peek(self.as_fd(), buf)
+    }
+
+    fn skip(&mut self, len: usize) -> io::Result<()> {
+        self.read_exact(&mut [0; MAX_LINE][..len])
+    }
+
+    fn receive(&mut self, memory: &GuestMemory, into: &[Segment]) -> io::Result<usize> {
+        sys::receive(self.as_fd(), memory, into)
+    }
+
+    fn send_guest(&mut self, memory: &GuestMemory, from: &[Segment]) -> io::Result<usize> {
+        sys::send_guest(self.as_fd(), memory, from)
+    }
+
+    fn send(&mut self, first: &[u8], second: &[u8]) -> io::Result<usize> {
+        sys::send(self.as_fd(), first, second)
+    }
+
+    fn shutdown(&mut self, how: Shutdown) {
+        // It fails only for a socket whose other end is gone, which is as shut as it gets.
+        let _ = UnixStream::shutdown(self, how);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn line_of_a_request_gives_port_and_length() {
+        assert_eq!(parse_line(b"CONNECT 1024\n"), Line::Connect { port: 1024, len: 13 });
+        assert_eq!(parse_line(b"connect 0\r\ndata"), Line::Connect { port: 0, len: 11 });
+        assert_eq!(
+            parse_line(b"CONNECT 4294967295\nx\n"),
+            Line::Connect { port: u32::MAX, len: 19 }
+        );
+    }
+
+    #[test]
+    fn e14_line_that_is_no_request_is_bad() {
+        let lines: [&[u8]; 10] = [
+            b"\n",
+            b"CONNECT\n",
+            b"CONNECT \n",
+            b"CONNECT 4294967296\n",
+            b"CONNECT -1\n",
+            b"CONNECT +1\n",
+            b"CONNECT 1 2\n",
+            b"LISTEN 1\n",
+            b"CONNECT \xff\xff\n",
+            &[b'x'; MAX_LINE],
+        ];
+        for line in lines {
+            assert_eq!(parse_line(line), Line::Bad, "{line:?}");
+        }
+    }
+
+    #[test]
+    fn e14_line_without_newline_is_partial_up_to_32_bytes() {
+        assert_eq!(parse_line(b""), Line::Partial);
+        assert_eq!(parse_line(&[b' '; MAX_LINE - 1]), Line::Partial);
+        assert_eq!(parse_line(&[b' '; MAX_LINE]), Line::Bad);
+        let mut late = [b' '; MAX_LINE + 1];
+        late[MAX_LINE] = b'\n';
+        assert_eq!(parse_line(&late), Line::Bad);
+    }
+
+    #[test]
+    fn e13_path_of_any_port_is_the_prefix_and_a_number() {
+        let prefix = Path::new("/run/vm/vsock");
+        assert_eq!(port_path(prefix, 0), Path::new("/run/vm/vsock_0"));
+        assert_eq!(port_path(prefix, u32::MAX), Path::new("/run/vm/vsock_4294967295"));
+    }
+
+    proptest! {
+        #[test]
+        fn line_of_any_bytes_never_claims_more_than_it_was_given(bytes: Vec<u8>) {
+            if let Line::Connect { len, .. } = parse_line(&bytes) {
+                prop_assert!(len <= bytes.len() && len <= MAX_LINE);
+                prop_assert_eq!(bytes[len - 1], b'\n');
+            }
+        }
+    }
+}

@@ -1,0 +1,61 @@
+//! virtio-vsock: streams between the guest and Unix sockets of the host, without kernel help.
+//!
+//! | file | what it answers |
+//! | --- | --- |
+//! | `config.rs` | what the host may wish for |
+//! | `device.rs` | what is opened, offered and restored |
+//! | `worker.rs` | how queues, timer and sockets drive the multiplexer |
+//! | `mux.rs` | which streams exist and what packets do to them |
+//! | `connection.rs` | one connection as a state machine |
+//! | `resync.rs` | how a restored guest forgets its old connections |
+//! | `credit.rs` | how much either side may send |
+//! | `host.rs`, `sys.rs` | the Unix-socket side, and its system calls |
+//! | `wire.rs` | the guest's byte layouts |
+//! | `state.rs` | what a snapshot keeps |
+
+pub mod config;
+pub mod connection;
+pub mod credit;
+pub mod device;
+pub mod host;
+pub mod mux;
+mod resync;
+pub mod state;
+mod sys;
+pub mod wire;
+pub mod worker;
+
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::path::PathBuf;
+
+pub use config::VsockConfig;
+pub use device::Vsock;
+pub use state::VsockStateV1;
+
+/// Why a vsock device could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum VsockError {
+    #[error("guest CID {guest_cid} is not between 3 and 4294967294")]
+    GuestCid { guest_cid: u64 },
+    #[error("socket path {path:?} does not name a file")]
+    Path { path: PathBuf },
+    #[error("socket path {path:?} has {len} bytes, more than {max}")]
+    PathTooLong { path: PathBuf, len: usize, max: usize },
+    #[error("socket {path:?} is in use by a running process")]
+    InUse { path: PathBuf },
+    #[error("cannot listen on socket {path:?}")]
+    Bind {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("cannot open a descriptor")]
+    Descriptor(#[source] io::Error),
+    #[error("saved host port {port:#x} is out of range")]
+    SavedPort { port: u32 },
+    #[error("saved state owes {owed} resets, more than {max}")]
+    SavedResets { owed: usize, max: usize },
+}

@@ -1,0 +1,150 @@
+//! What goes into the guest's receive buffers: owed resets first, then the connections in turn.
+//!
+//! Bytes go from the host socket straight into guest memory, many buffers in one call; nothing is
+//! read that the guest has no credit or no buffer for.
+
+use std::io::ErrorKind;
+use std::time::Instant;
+
+use super::Mux;
+use super::table::{Entry, Stage};
+use crate::GuestMemory;
+use crate::virtio::chain::{self, Segment};
+use crate::virtio::vsock::host::{Host, Stream};
+use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, MAX_PAYLOAD, Op};
+
+/// The smallest receive buffer that is of any use: a header and one byte.
+pub const MIN_BUFFER: u64 = HEADER_LEN as u64 + 1;
+/// The most buffers filled by one read: stock drivers post 4 KiB ones, so this is 64 KiB.
+pub const MAX_BURST: usize = 16;
+
+impl<H: Host> Mux<H> {
+    /// How many receive buffers the next turn can use; none means that there is nothing to send.
+    pub fn buffers_wanted(&mut self) -> usize {
+        if !self.resets.is_empty() {
+            return 1;
+        }
+        while let Some(slot) = self.table.first_queued() {
+            if let Some(connection) = self.table.get(slot).and_then(Entry::connection) {
+                if connection.wants_control() {
+                    return 1;
+                }
+                if connection.may_read() {
+                    return connection.burst;
+                }
+            }
+            self.table.unqueue_first();
+        }
+        0
+    }
+
+    /// Takes one turn: fills the first few of `buffers`, each at least `MIN_BUFFER` long, and notes in
+    /// `filled` how much each of those holds. A turn may turn out to need none.
+    pub fn fill(
+        &mut self,
+        now: Instant,
+        memory: &GuestMemory,
+        buffers: &[&[Segment]],
+        filled: &mut Vec<u32>,
+    ) {
+        let Some(first) = buffers.first() else { return };
+        if let Some(reset) = self.resets.pop_front() {
+            let header = Header {
+                src_port: reset.host_port,
+                dst_port: reset.guest_port,
+                kind: reset.kind,
+                op: Op::Reset as u16,
+                ..Header::default()
+            };
+            self.write_header(memory, first, header);
+            filled.push(HEADER_LEN as u32);
+            return;
+        }
+        let Some(slot) = self.table.first_queued() else { return };
+        self.table.unqueue_first();
+        let control =
+            self.table.get(slot).and_then(Entry::connection).and_then(|c| c.next_control());
+        match control {
+            Some(header) => {
+                self.write_header(memory, first, header);
+                filled.push(HEADER_LEN as u32);
+                self.watch_the_clock(now, slot);
+            }
+            None => self.fill_data(memory, buffers, filled, slot),
+        }
+        self.queue_if_wanted(slot);
+    }
+
+    fn fill_data(
+        &mut self,
+        memory: &GuestMemory,
+        buffers: &[&[Segment]],
+        filled: &mut Vec<u32>,
+        slot: usize,
+    ) {
+        let Some(entry) = self.table.get(slot) else { return };
+        let (ended, hung_up) = (entry.ended, entry.hung_up);
+        let Stage::Live(connection) = &mut entry.stage else { return };
+        if !connection.may_read() {
+            return;
+        }
+        let mut credit = connection.credit.available();
+        let mut rooms = [0; MAX_BURST];
+        let mut pieces = Vec::with_capacity(2 * MAX_BURST);
+        for (buffer, room) in buffers.iter().zip(&mut rooms) {
+            let len = chain::total_len(buffer) - HEADER_LEN as u64;
+            *room = len.min(u64::from(MAX_PAYLOAD.min(credit))) as u32;
+            credit -= *room;
+            pieces.extend(chain::slice(buffer, HEADER_LEN as u64, u64::from(*room)));
+        }
+        let wanted: u32 = rooms.iter().sum();
+        let mut left = match entry.stream.receive(memory, &pieces) {
+            Ok(0) => {
+                connection.host_ended();
+                if hung_up {
+                    connection.host_hung_up();
+                }
+                return;
+            }
+            Ok(len) => len as u32,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                connection.readable = false;
+                return;
+            }
+            Err(_) => {
+                connection.host_ended();
+                connection.host_deaf();
+                return;
+            }
+        };
+        if left == wanted {
+            connection.burst = (connection.burst * 2).min(MAX_BURST);
+        } else if !ended {
+            // A stream that gave less than it was asked for has no more, and will say when it has.
+            // Only its end would then go unseen, so it is read on once that was announced.
+            connection.readable = false;
+        }
+        for (buffer, room) in buffers.iter().zip(rooms) {
+            let len = room.min(left);
+            if len == 0 {
+                break;
+            }
+            left -= len;
+            let header = connection.data_header(len);
+            write_header(self.guest_cid, memory, buffer, header);
+            filled.push(HEADER_LEN as u32 + len);
+        }
+        if connection.burst > filled.len() {
+            connection.burst = filled.len().max(1);
+        }
+    }
+
+    fn write_header(&self, memory: &GuestMemory, buffer: &[Segment], header: Header) {
+        write_header(self.guest_cid, memory, buffer, header);
+    }
+}
+
+fn write_header(guest_cid: u64, memory: &GuestMemory, buffer: &[Segment], header: Header) {
+    let header = Header { src_cid: HOST_CID, dst_cid: guest_cid, ..header };
+    chain::write_at(memory, buffer, 0, &header.encode());
+}

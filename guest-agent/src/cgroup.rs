@@ -1,0 +1,198 @@
+//! One control group per exec, so that a whole tree can be ended whatever it does to itself.
+//! Without cgroup v2 the process group, the session and parentage have to do (`kill_relatives`).
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::{Path, PathBuf};
+
+use crate::sys;
+
+const HIERARCHY: &str = "/sys/fs/cgroup";
+/// Rounds of looking for relatives to kill; each finds what the one before let fork.
+const KILL_ROUNDS: usize = 16;
+
+/// Makes and removes control groups below one directory.
+pub struct Cgroups {
+    base: PathBuf,
+    next: u64,
+    /// Groups of ended execs that a background process still lives in.
+    lingering: Vec<PathBuf>,
+}
+
+/// The control group of one exec.
+pub struct Cgroup {
+    path: PathBuf,
+    dir: File,
+}
+
+impl Cgroups {
+    /// Uses `wish`, or a place below the agent's own group; `None` where cgroup v2 cannot be used.
+    pub fn prepare(wish: Option<PathBuf>) -> Option<Self> {
+        let base = wish.or_else(default_base)?;
+        fs::create_dir_all(&base).ok()?;
+        // Also tells a directory of some other filesystem from a control group.
+        base.join("cgroup.kill").exists().then_some(())?;
+        let mut this = Self { base, next: 0, lingering: Vec::new() };
+        this.adopt_leftovers();
+        Some(this)
+    }
+
+    /// Ends what an agent before us, killed in mid-work, left in our place.
+    fn adopt_leftovers(&mut self) {
+        let Ok(entries) = fs::read_dir(&self.base) else { return };
+        for path in entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()) {
+            let _ = fs::write(path.join("cgroup.kill"), "1");
+            self.lingering.push(path);
+        }
+    }
+
+    pub fn create(&mut self) -> io::Result<Cgroup> {
+        self.sweep();
+        loop {
+            let path = self.base.join(format!("exec-{}", self.next));
+            self.next += 1;
+            match fs::create_dir(&path) {
+                Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(e),
+                Ok(()) => return Ok(Cgroup { dir: File::open(&path)?, path }),
+            }
+        }
+    }
+
+    /// Removes a group now, or once the processes in it have gone.
+    pub fn retire(&mut self, cgroup: Cgroup) {
+        drop(cgroup.dir);
+        if remove(&cgroup.path).is_err() {
+            self.lingering.push(cgroup.path);
+        }
+    }
+
+    /// Removes groups that have become empty.
+    pub fn sweep(&mut self) {
+        self.lingering
+            .retain(|path| remove(path).is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)));
+    }
+
+    /// Ends everything in every group and removes them, as far as they empty within the call.
+    pub fn close(mut self) {
+        let _ = fs::write(self.base.join("cgroup.kill"), "1");
+        self.adopt_leftovers();
+        for _ in 0..100 {
+            while sys::reap().is_some() {}
+            self.sweep();
+            if fs::remove_dir(&self.base).is_ok() {
+                return;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    let first = fs::remove_dir(path);
+    if first.is_ok() {
+        return first;
+    }
+    // A process in it may have made groups of its own.
+    for entry in fs::read_dir(path)?.flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            let _ = remove(&entry.path());
+        }
+    }
+    fs::remove_dir(path)
+}
+
+fn default_base() -> Option<PathBuf> {
+    let own = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    Some(Path::new(HIERARCHY).join(path).join("pvmm"))
+}
+
+impl Cgroup {
+    /// The directory, for a process to be born in.
+    pub fn fd(&self) -> RawFd {
+        self.dir.as_raw_fd()
+    }
+
+    /// Kills every process in the group at once; none can fork its way out.
+    pub fn kill(&self) {
+        let _ = fs::write(self.path.join("cgroup.kill"), "1");
+    }
+
+    /// Sends a signal to every process in the group.
+    pub fn signal(&self, signal: libc::c_int) {
+        let list = fs::read_to_string(self.path.join("cgroup.procs")).unwrap_or_default();
+        for pid in list.lines().filter_map(|line| line.parse().ok()) {
+            let _ = sys::kill(pid, signal);
+        }
+    }
+}
+
+/// Signals a process, its group, its session and its descendants, by looking through /proc.
+pub fn signal_relatives(root: libc::pid_t, signal: libc::c_int) {
+    for pid in relatives(root) {
+        let _ = sys::kill(pid, signal);
+    }
+}
+
+/// Kills them, again and again until none is left to find.
+pub fn kill_relatives(root: libc::pid_t) {
+    for _ in 0..KILL_ROUNDS {
+        let found = relatives(root);
+        if found.is_empty() {
+            return;
+        }
+        for pid in found {
+            let _ = sys::kill(pid, libc::SIGKILL);
+        }
+    }
+}
+
+fn relatives(root: libc::pid_t) -> Vec<libc::pid_t> {
+    let Ok(entries) = fs::read_dir("/proc") else { return vec![root] };
+    let all: Vec<Process> = entries
+        .flatten()
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter_map(Process::read)
+        .collect();
+    let mut found: Vec<libc::pid_t> = Vec::new();
+    loop {
+        let before = found.len();
+        for process in &all {
+            let related = process.pid == root
+                || process.group == root
+                || process.session == root
+                || process.parent == root
+                || found.contains(&process.parent);
+            if related && !found.contains(&process.pid) {
+                found.push(process.pid);
+            }
+        }
+        if found.len() == before {
+            return found;
+        }
+    }
+}
+
+struct Process {
+    pid: libc::pid_t,
+    parent: libc::pid_t,
+    group: libc::pid_t,
+    session: libc::pid_t,
+}
+
+impl Process {
+    /// `None` for one that is gone, or dead and waiting to be reaped.
+    fn read(pid: libc::pid_t) -> Option<Self> {
+        let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
+        let stat = String::from_utf8_lossy(&stat);
+        // The name is in parentheses and may hold anything, so count from its end.
+        let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+        if matches!(fields.next()?, "Z" | "X") {
+            return None;
+        }
+        let mut number = || fields.next()?.parse().ok();
+        Some(Self { pid, parent: number()?, group: number()?, session: number()? })
+    }
+}

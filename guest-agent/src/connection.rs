@@ -1,0 +1,43 @@
+//! One client's connection: its socket, what has come half-way, what waits to be sent.
+//! It knows its streams only by number; the jobs behind them belong to the server.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::time::Instant;
+
+use pvmm_guest_agent::Decoder;
+
+use crate::outbox::Outbox;
+
+pub struct Connection {
+    pub socket: OwnedFd,
+    pub decoder: Decoder,
+    pub out: Outbox,
+    pub readable: bool,
+    pub writable: bool,
+    pub hung_up: bool,
+    /// The hello has come and was answered.
+    pub greeted: bool,
+    /// Open streams and their jobs.
+    pub streams: BTreeMap<u32, u64>,
+    /// The highest stream number that was opened; numbers only rise.
+    pub last_stream: u32,
+    pub deadline: Option<Instant>,
+}
+
+impl Connection {
+    pub fn new(socket: OwnedFd) -> Self {
+        Self {
+            socket,
+            decoder: Decoder::default(),
+            out: Outbox::default(),
+            readable: false,
+            writable: true,
+            hung_up: false,
+            greeted: false,
+            streams: BTreeMap::new(),
+            last_stream: 0,
+            deadline: None,
+        }
+    }
+}

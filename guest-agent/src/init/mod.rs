@@ -1,0 +1,94 @@
+//! The agent as the guest's first process: bring the system up, serve, take it down.
+//! Nothing has to be installed in a root filesystem for it: what is missing is made on top.
+
+mod boot;
+mod device;
+mod down;
+mod modules;
+mod mounts;
+mod words;
+
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use pvmm_guest_agent::frame::Kind;
+use pvmm_guest_agent::limits::{AGENT_PORT, HOST_CID, READY_PORT};
+use pvmm_guest_agent::message::{self, Shutdown, ShutdownHow};
+
+use crate::cgroup::Cgroups;
+use crate::server::{Ended, Listener, Server, Settings};
+use crate::{OPEN_FILES, sys};
+
+use boot::System;
+
+/// Where execs get their control groups.
+const CGROUP_BASE: &str = "/sys/fs/cgroup/pvmm";
+/// How long the vsock device may take to be found after all else is.
+const VSOCK_TIME: Duration = Duration::from_secs(1);
+/// What programs in the guest may open: few by default, for those that use select, many on wish.
+const CHILD_OPEN_FILES: libc::rlimit = libc::rlimit { rlim_cur: 1024, rlim_max: 524_288 };
+
+/// Never returns: a first process that ends takes the kernel with it.
+pub fn run() -> ! {
+    let system = match boot::boot() {
+        Ok(system) => system,
+        Err(e) => give_up(&describe(&e), &System::default()),
+    };
+    match serve() {
+        Ok(shutdown) => down::shut_down(shutdown, &system),
+        Err(message) => give_up(&message, &system),
+    }
+}
+
+fn serve() -> Result<Shutdown, String> {
+    sys::share_one_heap();
+    sys::raise_open_files(OPEN_FILES);
+    let listener = Listener::vsock(AGENT_PORT)
+        .map_err(|e| format!("cannot listen on vsock port {AGENT_PORT}: {e}"))?;
+    let cgroups = Cgroups::prepare(Some(PathBuf::from(CGROUP_BASE)));
+    let settings = Settings { listener, cgroups, init: true, open_files: CHILD_OPEN_FILES };
+    let mut server = Server::new(settings).map_err(|e| format!("cannot start: {e}"))?;
+    say_ready(&server);
+    match server.run().map_err(|e| format!("the event loop failed: {e}"))? {
+        Ended::Shutdown(shutdown) => Ok(shutdown),
+        Ended::Stopped => Ok(Shutdown { how: ShutdownHow::Poweroff, grace_ms: None }),
+    }
+}
+
+/// Tells the host once that we listen. A host that does not care refuses, which is no fault.
+fn say_ready(server: &Server) {
+    let mut frame = Vec::new();
+    let encoded = message::encode(&mut frame, Kind::Welcome, 0, &server.welcome());
+    if let (Ok(()), Ok(socket)) = (encoded, dial_host()) {
+        let _ = sys::write_once(&socket, &frame);
+    }
+}
+
+/// Dials the host, waiting a little where the vsock device is not found yet.
+fn dial_host() -> io::Result<OwnedFd> {
+    let deadline = Instant::now() + VSOCK_TIME;
+    loop {
+        match sys::vsock_dial(HOST_CID, READY_PORT) {
+            Err(e) if e.raw_os_error() == Some(libc::ENODEV) && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            other => return other,
+        }
+    }
+}
+
+/// One line on the console, then the end.
+fn give_up(message: &str, system: &System) -> ! {
+    let _ = writeln!(io::stderr(), "pvmm-agent: {message}");
+    down::shut_down(Shutdown { how: ShutdownHow::Poweroff, grace_ms: Some(0) }, system)
+}
+
+/// An error and its cause on one line.
+fn describe(error: &dyn std::error::Error) -> String {
+    match error.source() {
+        Some(source) => format!("{error}: {source}"),
+        None => error.to_string(),
+    }
+}

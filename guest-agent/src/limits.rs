@@ -1,0 +1,54 @@
+//! Every number that bounds the protocol: sizes, counts, windows, times, ports.
+//! They stand together because a peer has to know all of them and none may be changed alone.
+
+use std::time::Duration;
+
+/// The protocol version spoken by this build. Both ends must share a version.
+pub const VERSION: u16 = 1;
+
+/// The vsock port the agent listens on.
+pub const AGENT_PORT: u32 = 1024;
+/// The vsock port on the host that the agent dials once, when it is ready.
+pub const READY_PORT: u32 = 1025;
+/// The host's vsock address.
+pub const HOST_CID: u32 = 2;
+
+/// Largest payload of a data frame.
+pub const MAX_DATA: usize = 64 << 10;
+/// Largest payload of an `Open` or `Done` frame.
+pub const MAX_CONTROL: usize = 1 << 20;
+/// Largest payload of any other frame.
+pub const MAX_SMALL: usize = 64 << 10;
+/// How deep a MessagePack payload may nest.
+pub const MAX_DEPTH: usize = 16;
+
+/// What a client may send on a stream's input before the agent grants more.
+pub const INPUT_WINDOW: u32 = 128 << 10;
+/// What the agent may send on each output channel of a stream before the client grants more.
+pub const OUTPUT_WINDOW: u32 = 256 << 10;
+/// No grant may lift a window above this.
+pub const MAX_WINDOW: u32 = 16 << 20;
+
+/// Connections the agent serves at once.
+pub const MAX_CONNECTIONS: usize = 32;
+/// Streams open at once on one connection.
+pub const MAX_STREAMS: usize = 256;
+/// Threads that do file work at once; more requests wait their turn.
+pub const MAX_FILE_WORKERS: usize = 8;
+/// Names, values, arguments and their terminators, together.
+pub const MAX_ARGS: usize = 768 << 10;
+/// Longest path, as the kernel has it.
+pub const MAX_PATH: usize = 4095;
+/// Longest tail of capped output that the agent will hold back.
+pub const MAX_TAIL: u32 = 256 << 10;
+/// Longest time limit of an exec (a year), so that sums of deadlines never overflow.
+pub const MAX_TIMEOUT: Duration = Duration::from_secs(366 * 24 * 3600);
+
+/// How long a client may take over its hello.
+pub const HANDSHAKE_TIME: Duration = Duration::from_secs(10);
+/// How long a frame that has begun may take to arrive in full.
+pub const FRAME_TIME: Duration = Duration::from_secs(30);
+/// Between the TERM and the KILL of a timed-out exec, unless the request says otherwise.
+pub const DEFAULT_GRACE: Duration = Duration::from_secs(2);
+/// How long output is still awaited when a background child keeps a pipe of a dead process.
+pub const DRAIN_TIME: Duration = Duration::from_millis(200);

@@ -1,0 +1,44 @@
+//! The end of an output whose middle is dropped: a ring that keeps the last bytes.
+//! Both ends cap output the same way, the agent before the wire and the host after it.
+
+/// Keeps the last `cap` bytes of what is pushed.
+#[derive(Debug)]
+pub struct Tail {
+    ring: Vec<u8>,
+    next: usize,
+    cap: usize,
+    pushed: u64,
+}
+
+impl Tail {
+    /// An empty tail; memory is taken as bytes come.
+    pub fn new(cap: usize) -> Self {
+        Self { ring: Vec::new(), next: 0, cap, pushed: 0 }
+    }
+
+    /// Appends bytes, forgetting the oldest.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.pushed += bytes.len() as u64;
+        let mut bytes = &bytes[bytes.len().saturating_sub(self.cap)..];
+        let room = (self.cap - self.ring.len()).min(bytes.len());
+        self.ring.extend_from_slice(&bytes[..room]);
+        bytes = &bytes[room..];
+        while !bytes.is_empty() {
+            let run = (self.cap - self.next).min(bytes.len());
+            self.ring[self.next..self.next + run].copy_from_slice(&bytes[..run]);
+            self.next = (self.next + run) % self.cap;
+            bytes = &bytes[run..];
+        }
+    }
+
+    /// Bytes pushed and no longer held.
+    pub fn forgotten(&self) -> u64 {
+        self.pushed - self.ring.len() as u64
+    }
+
+    /// The bytes held, oldest first.
+    pub fn into_bytes(mut self) -> Vec<u8> {
+        self.ring.rotate_left(self.next);
+        self.ring
+    }
+}

@@ -1,0 +1,357 @@
+//! Thin safe faces of the system calls that the agent's loop is made of.
+//! The standard library has no epoll, signalfd, wait4 or vsock; their `unsafe` lives here alone.
+#![allow(unsafe_code)] // system calls on plain data, each with its own note
+
+use std::ffi::CStr;
+use std::io::{Error, Result};
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+/// Turns the -1 of a system call into its errno.
+pub fn check(result: libc::c_int) -> Result<libc::c_int> {
+    if result < 0 { Err(Error::last_os_error()) } else { Ok(result) }
+}
+
+fn check_len(result: isize) -> Result<usize> {
+    usize::try_from(result).map_err(|_| Error::last_os_error())
+}
+
+fn own(result: libc::c_int) -> Result<OwnedFd> {
+    let fd = check(result)?;
+    // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// An epoll instance.
+pub struct Epoll(OwnedFd);
+
+/// What epoll has to say of one descriptor.
+#[derive(Debug, Clone, Copy)]
+pub struct Ready {
+    pub token: u64,
+    pub readable: bool,
+    pub writable: bool,
+    /// The other end is closed; what is left can still be read.
+    pub hung_up: bool,
+}
+
+impl Epoll {
+    pub fn new() -> Result<Self> {
+        // SAFETY: takes no pointer.
+        own(unsafe { libc::epoll_create1(libc::EPOLL_CLOEXEC) }).map(Self)
+    }
+
+    /// Watches a descriptor for edges of readiness, both ways, until it is closed.
+    pub fn watch_edges(&self, fd: &OwnedFd, token: u64) -> Result<()> {
+        let interest = libc::EPOLLIN | libc::EPOLLOUT | libc::EPOLLRDHUP | libc::EPOLLET;
+        self.add(fd.as_raw_fd(), interest, token)
+    }
+
+    /// Watches a descriptor for as long as it is readable.
+    pub fn watch_level(&self, fd: &OwnedFd, token: u64) -> Result<()> {
+        self.add(fd.as_raw_fd(), libc::EPOLLIN, token)
+    }
+
+    fn add(&self, fd: RawFd, interest: libc::c_int, token: u64) -> Result<()> {
+        let mut event = libc::epoll_event { events: interest as u32, u64: token };
+        // SAFETY: `event` outlives the call.
+        let result =
+            unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) };
+        check(result).map(drop)
+    }
+
+    /// Waits for events, for ever without a timeout.
+    pub fn wait(&self, timeout: Option<Duration>, ready: &mut Vec<Ready>) -> Result<()> {
+        const BATCH: usize = 64;
+        let mut events = [libc::epoll_event { events: 0, u64: 0 }; BATCH];
+        // Rounded up, so that a deadline has passed when its timeout has.
+        let millis = timeout.map_or(-1, |left| {
+            left.as_nanos().div_ceil(1_000_000).min(i32::MAX as u128) as libc::c_int
+        });
+        // SAFETY: `events` has room for BATCH events.
+        let result = unsafe {
+            libc::epoll_wait(self.0.as_raw_fd(), events.as_mut_ptr(), BATCH as i32, millis)
+        };
+        let count = match check(result) {
+            Ok(count) => count as usize,
+            Err(e) if e.raw_os_error() == Some(libc::EINTR) => 0,
+            Err(e) => return Err(e),
+        };
+        ready.clear();
+        ready.extend(events[..count].iter().map(|event| {
+            let bits = event.events as libc::c_int;
+            let closed = libc::EPOLLHUP | libc::EPOLLERR;
+            Ready {
+                token: event.u64,
+                readable: bits & (libc::EPOLLIN | libc::EPOLLRDHUP | closed) != 0,
+                writable: bits & (libc::EPOLLOUT | closed) != 0,
+                hung_up: bits & (libc::EPOLLRDHUP | closed) != 0,
+            }
+        }));
+        Ok(())
+    }
+}
+
+/// A pipe, closed on exec; (read end, write end).
+pub fn pipe() -> Result<(OwnedFd, OwnedFd)> {
+    let mut ends = [-1; 2];
+    // SAFETY: `ends` has room for the two descriptors.
+    check(unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) })?;
+    // SAFETY: pipe2 has made both for us.
+    Ok(unsafe { (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1])) })
+}
+
+/// Makes reads and writes return at once. The flag belongs to this end of a pipe alone.
+pub fn set_nonblocking(fd: &OwnedFd) -> Result<()> {
+    // SAFETY: fcntl with F_GETFL and F_SETFL takes no pointer.
+    unsafe {
+        let flags = check(libc::fcntl(fd.as_raw_fd(), libc::F_GETFL))?;
+        check(libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK)).map(drop)
+    }
+}
+
+/// Appends up to `most` bytes from `fd` to `buffer`.
+pub fn read_onto(fd: &OwnedFd, buffer: &mut Vec<u8>, most: usize) -> Result<usize> {
+    buffer.reserve(most);
+    let old = buffer.len();
+    loop {
+        let spare = &mut buffer.spare_capacity_mut()[..most];
+        // SAFETY: `spare` is writable memory of `most` bytes.
+        let read =
+            check_len(unsafe { libc::read(fd.as_raw_fd(), spare.as_mut_ptr().cast(), most) });
+        match read {
+            Ok(count) => {
+                // SAFETY: the kernel has filled `count` bytes after the old length.
+                unsafe { buffer.set_len(old + count) };
+                return Ok(count);
+            }
+            Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
+            Err(e) => return Err(e),
+        }
+    }
+}
+
+/// Writes once. The process blocks SIGPIPE, so a closed pipe is only an error.
+pub fn write_once(fd: &OwnedFd, bytes: &[u8]) -> Result<usize> {
+    loop {
+        // SAFETY: `bytes` is readable for its length.
+        let wrote =
+            check_len(unsafe { libc::write(fd.as_raw_fd(), bytes.as_ptr().cast(), bytes.len()) });
+        match wrote {
+            Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
+            other => return other,
+        }
+    }
+}
+
+/// Bytes that wait in a pipe.
+pub fn waiting_bytes(fd: &OwnedFd) -> u64 {
+    let mut count: libc::c_int = 0;
+    // SAFETY: FIONREAD writes one int.
+    let result = unsafe { libc::ioctl(fd.as_raw_fd(), libc::FIONREAD, &mut count) };
+    if result < 0 { 0 } else { count.max(0) as u64 }
+}
+
+/// A counter that wakes the loop.
+pub fn event_counter() -> Result<OwnedFd> {
+    // SAFETY: takes no pointer.
+    own(unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) })
+}
+
+/// Turns these signals, now blocked, into reads; also blocks SIGPIPE.
+pub fn signal_reader(signals: &[libc::c_int]) -> Result<OwnedFd> {
+    // SAFETY: a sigset is plain data that sigemptyset initialises before any other use; the
+    // pointers live through the calls.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        for signal in signals {
+            libc::sigaddset(&mut set, *signal);
+        }
+        let read = own(libc::signalfd(-1, &set, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK))?;
+        libc::sigaddset(&mut set, libc::SIGPIPE);
+        match libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut()) {
+            0 => Ok(read),
+            errno => Err(Error::from_raw_os_error(errno)),
+        }
+    }
+}
+
+/// Gives every signal its default action, so that what we start inherits no surprises.
+pub fn default_signals() {
+    for signal in 1..=libc::SIGRTMAX() {
+        // SAFETY: SIG_DFL installs no code. KILL, STOP and the two that the C library keeps for
+        // itself are refused, which is fine.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+}
+
+/// The next signal, if one waits.
+pub fn next_signal(reader: &OwnedFd) -> Option<libc::c_int> {
+    let mut info = Vec::new();
+    let len = size_of::<libc::signalfd_siginfo>();
+    match read_onto(reader, &mut info, len) {
+        Ok(count) if count == len => {
+            let number: [u8; 4] = *info.first_chunk()?;
+            Some(u32::from_ne_bytes(number) as libc::c_int)
+        }
+        _ => None,
+    }
+}
+
+/// A child that has died.
+pub struct Reaped {
+    pub pid: libc::pid_t,
+    pub status: libc::c_int,
+    pub usage: libc::rusage,
+}
+
+/// Collects one dead child, if there is one.
+pub fn reap() -> Option<Reaped> {
+    let mut status = 0;
+    // SAFETY: rusage is plain data for which zeroes are a value.
+    let mut usage = unsafe { std::mem::zeroed() };
+    // SAFETY: both pointers live through the call.
+    let pid = unsafe { libc::wait4(-1, &mut status, libc::WNOHANG, &mut usage) };
+    (pid > 0).then_some(Reaped { pid, status, usage })
+}
+
+/// Sends a signal to a process, or with a negative number to a group.
+pub fn kill(pid: libc::pid_t, signal: libc::c_int) -> Result<()> {
+    // SAFETY: takes no pointer.
+    check(unsafe { libc::kill(pid, signal) }).map(drop)
+}
+
+/// Our own effective user.
+pub fn user_id() -> u32 {
+    // SAFETY: takes no pointer and cannot fail.
+    unsafe { libc::geteuid() }
+}
+
+/// Adopt orphans of what we start, so that they are reaped also when we are not PID 1.
+pub fn become_subreaper() -> Result<()> {
+    // SAFETY: takes no pointer.
+    check(unsafe { libc::prctl(libc::PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) }).map(drop)
+}
+
+/// One heap for all threads: a heap of its own for each short-lived file worker would dirty pages.
+pub fn share_one_heap() {
+    // SAFETY: sets a parameter of the allocator.
+    unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+}
+
+/// Lifts the limit of open files and gives back the one that was.
+pub fn raise_open_files(target: u64) -> libc::rlimit {
+    let mut old = libc::rlimit { rlim_cur: 1024, rlim_max: 4096 };
+    // SAFETY: the pointers live through the calls.
+    unsafe {
+        libc::getrlimit(libc::RLIMIT_NOFILE, &mut old);
+        let wish = libc::rlimit { rlim_cur: target, rlim_max: old.rlim_max.max(target) };
+        if libc::setrlimit(libc::RLIMIT_NOFILE, &wish) < 0 {
+            let all = libc::rlimit { rlim_cur: old.rlim_max, rlim_max: old.rlim_max };
+            libc::setrlimit(libc::RLIMIT_NOFILE, &all);
+        }
+    }
+    old
+}
+
+/// Opens a path with flags of ours; always closed on exec.
+pub fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> Result<OwnedFd> {
+    // SAFETY: `path` is a C string that outlives the call.
+    own(unsafe { libc::open(path.as_ptr(), flags | libc::O_CLOEXEC, mode) })
+}
+
+/// Listens on a vsock port.
+pub fn vsock_listen(port: u32) -> Result<OwnedFd> {
+    let socket = vsock_socket(libc::SOCK_NONBLOCK)?;
+    let address = vsock_address(libc::VMADDR_CID_ANY, port);
+    // SAFETY: the address is a sockaddr_vm of the size passed.
+    unsafe {
+        check(libc::bind(
+            socket.as_raw_fd(),
+            (&raw const address).cast(),
+            size_of::<libc::sockaddr_vm>() as u32,
+        ))?;
+        check(libc::listen(socket.as_raw_fd(), 64))?;
+    }
+    Ok(socket)
+}
+
+/// Connects to a vsock port; the kernel gives up after two seconds.
+pub fn vsock_dial(cid: u32, port: u32) -> Result<OwnedFd> {
+    let socket = vsock_socket(0)?;
+    let address = vsock_address(cid, port);
+    // SAFETY: the address is a sockaddr_vm of the size passed.
+    check(unsafe {
+        libc::connect(
+            socket.as_raw_fd(),
+            (&raw const address).cast(),
+            size_of::<libc::sockaddr_vm>() as u32,
+        )
+    })?;
+    Ok(socket)
+}
+
+/// Takes a vsock connection; (socket, the peer's CID).
+pub fn vsock_accept(listener: &OwnedFd) -> Result<(OwnedFd, u32)> {
+    let mut address = vsock_address(0, 0);
+    let mut len = size_of::<libc::sockaddr_vm>() as libc::socklen_t;
+    // SAFETY: address and length live through the call and agree.
+    let socket = own(unsafe {
+        libc::accept4(
+            listener.as_raw_fd(),
+            (&raw mut address).cast(),
+            &mut len,
+            libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK,
+        )
+    })?;
+    Ok((socket, address.svm_cid))
+}
+
+/// Takes a connection from a Unix socket.
+pub fn unix_accept(listener: &OwnedFd) -> Result<OwnedFd> {
+    let flags = libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: null says that the peer's address is not wanted.
+    own(unsafe {
+        libc::accept4(listener.as_raw_fd(), std::ptr::null_mut(), std::ptr::null_mut(), flags)
+    })
+}
+
+fn vsock_socket(flags: libc::c_int) -> Result<OwnedFd> {
+    let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | flags;
+    // SAFETY: takes no pointer.
+    own(unsafe { libc::socket(libc::AF_VSOCK, kind, 0) })
+}
+
+fn vsock_address(cid: u32, port: u32) -> libc::sockaddr_vm {
+    // SAFETY: a sockaddr_vm is plain data for which zeroes are a value.
+    let mut address: libc::sockaddr_vm = unsafe { std::mem::zeroed() };
+    address.svm_family = libc::AF_VSOCK as libc::sa_family_t;
+    address.svm_cid = cid;
+    address.svm_port = port;
+    address
+}
+
+/// The kernel's release and the host name.
+pub fn uname() -> (String, String) {
+    // SAFETY: utsname is plain data, filled with C strings by the call.
+    let names = unsafe {
+        let mut names: libc::utsname = std::mem::zeroed();
+        libc::uname(&mut names);
+        names
+    };
+    (text(&names.release), text(&names.nodename))
+}
+
+fn text(field: &[libc::c_char]) -> String {
+    let bytes: Vec<u8> = field.iter().map(|c| *c as u8).take_while(|c| *c != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Time since boot.
+pub fn uptime() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the pointer lives through the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &mut time) };
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32)
+}

@@ -1,0 +1,5 @@
+//! End-to-end tests: the real agent program, as a service on this machine, and the real host end.
+//! No VM is needed: a Unix socket stands in for vsock, and everything behind it is the same.
+
+mod exec;
+mod fixture;

@@ -1,0 +1,257 @@
+//! The small languages of the flags: sizes, durations, environment, names, `VM:PATH`.
+//!
+//! Pure functions from text to value, so that every way of being wrong is a test and is refused before
+//! anything is made.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
+use pvmm_sandbox::overlay;
+
+/// The longest `--timeout`: thirty days.
+const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
+/// The smallest and largest disk for what a guest writes.
+const MIN_DISK_MIB: u64 = overlay::MIN_BYTES >> 20;
+const MAX_DISK_MIB: u64 = overlay::MAX_BYTES >> 20;
+const MAX_NAME: usize = 63;
+
+/// `512M`, `2G`, `512` (MiB): a size in MiB.
+fn size_mib(text: &str) -> Result<u64, String> {
+    let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (digits, unit) = text.split_at(split);
+    if digits.is_empty() {
+        return Err("write a number and a unit, such as 512M or 2G".to_owned());
+    }
+    let too_large = || "the number is too large".to_owned();
+    let number: u64 = digits.parse().map_err(|_| too_large())?;
+    let mib_per_unit = match unit.to_ascii_lowercase().as_str() {
+        "" | "m" | "mb" | "mib" => 1,
+        "g" | "gb" | "gib" => 1 << 10,
+        "t" | "tb" | "tib" => 1 << 20,
+        _ => return Err(format!("unknown unit '{unit}'; use M, G or T, as in 512M or 2G")),
+    };
+    number.checked_mul(mib_per_unit).ok_or_else(too_large)
+}
+
+/// `--memory`: MiB, within what a machine may have.
+pub fn memory_mib(text: &str) -> Result<u64, String> {
+    in_range(size_mib(text)?, MIN_MEMORY_MIB, MAX_MEMORY_MIB)
+}
+
+/// `--disk-size`: MiB.
+pub fn disk_mib(text: &str) -> Result<u64, String> {
+    in_range(size_mib(text)?, MIN_DISK_MIB, MAX_DISK_MIB)
+}
+
+fn in_range(mib: u64, min: u64, max: u64) -> Result<u64, String> {
+    match (min..=max).contains(&mib) {
+        true => Ok(mib),
+        false => Err(format!("use a size from {min}M to {}T", max >> 20)),
+    }
+}
+
+/// `--cpus`.
+pub fn cpus(text: &str) -> Result<u32, String> {
+    match text.parse() {
+        Ok(count) if (1..=MAX_VCPUS).contains(&count) => Ok(count),
+        _ => Err(format!("use a number from 1 to {MAX_VCPUS}")),
+    }
+}
+
+/// `30s`, `500ms`, `1.5m`, `2h`, `30` (seconds).
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let seconds_per_unit = match unit {
+        "ms" => 0.001,
+        "" | "s" => 1.0,
+        "m" => 60.0,
+        "h" => 3600.0,
+        "d" => 86400.0,
+        _ => return Err(format!("unknown unit '{unit}'; use ms, s, m, h or d, as in 30s")),
+    };
+    let number: f64 =
+        number.parse().map_err(|_| "write a number and a unit, such as 30s or 5m".to_owned())?;
+    let length = Duration::try_from_secs_f64(number * seconds_per_unit).unwrap_or(Duration::MAX);
+    if length < Duration::from_millis(1) {
+        return Err("use at least 1ms".to_owned());
+    }
+    if length > MAX_TIMEOUT {
+        return Err("use at most 30d".to_owned());
+    }
+    Ok(length)
+}
+
+/// One variable for the guest's command.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct EnvVar {
+    pub name: OsString,
+    pub value: OsString,
+}
+
+/// `KEY=VALUE`, or `KEY` alone for the value it has here.
+pub fn env_var(text: &OsStr) -> Result<EnvVar, String> {
+    env_var_from(text, |name| std::env::var_os(name))
+}
+
+fn env_var_from(
+    text: &OsStr,
+    host: impl FnOnce(&OsStr) -> Option<OsString>,
+) -> Result<EnvVar, String> {
+    let bytes = text.as_bytes();
+    let (name, value) = match bytes.iter().position(|byte| *byte == b'=') {
+        Some(equals) => (&bytes[..equals], Some(&bytes[equals + 1..])),
+        None => (bytes, None),
+    };
+    if name.is_empty() {
+        return Err("the name before '=' is empty; write KEY=VALUE".to_owned());
+    }
+    let name = OsStr::from_bytes(name);
+    let value = match value {
+        Some(value) => OsString::from_vec(value.to_vec()),
+        None => host(name).ok_or("the variable is not set here; write KEY=VALUE")?,
+    };
+    Ok(EnvVar { name: name.to_owned(), value })
+}
+
+/// `--name`: what a path, a host name and a table can all hold.
+pub fn vm_name(text: &str) -> Result<String, String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if !starts_well || text.len() > MAX_NAME || !text.chars().all(allowed) {
+        return Err(format!(
+            "use 1 to {MAX_NAME} letters, digits, '-', '_' or '.', starting with a letter or digit"
+        ));
+    }
+    if crate::vm_dir::is_id(text) {
+        return Err("12 hexadecimal digits would be read as an id; choose another name".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+/// `--user`: a name or number, perhaps with a group.
+pub fn user(text: &str) -> Result<String, String> {
+    match text.is_empty() || text.contains(|c: char| c.is_whitespace() || c.is_control()) {
+        true => Err("write a user name or number, as in nobody or 1000:1000".to_owned()),
+        false => Ok(text.to_owned()),
+    }
+}
+
+/// `--workdir`.
+pub fn workdir(text: &OsStr) -> Result<PathBuf, String> {
+    match text.as_bytes().starts_with(b"/") {
+        true => Ok(PathBuf::from(text)),
+        false => Err("write an absolute path in the guest, as in /work".to_owned()),
+    }
+}
+
+/// One side of `pvmm cp`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    Host(PathBuf),
+    Guest { vm: String, path: PathBuf },
+}
+
+/// `VM:PATH`, or a path on this host; a slash before the first colon makes it a host path.
+pub fn place(text: &OsStr) -> Result<Place, String> {
+    let bytes = text.as_bytes();
+    if bytes.is_empty() {
+        return Err("the path is empty".to_owned());
+    }
+    let colon = bytes.iter().position(|byte| *byte == b':');
+    let Some(colon) = colon.filter(|colon| !bytes[..*colon].contains(&b'/')) else {
+        return Ok(Place::Host(PathBuf::from(text)));
+    };
+    let vm = std::str::from_utf8(&bytes[..colon]).map_err(|_| "the VM's name is not text")?;
+    let path = OsStr::from_bytes(&bytes[colon + 1..]);
+    if vm.is_empty() || path.is_empty() {
+        return Err("write VM:PATH, as in web:/etc/hosts".to_owned());
+    }
+    Ok(Place::Guest { vm: vm.to_owned(), path: PathBuf::from(path) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_with_known_unit_is_mib() {
+        for (text, mib) in [("512M", 512), ("2G", 2048), ("512", 512), ("1t", 1 << 20)] {
+            assert_eq!(memory_mib(text), Ok(mib), "{text}");
+        }
+        assert_eq!(memory_mib("64MiB"), Ok(64));
+    }
+
+    #[test]
+    fn memory_out_of_reach_is_refused() {
+        let wrong =
+            ["", "M", "1M", "31", "2T", "0", "-1", "1.5G", "512K", "5 12", "18446744073709551616"];
+        for text in wrong.into_iter().chain(["18446744073709551615T", "0x10", "１G"]) {
+            assert!(memory_mib(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn cpus_out_of_range_is_refused() {
+        assert_eq!(cpus("1"), Ok(1));
+        assert_eq!(cpus("32"), Ok(32));
+        for text in ["0", "33", "-1", "two", "", "4294967297"] {
+            assert!(cpus(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn duration_with_known_unit_is_read() {
+        for (text, ms) in [("30s", 30_000), ("500ms", 500), ("1.5m", 90_000), ("2", 2000)] {
+            assert_eq!(duration(text), Ok(Duration::from_millis(ms)), "{text}");
+        }
+    }
+
+    #[test]
+    fn duration_that_makes_no_sense_is_refused() {
+        for text in
+            ["", "s", "0", "0s", "-1s", "1y", "1 s", "31d", "1e9s", "nan", "..", "9999999999999h"]
+        {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn env_var_with_equals_keeps_the_rest_as_value() {
+        let var = env_var_from(OsStr::new("A=b=c"), |_| None);
+        assert_eq!(var, Ok(EnvVar { name: "A".into(), value: "b=c".into() }));
+        let var = env_var_from(OsStr::new("A="), |_| None);
+        assert_eq!(var, Ok(EnvVar { name: "A".into(), value: "".into() }));
+    }
+
+    #[test]
+    fn env_var_without_value_is_taken_from_here_or_refused() {
+        let var = env_var_from(OsStr::new("A"), |_| Some("here".into()));
+        assert_eq!(var, Ok(EnvVar { name: "A".into(), value: "here".into() }));
+        assert!(env_var_from(OsStr::new("A"), |_| None).is_err());
+        assert!(env_var_from(OsStr::new("=x"), |_| None).is_err());
+        assert!(env_var_from(OsStr::new(""), |_| None).is_err());
+    }
+
+    #[test]
+    fn vm_name_that_is_a_path_or_an_id_is_refused() {
+        assert!(vm_name("web-1.test_2").is_ok());
+        for text in ["", ".", "..", "a/b", "-a", "a b", "é", "0123456789ab", &"x".repeat(64)] {
+            assert!(vm_name(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn place_with_colon_is_a_guest_path() {
+        let guest = Place::Guest { vm: "web".to_owned(), path: "/etc/hosts".into() };
+        assert_eq!(place(OsStr::new("web:/etc/hosts")), Ok(guest));
+        assert_eq!(place(OsStr::new("./a:b")), Ok(Place::Host("./a:b".into())));
+        assert_eq!(place(OsStr::new("file")), Ok(Place::Host("file".into())));
+        for text in ["", ":", "web:", ":/x"] {
+            assert!(place(OsStr::new(text)).is_err(), "{text}");
+        }
+    }
+}

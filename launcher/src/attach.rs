@@ -1,0 +1,244 @@
+//! A command in a guest as if it ran here: its output, its input, its signals, its exit code.
+//!
+//! `run` and `exec` share it, so that a command behaves the same whoever started its VM.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use pvmm::agent::{Agent, AgentError};
+use pvmm::exec::{
+    ExecError, ExecRequest, ExecStatus, ExitStatus, ProcessEvent, Signaller, Stage, Stdin,
+};
+
+use crate::cli::CommandFlags;
+use crate::exit::{self, Failure, Outcome};
+use crate::sys::poll;
+use crate::sys::signals::Signals;
+use crate::vm_dir::VmDir;
+
+/// A second Ctrl-C within this time ends it, whatever the command makes of the first.
+const TWICE: Duration = Duration::from_secs(2);
+/// How long a command may take to end after TERM, HUP or QUIT.
+const SIGNAL_GRACE: Duration = Duration::from_secs(10);
+/// Between TERM and KILL of a command that ran out of time.
+const TIMEOUT_GRACE: Duration = Duration::from_secs(1);
+/// What the way to the guest may take beyond that.
+const TIMEOUT_MARGIN: Duration = Duration::from_secs(2);
+/// How long to wait while the agent serves as many clients as it can.
+const BUSY_PATIENCE: Duration = Duration::from_secs(60);
+const BUSY_PAUSE: Duration = Duration::from_millis(50);
+
+/// The request for a command line's command.
+pub fn request(argv: &[std::ffi::OsString], flags: &CommandFlags) -> ExecRequest {
+    let mut request = ExecRequest::argv(argv).grace(TIMEOUT_GRACE);
+    for var in &flags.env {
+        request = request.env(&var.name, &var.value);
+    }
+    if let Some(dir) = &flags.workdir {
+        request = request.cwd(dir);
+    }
+    if let Some(user) = &flags.user {
+        request = request.user(user);
+    }
+    match flags.interactive {
+        true => request.piped_stdin(),
+        false => request,
+    }
+}
+
+/// Reaches a VM's agent, and waits for a place if it is busy.
+pub fn connect(dir: &VmDir, patience: Duration) -> Result<Agent, AgentError> {
+    let busy_until = Instant::now() + BUSY_PATIENCE;
+    loop {
+        match Agent::connect(&dir.vsock(), Instant::now() + patience) {
+            Err(AgentError::TooMany) if Instant::now() < busy_until => {
+                std::thread::sleep(BUSY_PAUSE);
+            }
+            connected => return connected,
+        }
+    }
+}
+
+/// How a command that was attached to came to its end.
+pub enum End {
+    Exited(ExitStatus),
+    /// The reader of our output went away.
+    BrokenPipe,
+    /// It ran out of time, and the guest did not end it.
+    Overdue,
+}
+
+impl End {
+    /// The exit code, with a word on standard error where the code alone would be a riddle.
+    pub fn outcome(self) -> Outcome {
+        match self {
+            End::Exited(status) if matches!(status.status, ExecStatus::CouldNotStart { .. }) => {
+                Err(could_not_start(&status))
+            }
+            End::Exited(status) => Ok(status.shell_code()),
+            End::BrokenPipe => Err(Failure::silent(exit::BROKEN_PIPE)),
+            End::Overdue => Ok(exit::TIMEOUT),
+        }
+    }
+}
+
+/// Runs the command to its end. `abort` ends everything at once, with the given exit code.
+pub fn attach(
+    agent: &Agent,
+    mut request: ExecRequest,
+    timeout: Option<Duration>,
+    signals: Signals,
+    abort: impl Fn(u8) + Send + 'static,
+) -> Result<End, ExecError> {
+    let late = timeout.map(|timeout| Instant::now() + timeout + TIMEOUT_GRACE + TIMEOUT_MARGIN);
+    if let Some(timeout) = timeout {
+        request = request.timeout(timeout);
+    }
+    let mut process = agent.start(&request)?;
+    let signaller = process.signaller();
+    in_background("signals", move || forward_signals(&signals, &signaller, &abort));
+    if let Some(stdin) = process.take_stdin() {
+        in_background("stdin", move || forward_input(stdin));
+    }
+    let (mut stdout, mut stderr) = (Sink::new(&io::stdout()), Sink::new(&io::stderr()));
+    loop {
+        match process.next_event(late) {
+            Ok(Some(ProcessEvent::Stdout(bytes))) => {
+                if stdout.write(&bytes).is_err() {
+                    return Ok(End::BrokenPipe);
+                }
+            }
+            // Nobody to tell that nobody listens.
+            Ok(Some(ProcessEvent::Stderr(bytes))) => drop(stderr.write(&bytes)),
+            Ok(Some(ProcessEvent::Exited(status))) => return Ok(End::Exited(status)),
+            Ok(None) | Err(ExecError::Overdue(_)) => return Ok(End::Overdue),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// A thread that ends with the process. Without it the command still runs, so its lack is no failure.
+fn in_background(name: &str, work: impl FnOnce() + Send + 'static) {
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
+    if let Err(error) = thread {
+        crate::output::remark(false, &format!("warning: no thread for {name}: {error}"));
+    }
+}
+
+/// Passes every signal on; ends everything when that does not help.
+fn forward_signals(signals: &Signals, signaller: &Signaller, abort: &dyn Fn(u8)) {
+    let mut last_interrupt: Option<Instant> = None;
+    // When the command must have ended, and the signal that told it to.
+    let mut over: Option<(Instant, i32)> = None;
+    loop {
+        let left = over.map(|(at, _)| at.saturating_duration_since(Instant::now()));
+        match (poll::readable(&[signals.as_fd()], left), over) {
+            (Ok(ready), _) if ready[0] => {}
+            (Ok(_), Some((at, signal))) if at <= Instant::now() => {
+                return abort(exit::by_signal(signal));
+            }
+            (Ok(_), _) => continue,
+            (Err(_), _) => return,
+        }
+        let Ok(signal) = signals.next() else { return };
+        let again = last_interrupt.is_some_and(|at| at.elapsed() < TWICE);
+        if signal == libc::SIGINT && again || signaller.send(signal).is_err() {
+            return abort(exit::by_signal(signal));
+        }
+        match signal {
+            libc::SIGINT => last_interrupt = Some(Instant::now()),
+            _ => over = over.or(Some((Instant::now() + SIGNAL_GRACE, signal))),
+        }
+    }
+}
+
+/// Copies standard input until its end, or until the command wants no more.
+fn forward_input(mut stdin: Stdin) {
+    let Ok(fd) = io::stdin().as_fd().try_clone_to_owned() else { return };
+    let mut input = File::from(fd);
+    let mut buffer = vec![0; 64 << 10];
+    loop {
+        match input.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => {
+                if stdin.write_all(&buffer[..count]).is_err() {
+                    break;
+                }
+            }
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                if poll::readable(&[input.as_fd()], None).is_err() {
+                    break;
+                }
+            }
+            Err(_) => break,
+        }
+    }
+}
+
+/// One of our outputs, unbuffered; a terminal or pipe in non-blocking mode is waited for.
+struct Sink {
+    file: Option<File>,
+}
+
+impl Sink {
+    fn new(stream: &impl AsFd) -> Self {
+        Self { file: stream.as_fd().try_clone_to_owned().ok().map(File::from) }
+    }
+
+    fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        let Some(file) = &mut self.file else { return Ok(()) };
+        while !bytes.is_empty() {
+            match file.write(bytes) {
+                Ok(count) => bytes = &bytes[count..],
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    poll::writable(file.as_fd())?;
+                }
+                Err(error) => {
+                    self.file = None;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The failure for a command that never ran.
+pub fn could_not_start(status: &ExitStatus) -> Failure {
+    let code = status.shell_code();
+    let ExecStatus::CouldNotStart { stage, errno } = status.status else {
+        return Failure::silent(code);
+    };
+    let cause = io::Error::from_raw_os_error(errno);
+    let what = match stage {
+        Stage::User | Stage::Credentials => "--user: cannot become that user in the guest",
+        Stage::Chdir => "--workdir: cannot enter that directory in the guest",
+        Stage::Exec if code == exit::NOT_FOUND => "the command was not found in the guest",
+        Stage::Exec => "the command cannot be executed in the guest",
+        _ => "the guest cannot start a process",
+    };
+    Failure { code, ..Failure::fault(format!("{what}: {cause}")) }
+}
+
+/// The failure for an exec that gave no exit status.
+pub fn refuse(error: ExecError) -> Failure {
+    match error {
+        ExecError::Agent(error) => refuse_agent(error),
+        ExecError::InvalidRequest { .. } => Failure::usage(error.to_string()),
+        ExecError::Overdue(_) => Failure::fault(error.to_string()),
+    }
+}
+
+/// The failure for a request that the agent did not carry out.
+pub fn refuse_agent(error: AgentError) -> Failure {
+    let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
+    let message = format!("{error}{}", cause.unwrap_or_default());
+    match error {
+        AgentError::InvalidRequest { .. } => Failure::usage(message),
+        _ => Failure::fault(message),
+    }
+}

@@ -1,0 +1,429 @@
+//! What can be typed: every verb, flag and example, and how a wrong line is refused.
+//!
+//! Help, shell completions and man pages all come from these definitions, so they cannot disagree.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::error::ErrorKind;
+use clap::{Args, Parser, Subcommand, ValueHint};
+
+use crate::args::{self, EnvVar, Place};
+use crate::exit::{Failure, Outcome, USAGE};
+
+const TEMPLATE: &str =
+    "{about-with-newline}\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0-255  the guest command's own code
+  2      the command line or its input is wrong
+  124    --timeout passed
+  125    pvmm or its host failed
+  126    the command cannot be executed
+  127    the command was not found
+  128+n  the command was ended by signal n
+
+Environment:
+  PVMM_RUNTIME_DIR   where running VMs are kept [default: $XDG_RUNTIME_DIR/pvmm, /run/pvmm, /tmp/pvmm-UID]
+  XDG_CACHE_HOME     kernels and templates are kept in its pvmm folder [default: ~/.cache]
+  PVMM_BOOT_TIMEOUT  how long a guest may take to answer [default: 60s]
+  NO_COLOR           no colour on a terminal";
+
+/// Disposable computers with their own kernel, for code you do not trust
+#[derive(Debug, Parser)]
+#[command(name = "pvmm", version, help_template = TEMPLATE, after_help = EXIT_CODES)]
+#[command(arg_required_else_help = true, disable_help_subcommand = true)]
+#[command(before_help = "\
+Examples:
+  pvmm run -- python3 -c 'print(6*7)'     run one command in a fresh VM, which is gone afterwards
+  pvmm run -d --name web                  start a VM that stays
+  pvmm exec web -- uname -a               run a command in it
+  pvmm cp ./app web:/srv                  copy a folder into it
+  pvmm kill web                           end it
+  pvmm doctor                             what can this host do?
+")]
+pub struct Cli {
+    /// No progress, no remarks: only errors and the command's output
+    #[arg(short, long, global = true)]
+    pub quiet: bool,
+    #[command(subcommand)]
+    pub verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum Verb {
+    Run(Run),
+    Exec(Exec),
+    Cp(Cp),
+    Ps(Ps),
+    Logs(Logs),
+    Kill(Kill),
+    Rm(Rm),
+    Template(Template),
+    Doctor(Doctor),
+    Completions(Completions),
+    Man(Man),
+}
+
+/// Run a command in a fresh VM
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm run -- python3 -c 'print(6*7)'
+  cat data.csv | pvmm run -i --memory 1G -- python3 -c 'import sys; print(len(sys.stdin.read()))'
+  pvmm run --timeout 30s -e TOKEN=x -w /tmp -- sh -c 'echo $TOKEN; pwd'
+  pvmm run -d --name web -- python3 -m http.server
+  pvmm run --kernel vmlinux --rootfs rootfs.ext4 -- /bin/ls
+")]
+pub struct Run {
+    /// Root filesystem to start from; built on first use
+    #[arg(short, long, value_name = "NAME", default_value = "base", conflicts_with = "rootfs")]
+    pub template: String,
+    /// Guest kernel, vmlinux or bzImage [default: pvmm's own if built, otherwise Debian's]
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub kernel: Option<PathBuf>,
+    /// Root filesystem image instead of a template; it is never written to
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub rootfs: Option<PathBuf>,
+    /// Name for `exec`, `cp` and the other verbs
+    #[arg(long, value_name = "NAME", value_parser = args::vm_name)]
+    pub name: Option<String>,
+    /// Memory: 512M, 2G, or a plain number of MiB
+    #[arg(short, long, value_name = "SIZE", default_value = "512M", value_parser = args::memory_mib)]
+    pub memory: u64,
+    /// Virtual CPUs, 1 to 32
+    #[arg(long, value_name = "N", default_value = "1", value_parser = args::cpus)]
+    pub cpus: u32,
+    /// How much the guest may write to its disk; grows as it is used
+    #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
+    pub disk_size: u64,
+    #[command(flatten)]
+    pub command: CommandFlags,
+    /// End the run this long after the VM was started: 30s, 500ms, 5m
+    #[arg(long, value_name = "TIME", value_parser = args::duration)]
+    pub timeout: Option<Duration>,
+    /// Also write the guest's console to this file
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
+    pub console: Option<PathBuf>,
+    /// Start a VM that stays, and print its id
+    #[arg(short, long, conflicts_with_all = ["interactive", "timeout"])]
+    pub detach: bool,
+    /// The command and its arguments
+    #[arg(last = true, value_name = "CMD", value_hint = ValueHint::CommandWithArguments)]
+    pub argv: Vec<OsString>,
+}
+
+/// How a command runs in a guest: the same for `run` and `exec`.
+#[derive(Debug, Args)]
+pub struct CommandFlags {
+    /// Environment variable; KEY alone takes the value it has here
+    #[arg(short, long, value_name = "KEY=VALUE", value_parser = OsStringValueParser::new().try_map(|text| args::env_var(&text)))]
+    pub env: Vec<EnvVar>,
+    /// Directory to start in
+    #[arg(short, long, value_name = "DIR", value_parser = OsStringValueParser::new().try_map(|text| args::workdir(&text)))]
+    pub workdir: Option<PathBuf>,
+    /// User to run as: name or number, with :GROUP if needed [default: root]
+    #[arg(short, long, value_name = "USER", value_parser = args::user)]
+    pub user: Option<String>,
+    /// Pass standard input on (otherwise the command's is empty)
+    #[arg(short, long)]
+    pub interactive: bool,
+}
+
+/// Run a command in a running VM
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm exec web -- uname -a
+  pvmm exec -i web -- sh < script.sh
+  pvmm exec --timeout 10s -u nobody web -- ./job
+")]
+pub struct Exec {
+    #[command(flatten)]
+    pub command: CommandFlags,
+    /// End the command after this long: 30s, 500ms, 5m
+    #[arg(long, value_name = "TIME", value_parser = args::duration)]
+    pub timeout: Option<Duration>,
+    /// Id, the start of an id, or name
+    pub vm: String,
+    /// The command and its arguments
+    #[arg(last = true, required = true, value_name = "CMD", value_hint = ValueHint::CommandWithArguments)]
+    pub argv: Vec<OsString>,
+}
+
+/// Copy files and folders into or out of a VM
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm cp notes.txt web:/root/
+  pvmm cp ./app web:/srv               the folder becomes /srv/app
+  pvmm cp web:/var/log ./logs
+
+A target that is an existing folder receives the source inside it; otherwise the target is the copy.
+")]
+pub struct Cp {
+    /// Path here, or VM:PATH
+    #[arg(value_name = "SOURCE", value_hint = ValueHint::AnyPath, value_parser = OsStringValueParser::new().try_map(|text| args::place(&text)))]
+    pub source: Place,
+    /// Path here, or VM:PATH
+    #[arg(value_name = "TARGET", value_hint = ValueHint::AnyPath, value_parser = OsStringValueParser::new().try_map(|text| args::place(&text)))]
+    pub target: Place,
+}
+
+/// List VMs
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm ps
+  pvmm ps -q | xargs pvmm kill
+  pvmm ps --json
+")]
+pub struct Ps {
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Show what a VM's command printed, or the guest's console
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm logs web
+  pvmm logs -f web
+  pvmm logs --console web
+")]
+pub struct Logs {
+    /// Id, the start of an id, or name
+    pub vm: String,
+    /// Keep printing until the VM ends
+    #[arg(short, long)]
+    pub follow: bool,
+    /// The guest's console; the default for a VM that was started without a command
+    #[arg(long)]
+    pub console: bool,
+}
+
+/// End VMs and remove them
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm kill web
+  pvmm kill --signal KILL web         at once, without telling the guest
+")]
+pub struct Kill {
+    /// Ids, starts of ids, or names
+    #[arg(required = true, value_name = "VM")]
+    pub vms: Vec<String>,
+    /// TERM lets the guest shut down first, KILL does not
+    #[arg(short, long, value_name = "SIGNAL", default_value = "TERM", ignore_case = true)]
+    pub signal: KillSignal,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum KillSignal {
+    #[value(name = "TERM", alias = "SIGTERM", alias = "15")]
+    Term,
+    #[value(name = "KILL", alias = "SIGKILL", alias = "9")]
+    Kill,
+}
+
+/// Remove VMs that have ended
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm rm web
+  pvmm rm -f web                      also if it is still running
+")]
+pub struct Rm {
+    /// Ids, starts of ids, or names
+    #[arg(required = true, value_name = "VM")]
+    pub vms: Vec<String>,
+    /// End those that still run
+    #[arg(short, long)]
+    pub force: bool,
+}
+
+/// Build, list and remove templates
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, arg_required_else_help = true, before_help = "\
+Examples:
+  pvmm template build                        build 'base' now instead of on first use
+  pvmm template build data -p git,jq         base with more Debian packages
+  pvmm template ls
+  pvmm template inspect base
+")]
+pub struct Template {
+    #[command(subcommand)]
+    pub verb: TemplateVerb,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum TemplateVerb {
+    /// Build a template now instead of on first use
+    Build {
+        /// What to call it; 'base' is built in, another name is base with more packages
+        #[arg(default_value = "base", conflicts_with = "recipe")]
+        name: String,
+        /// Debian packages to add to those of base
+        #[arg(short, long, value_name = "PACKAGE", value_delimiter = ',', num_args = 1..)]
+        packages: Vec<String>,
+        /// Recipe file: {"name": "data", "packages": ["git", "jq"]}
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "packages")]
+        recipe: Option<PathBuf>,
+        /// Build it again even if it is there
+        #[arg(long)]
+        force: bool,
+        /// The result as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// List the templates that are built or can be
+    #[command(visible_alias = "list")]
+    Ls {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove built templates
+    Rm {
+        #[arg(required = true, value_name = "NAME")]
+        names: Vec<String>,
+    },
+    /// Show what a template is made of
+    Inspect {
+        name: String,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// Show what this host has and lacks
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm doctor
+  pvmm doctor --json
+
+Exits 0 if a VM can run here and 1 if not.
+")]
+pub struct Doctor {
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Print a shell's completion script
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm completions bash > /etc/bash_completion.d/pvmm
+  pvmm completions zsh > \"${fpath[1]}/_pvmm\"
+  pvmm completions fish > ~/.config/fish/completions/pvmm.fish
+")]
+pub struct Completions {
+    pub shell: clap_complete::Shell,
+}
+
+/// Print the manual page, or write all of them to a folder
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm man | man -l -
+  pvmm man --dir /usr/local/share/man/man1
+")]
+pub struct Man {
+    /// Folder for one page per verb
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub dir: Option<PathBuf>,
+}
+
+/// Turns clap's refusal into pvmm's one line; help and version go to standard output as asked.
+pub fn refuse(error: clap::Error) -> Outcome {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            error.print()?;
+            Ok(0)
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            error.print()?;
+            Ok(USAGE)
+        }
+        kind => Err(one_line(kind, &error.render().to_string())),
+    }
+}
+
+/// Keeps the first paragraph of clap's text, and its tip or the way to the help.
+fn one_line(kind: ErrorKind, text: &str) -> Failure {
+    let paragraph: Vec<&str> =
+        text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
+    let message = paragraph.join(" ");
+    let message = message.strip_prefix("error: ").unwrap_or(&message);
+    let tip = text.lines().find_map(|line| line.trim().strip_prefix("tip: "));
+    // A bad value comes without usage, and its message already says what to write.
+    let usage = text.lines().find_map(|line| line.strip_prefix("Usage: "));
+    let hint = tip.map(str::to_owned).or_else(|| usage.map(|usage| way_on(kind, usage)));
+    Failure { hint, ..Failure::usage(message) }
+}
+
+/// What to try next, from the usage line of the verb that was refused.
+fn way_on(kind: ErrorKind, usage: &str) -> String {
+    let is_verb = |word: &&str| word.starts_with(|c: char| c.is_ascii_lowercase());
+    let verb = usage.split(' ').take_while(is_verb).collect::<Vec<_>>().join(" ");
+    match kind == ErrorKind::UnknownArgument && usage.contains("-- <CMD>") {
+        true => format!("the command goes after '--', as in: {verb} … -- CMD ARG…"),
+        false => format!("see '{verb} --help'"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn refusal(line: &str) -> Failure {
+        refuse(Cli::try_parse_from(line.split(' ')).unwrap_err()).unwrap_err()
+    }
+
+    #[test]
+    fn definitions_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn refusal_of_bad_value_names_flag_and_fix() {
+        let failure = refusal("pvmm run --cpus 33 -- true");
+        assert_eq!(failure.code, USAGE);
+        assert_eq!(
+            failure.message,
+            "invalid value '33' for '--cpus <N>': use a number from 1 to 32"
+        );
+        assert_eq!(refusal("pvmm ps x").hint.as_deref(), Some("see 'pvmm ps --help'"));
+    }
+
+    #[test]
+    fn refusal_of_command_without_dashes_says_where_it_goes() {
+        let failure = refusal("pvmm run python3");
+        assert!(failure.message.contains("'python3'"), "{failure:?}");
+        assert!(failure.hint.unwrap().contains("after '--'"));
+    }
+
+    #[test]
+    fn refusal_of_missing_arguments_is_one_line() {
+        let failure = refusal("pvmm exec");
+        assert!(failure.message.contains("<VM>"), "{failure:?}");
+        assert!(!failure.message.contains('\n'));
+    }
+
+    #[test]
+    fn help_of_every_verb_starts_with_examples() {
+        for verb in Cli::command().get_subcommands_mut() {
+            let help = verb.render_long_help().to_string();
+            let examples = help.find("Examples:").expect("examples");
+            assert!(examples < help.find("Usage:").unwrap(), "{help}");
+        }
+    }
+}

@@ -1,0 +1,37 @@
+//! `pvmm man`: the manual, one page on standard output or all of them in a folder.
+//!
+//! Made from the same definitions as the parser, so that it never describes what is not there.
+
+use std::path::Path;
+
+use clap::CommandFactory;
+
+use crate::cli::{Cli, Man};
+use crate::exit::{Failure, Outcome};
+
+pub fn man(args: Man) -> Outcome {
+    let mut command = Cli::command();
+    // Gives every verb its full name, `pvmm run`, on its own page.
+    command.build();
+    match args.dir {
+        None => crate::output::raw(&page(command)?)?,
+        Some(dir) => write_all(command, "pvmm", &dir)?,
+    }
+    Ok(0)
+}
+
+fn page(command: clap::Command) -> std::io::Result<Vec<u8>> {
+    let mut page = Vec::new();
+    clap_mangen::Man::new(command).render(&mut page)?;
+    Ok(page)
+}
+
+fn write_all(command: clap::Command, name: &str, dir: &Path) -> Result<(), Failure> {
+    for verb in command.get_subcommands() {
+        write_all(verb.clone(), &format!("{name}-{}", verb.get_name()), dir)?;
+    }
+    let path = dir.join(format!("{name}.1"));
+    let page = page(command)?;
+    std::fs::write(&path, page)
+        .map_err(|error| Failure::usage(format!("--dir: cannot write {}: {error}", path.display())))
+}

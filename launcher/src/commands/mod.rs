@@ -1,0 +1,34 @@
+//! One file per verb.
+//!
+//! A verb takes its parsed arguments and returns the exit code or a failure; nothing else knows what
+//! was typed.
+
+mod completions;
+mod doctor;
+mod exec;
+mod kill;
+mod logs;
+mod man;
+mod ps;
+mod run;
+mod template;
+
+use crate::cli::{Cli, Verb};
+use crate::exit::{Failure, Outcome};
+
+/// Runs the verb.
+pub fn dispatch(cli: Cli) -> Outcome {
+    match cli.verb {
+        Verb::Run(args) => run::run(args, cli.quiet),
+        Verb::Exec(args) => exec::exec(args),
+        Verb::Logs(args) => logs::logs(args),
+        Verb::Kill(args) => kill::kill(args),
+        Verb::Rm(args) => kill::rm(args),
+        Verb::Ps(args) => ps::ps(args, cli.quiet),
+        Verb::Template(args) => template::template(args, cli.quiet),
+        Verb::Doctor(args) => doctor::doctor(args),
+        Verb::Completions(args) => completions::completions(args),
+        Verb::Man(args) => man::man(args),
+        _ => Err(Failure::fault("not wired")),
+    }
+}

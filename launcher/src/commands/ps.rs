@@ -1,0 +1,105 @@
+//! `pvmm ps`: every VM of this user, alive or not.
+//!
+//! Reads the VMs' directories only; no machine is asked, so a stuck one cannot hold the list up.
+
+use serde::Serialize;
+
+use crate::cli::Ps;
+use crate::exit::Outcome;
+use crate::output::{self, Table};
+use crate::vm_dir::{Base, Entry, State, now};
+
+pub fn ps(args: Ps, quiet: bool) -> Outcome {
+    let entries = Base::open()?.list()?;
+    match (args.json, quiet) {
+        (true, _) => output::json(&entries.iter().map(Row::of).collect::<Vec<_>>())?,
+        (false, true) => {
+            for vm in &entries {
+                output::line(&vm.record.id)?;
+            }
+        }
+        (false, false) => table(&entries).print()?,
+    }
+    Ok(0)
+}
+
+fn table(entries: &[Entry]) -> Table {
+    let heading = ["ID", "NAME", "STATE", "AGE", "TEMPLATE", "CPUS", "MEMORY", "COMMAND"];
+    let mut table = Table::new(&heading);
+    for vm in entries {
+        let record = &vm.record;
+        table.row(vec![
+            record.id.clone(),
+            record.name.clone().unwrap_or_else(|| "-".to_owned()),
+            state(&vm.state),
+            output::age(now().saturating_sub(record.created)),
+            record.template.clone(),
+            record.cpus.to_string(),
+            output::bytes(record.memory_mib << 20),
+            shortened(&record.command.join(" ")),
+        ]);
+    }
+    table
+}
+
+fn state(state: &State) -> String {
+    match state {
+        State::Exited(ending) => match ending.exit_code {
+            Some(code) => format!("exited ({code})"),
+            None => "exited".to_owned(),
+        },
+        other => other.word().to_owned(),
+    }
+}
+
+fn shortened(command: &str) -> String {
+    const WIDTH: usize = 40;
+    match command.chars().count() {
+        0 => "-".to_owned(),
+        count if count > WIDTH => command.chars().take(WIDTH - 1).chain(['…']).collect(),
+        _ => command.to_owned(),
+    }
+}
+
+/// A VM for scripts.
+#[derive(Serialize)]
+struct Row<'a> {
+    id: &'a str,
+    name: Option<&'a str>,
+    state: &'static str,
+    exit_code: Option<u8>,
+    reason: Option<&'a str>,
+    created: u64,
+    template: &'a str,
+    kernel: &'a str,
+    cpus: u32,
+    memory_mib: u64,
+    pid: Option<u32>,
+    command: &'a [String],
+    /// The socket of the guest's vsock device.
+    vsock: String,
+}
+
+impl<'a> Row<'a> {
+    fn of(vm: &'a Entry) -> Self {
+        let (record, ending) = match &vm.state {
+            State::Exited(ending) => (&vm.record, Some(ending)),
+            _ => (&vm.record, None),
+        };
+        Self {
+            id: &record.id,
+            name: record.name.as_deref(),
+            state: vm.state.word(),
+            exit_code: ending.and_then(|ending| ending.exit_code),
+            reason: ending.map(|ending| ending.reason.as_str()),
+            created: record.created,
+            template: &record.template,
+            kernel: &record.kernel,
+            cpus: record.cpus,
+            memory_mib: record.memory_mib,
+            pid: record.pid.filter(|_| vm.state.is_alive()),
+            command: &record.command,
+            vsock: vm.dir.vsock().display().to_string(),
+        }
+    }
+}

@@ -1,0 +1,123 @@
+//! `pvmm template`: builds, lists, shows and removes root filesystem templates.
+//!
+//! The work is the sandbox library's; here are only its words and its progress.
+
+use pvmm_sandbox::{Cache, Recipe, Template};
+use serde::Serialize;
+
+use crate::cli::{self, TemplateVerb};
+use crate::exit::{Failure, Outcome};
+use crate::output::{self, Table};
+use crate::prepare;
+use crate::progress::Steps;
+use crate::sys::signals::{FORWARDED, Signals};
+use crate::vm_dir::now;
+
+pub fn template(args: cli::Template, quiet: bool) -> Outcome {
+    let cache = Cache::open().map_err(prepare::refuse)?;
+    match args.verb {
+        TemplateVerb::Build { name, packages, recipe, force, json } => {
+            let recipe = match recipe {
+                Some(path) => Recipe::load(&path),
+                None if name == pvmm_sandbox::template::BASE && packages.is_empty() => {
+                    Ok(Recipe::base())
+                }
+                None => Recipe::new(&name, &packages),
+            };
+            let recipe = recipe.map_err(prepare::refuse)?;
+            let template = build(&cache, &recipe, force, quiet)?;
+            match json {
+                true => output::json(&template)?,
+                false => output::line(template.name())?,
+            }
+        }
+        TemplateVerb::Ls { json } => list(&cache, json)?,
+        TemplateVerb::Rm { names } => {
+            for name in names {
+                let mut steps = Steps::new(quiet, None);
+                Template::remove(&cache, &name, &mut steps).map_err(prepare::refuse)?;
+            }
+        }
+        TemplateVerb::Inspect { name, json } => {
+            let template = Template::find(&cache, &name).map_err(prepare::refuse)?;
+            inspect(&template, json)?;
+        }
+    }
+    Ok(0)
+}
+
+fn build(cache: &Cache, recipe: &Recipe, force: bool, quiet: bool) -> Result<Template, Failure> {
+    let signals = Signals::hold(&FORWARDED)?;
+    let mut steps = Steps::new(quiet, Some(&signals));
+    let built = match force {
+        true => Template::build(cache, recipe, &mut steps),
+        false => Template::ensure(cache, recipe, &mut steps),
+    };
+    prepare::or_interrupted(built.map_err(prepare::refuse), &signals)
+}
+
+/// A template for scripts: what `inspect` shows, without the packages.
+#[derive(Serialize)]
+struct Row<'a> {
+    name: &'a str,
+    system: &'a str,
+    image_bytes: u64,
+    created: u64,
+    digest: &'a str,
+    rootfs: String,
+    packages: &'a [String],
+}
+
+fn list(cache: &Cache, json: bool) -> Result<(), Failure> {
+    let templates = Template::list(cache).map_err(prepare::refuse)?;
+    if json {
+        let rows: Vec<_> = templates.iter().map(row).collect();
+        return Ok(output::json(&rows)?);
+    }
+    let mut table = Table::new(&["NAME", "SYSTEM", "SIZE", "AGE", "ADDED PACKAGES"]);
+    for template in &templates {
+        let row = row(template);
+        table.row(vec![
+            row.name.to_owned(),
+            row.system.to_owned(),
+            output::bytes(row.image_bytes),
+            output::age(now().saturating_sub(row.created)),
+            if row.packages.is_empty() { "-".to_owned() } else { row.packages.join(" ") },
+        ]);
+    }
+    Ok(table.print()?)
+}
+
+fn row(template: &Template) -> Row<'_> {
+    let manifest = &template.manifest;
+    Row {
+        name: &manifest.name,
+        system: &manifest.system,
+        image_bytes: manifest.image_bytes,
+        created: manifest.created,
+        digest: &manifest.digest,
+        rootfs: template.rootfs.display().to_string(),
+        packages: &manifest.recipe.packages,
+    }
+}
+
+fn inspect(template: &Template, json: bool) -> Result<(), Failure> {
+    if json {
+        return Ok(output::json(template)?);
+    }
+    let manifest = &template.manifest;
+    let mut text = format!(
+        "name      {}\nsystem    {}\nimage     {}\nsize      {}\ndigest    {}\nbuilt     {} ago\npackages  {}\n",
+        manifest.name,
+        manifest.system,
+        template.rootfs.display(),
+        output::bytes(manifest.image_bytes),
+        manifest.digest,
+        output::age(now().saturating_sub(manifest.created)),
+        manifest.packages.len(),
+    );
+    for package in &manifest.packages {
+        text += &format!("  {} {}\n", package.name, package.version);
+    }
+    Ok(output::raw(text.as_bytes())?)
+}

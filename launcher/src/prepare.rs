@@ -1,0 +1,166 @@
+//! Everything slow that a run needs before its machine: kernel, root filesystem, empty disk.
+//!
+//! It happens in the launcher, before the VMM process is forked, with progress and with Ctrl-C; the
+//! libraries' errors become the launcher's here, each with the exit code of whose fault it is.
+
+use std::error::Error;
+use std::fs::File;
+use std::path::PathBuf;
+
+use pvmm_sandbox::cache::CacheError;
+use pvmm_sandbox::kernel::KernelError;
+use pvmm_sandbox::overlay::{self, OverlayError};
+use pvmm_sandbox::packages::PackagesError;
+use pvmm_sandbox::template::{BASE, TemplateError};
+use pvmm_sandbox::{AGENT, Cache, Kernel, Recipe, Template};
+
+use crate::exit::{self, Failure};
+use crate::progress::Steps;
+use crate::rootfs;
+use crate::sys::signals::Signals;
+
+/// What the machine is made from, ready to use.
+pub struct Parts {
+    pub kernel: Kernel,
+    pub initramfs: Vec<u8>,
+    pub rootfs: PathBuf,
+    pub rootfs_type: &'static str,
+    /// The writable disk; it has no name and is gone with its last user.
+    pub upper: File,
+}
+
+/// Where the parts come from, checked as far as that is possible without making anything.
+pub struct Sources {
+    pub kernel: Option<Kernel>,
+    pub rootfs: RootfsSource,
+    pub disk_mib: u64,
+}
+
+pub enum RootfsSource {
+    Image {
+        path: PathBuf,
+        kind: &'static str,
+    },
+    Template(Template),
+    /// The built-in template, to be built now.
+    Base,
+}
+
+impl Sources {
+    /// Refuses files and names that cannot work.
+    pub fn check(
+        kernel: Option<PathBuf>,
+        rootfs: Option<PathBuf>,
+        template: &str,
+        disk_mib: u64,
+    ) -> Result<Self, Failure> {
+        let kernel = kernel.map(|path| Kernel::from_path(&path)).transpose().map_err(refuse)?;
+        let rootfs = match rootfs {
+            Some(path) => {
+                let kind = rootfs::filesystem_type(&path)?;
+                let path = std::path::absolute(&path).unwrap_or(path);
+                RootfsSource::Image { path, kind }
+            }
+            None if template == BASE => RootfsSource::Base,
+            None => {
+                let cache = Cache::open().map_err(refuse)?;
+                RootfsSource::Template(Template::find(&cache, template).map_err(refuse)?)
+            }
+        };
+        Ok(Self { kernel, rootfs, disk_mib })
+    }
+
+    /// Fetches and builds what is not there yet.
+    pub fn prepare(self, quiet: bool, signals: &Signals) -> Result<Parts, Failure> {
+        let mut steps = Steps::new(quiet, Some(signals));
+        let parts = self.make(&mut steps);
+        or_interrupted(parts, signals)
+    }
+
+    fn make(self, steps: &mut Steps<'_>) -> Result<Parts, Failure> {
+        let cache = Cache::open().map_err(refuse)?;
+        let kernel = match self.kernel {
+            Some(kernel) => kernel,
+            None => Kernel::default_in(&cache, steps).map_err(refuse)?,
+        };
+        let (rootfs, rootfs_type) = match self.rootfs {
+            RootfsSource::Image { path, kind } => (path, kind),
+            RootfsSource::Template(template) => (template.rootfs, "ext4"),
+            RootfsSource::Base => {
+                let base = Template::ensure(&cache, &Recipe::base(), steps).map_err(refuse)?;
+                (base.rootfs, "ext4")
+            }
+        };
+        let bytes = self.disk_mib << 20;
+        overlay::pristine(&cache, bytes, steps).map_err(refuse)?;
+        let upper = overlay::create_upper(&cache, cache.root(), bytes).map_err(refuse)?;
+        let initramfs = kernel.initramfs(AGENT).map_err(refuse)?;
+        Ok(Parts { kernel, initramfs, rootfs, rootfs_type, upper })
+    }
+}
+
+/// If a signal came meanwhile, that is how it ended, whatever else went wrong because of it.
+pub fn or_interrupted<T>(result: Result<T, Failure>, signals: &Signals) -> Result<T, Failure> {
+    match signals.is_pending() {
+        true => Err(Failure::silent(exit::by_signal(signals.next()?))),
+        false => result,
+    }
+}
+
+/// Whose fault an error of the libraries is.
+pub trait Blame: Error {
+    /// Whether the user's input is at fault, not pvmm or the host.
+    fn is_users(&self) -> bool;
+}
+
+impl Blame for CacheError {
+    fn is_users(&self) -> bool {
+        matches!(self, CacheError::NoHome)
+    }
+}
+
+impl Blame for OverlayError {
+    fn is_users(&self) -> bool {
+        matches!(self, OverlayError::Size { .. })
+    }
+}
+
+impl Blame for KernelError {
+    fn is_users(&self) -> bool {
+        !matches!(self, KernelError::Debian(_) | KernelError::ReadModule { .. })
+    }
+}
+
+impl Blame for TemplateError {
+    fn is_users(&self) -> bool {
+        match self {
+            TemplateError::Name { .. }
+            | TemplateError::Unknown { .. }
+            | TemplateError::BasePackages
+            | TemplateError::ReadRecipe { .. }
+            | TemplateError::ParseRecipe { .. } => true,
+            TemplateError::Packages(error) => {
+                matches!(error, PackagesError::Unknown { .. } | PackagesError::Name { .. })
+            }
+            _ => false,
+        }
+    }
+}
+
+/// One line with every cause; what stands after `: ` and names a fix stays in it.
+pub fn refuse(error: impl Blame) -> Failure {
+    let mut message = error.to_string();
+    let mut cause = error.source();
+    while let Some(error) = cause {
+        let text = error.to_string();
+        // A transparent variant repeats what stands already.
+        if !message.ends_with(&text) {
+            message += &format!(": {text}");
+        }
+        cause = error.source();
+    }
+    match error.is_users() {
+        true => Failure::usage(message),
+        false => Failure::fault(message),
+    }
+}

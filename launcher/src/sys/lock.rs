@@ -1,0 +1,49 @@
+//! Advisory locks that last as long as a process.
+//!
+//! A VM is alive exactly while its lock is held: the kernel lets go of it however the process ends, so
+//! nothing here can go stale.
+#![allow(unsafe_code)] // flock(2) has no safe wrapper in the oldest supported toolchain.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::time::{Duration, Instant};
+
+/// Takes the lock if nobody holds it.
+pub fn try_exclusive(file: &File) -> io::Result<bool> {
+    flock(file, libc::LOCK_EX)
+}
+
+/// Whether nobody holds the lock; asking does not make it look held to others who ask.
+pub fn is_free(file: &File) -> io::Result<bool> {
+    flock(file, libc::LOCK_SH)
+}
+
+fn flock(file: &File, kind: libc::c_int) -> io::Result<bool> {
+    // SAFETY: the descriptor is open for as long as `file` is borrowed.
+    match unsafe { libc::flock(file.as_raw_fd(), kind | libc::LOCK_NB) } {
+        0 => Ok(true),
+        _ => match io::Error::last_os_error() {
+            error if error.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(false),
+            error => Err(error),
+        },
+    }
+}
+
+/// Takes the lock, waiting no longer than `patience`; false if somebody still holds it then.
+pub fn exclusive(file: &File, patience: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + patience;
+    let mut pause = Duration::from_millis(1);
+    loop {
+        if try_exclusive(file)? {
+            return Ok(true);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Ok(false);
+        }
+        // flock has no timeout of its own; the pause grows so that a long wait costs nothing.
+        std::thread::sleep(pause.min(left));
+        pause = (pause * 2).min(Duration::from_millis(50));
+    }
+}

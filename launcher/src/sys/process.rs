@@ -1,0 +1,206 @@
+//! Processes: fork without exec, sessions, the parent's death, ends.
+//!
+//! The VMM is a fork of the launcher, so that no second program has to be found and the machine is in a
+//! process of its own.
+#![allow(unsafe_code)] // fork, setsid, prctl, dup2, kill, waitpid.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// Which side of a fork this is.
+pub enum Side {
+    Parent(Child),
+    Child,
+}
+
+/// A forked process that has not been waited for.
+#[derive(Debug)]
+pub struct Child {
+    pid: libc::pid_t,
+    ended: Option<Ended>,
+}
+
+/// How a process ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ended {
+    Code(i32),
+    Signal(i32),
+}
+
+/// Splits the process in two. Refused once there are threads: the copy would have their locks but not them.
+pub fn fork() -> io::Result<Side> {
+    // A thread that was joined a moment ago can still be listed.
+    let deadline = Instant::now() + Duration::from_secs(1);
+    loop {
+        match std::fs::read_dir("/proc/self/task")?.count() {
+            1 => break,
+            _ if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(1)),
+            threads => return Err(io::Error::other(format!("{threads} threads, fork needs one"))),
+        }
+    }
+    // SAFETY: the process has a single thread, so the child has everything that the parent had.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        0 => Ok(Side::Child),
+        pid => Ok(Side::Parent(Child { pid, ended: None })),
+    }
+}
+
+impl Child {
+    pub fn kill(&self) {
+        if self.ended.is_none() {
+            // SAFETY: no pointers; the child has not been waited for, so its number is still its own.
+            unsafe { libc::kill(self.pid, libc::SIGKILL) };
+        }
+    }
+
+    /// Waits for the end; only called after something that makes it come.
+    pub fn wait(&mut self) -> io::Result<Ended> {
+        if let Some(ended) = self.ended {
+            return Ok(ended);
+        }
+        let mut status = 0;
+        loop {
+            // SAFETY: `status` outlives the call.
+            if unsafe { libc::waitpid(self.pid, &mut status, 0) } >= 0 {
+                break;
+            }
+            let error = io::Error::last_os_error();
+            if error.kind() != io::ErrorKind::Interrupted {
+                return Err(error);
+            }
+        }
+        let ended = match libc::WIFEXITED(status) {
+            true => Ended::Code(libc::WEXITSTATUS(status)),
+            false => Ended::Signal(libc::WTERMSIG(status)),
+        };
+        self.ended = Some(ended);
+        Ok(ended)
+    }
+}
+
+/// A session of its own: no terminal, none of the terminal's signals.
+pub fn own_session() -> io::Result<()> {
+    // SAFETY: no pointers.
+    check(unsafe { libc::setsid() })
+}
+
+/// The kernel kills this process when `parent` ends, also if that has happened already.
+pub fn die_with_parent(parent: u32) -> io::Result<()> {
+    set_parent_death_signal(libc::SIGKILL)?;
+    // The parent may have ended between the fork and the call above.
+    if std::os::unix::process::parent_id() != parent {
+        leave_now(1);
+    }
+    Ok(())
+}
+
+/// The opposite: from now on this process notices its parent's end by itself.
+pub fn outlive_parent() -> io::Result<()> {
+    set_parent_death_signal(0)
+}
+
+fn set_parent_death_signal(signal: i32) -> io::Result<()> {
+    // SAFETY: no pointers.
+    check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal) })
+}
+
+/// What `ps` and `top` show for this process.
+pub fn set_name(name: &std::ffi::CStr) {
+    // SAFETY: the kernel reads at most 16 bytes of a terminated string. Only a label: failure is harmless.
+    unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
+}
+
+/// Standard input from `input`, output and error to `output`.
+pub fn redirect_stdio(input: &File, output: &File) -> io::Result<()> {
+    for (from, to) in [(input, 0), (output, 1), (output, 2)] {
+        // SAFETY: both descriptors are open; the old target is closed by the kernel.
+        check(unsafe { libc::dup2(from.as_raw_fd(), to) })?;
+    }
+    Ok(())
+}
+
+/// Closes what the shell had open for us and we never knew: a process that stays would hold it for ever.
+///
+/// Every descriptor that this program opens is marked close-on-exec; those that came through exec are not.
+pub fn close_inherited() -> io::Result<()> {
+    let open = std::fs::read_dir("/proc/self/fd")?;
+    let numbers: Vec<i32> =
+        open.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    for fd in numbers.into_iter().filter(|fd| *fd > 2) {
+        // SAFETY: no pointers; a descriptor without the mark is owned by no value of this program.
+        unsafe {
+            let flags = libc::fcntl(fd, libc::F_GETFD);
+            if flags >= 0 && flags & libc::FD_CLOEXEC == 0 {
+                libc::close(fd);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Ends the process at once, without the parent's copied exit handlers and buffers.
+pub fn leave_now(code: i32) -> ! {
+    // SAFETY: never returns and touches no memory of ours.
+    unsafe { libc::_exit(code) }
+}
+
+/// Asks every process that this one has started to end. Those that have ended already do not mind.
+pub fn stop_children() {
+    let list = std::fs::read_to_string("/proc/thread-self/children").unwrap_or_default();
+    for pid in list.split_whitespace().filter_map(|pid| pid.parse().ok()) {
+        // SAFETY: no pointers. An unreaped child keeps its number, so nobody else can be meant.
+        unsafe { libc::kill(pid, libc::SIGTERM) };
+    }
+}
+
+/// A process that another launcher started, named so that its number cannot come to mean another.
+#[derive(Debug)]
+pub struct Other {
+    fd: OwnedFd,
+}
+
+impl Other {
+    /// The process that has this number now; the caller then checks that it is the one it means.
+    pub fn open(pid: u32) -> io::Result<Self> {
+        let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;
+        // SAFETY: no pointers; the result is a new descriptor.
+        let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) } as libc::c_int;
+        check(fd)?;
+        // SAFETY: the descriptor was just made and nobody else owns it.
+        Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
+    }
+
+    pub fn signal(&self, signal: i32) -> io::Result<()> {
+        let (fd, none) = (self.fd.as_raw_fd(), std::ptr::null::<libc::siginfo_t>());
+        // SAFETY: the descriptor is open, and no details are passed with the signal.
+        let sent = unsafe { libc::syscall(libc::SYS_pidfd_send_signal, fd, signal, none, 0) };
+        check(sent as libc::c_int)
+    }
+}
+
+/// This process's effective user.
+pub fn effective_uid() -> u32 {
+    // SAFETY: no pointers, never fails.
+    unsafe { libc::geteuid() }
+}
+
+/// `N` bytes that nobody can guess.
+pub fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    // SAFETY: the buffer is `N` bytes long; a request this small is answered whole.
+    let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, 0) };
+    match usize::try_from(count) == Ok(N) {
+        true => Ok(bytes),
+        false => Err(io::Error::last_os_error()),
+    }
+}
+
+fn check(result: libc::c_int) -> io::Result<()> {
+    match result {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}

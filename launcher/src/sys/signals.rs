@@ -1,0 +1,99 @@
+//! Signals as something to read, instead of code that interrupts.
+//!
+//! The launcher passes them on to a guest and the VMM process shuts down on them; both want them in
+//! their ordinary wait.
+#![allow(unsafe_code)] // sigprocmask, signalfd, sigaction and raise.
+
+use std::fs::File;
+use std::io::{self, Read};
+use std::mem::{MaybeUninit, size_of};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
+use std::time::Duration;
+
+/// The signals that a person or a service sends to end or interrupt a command.
+pub const FORWARDED: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
+
+/// A set of signals, held back from the process and readable instead.
+pub struct Signals {
+    fd: File,
+}
+
+impl Signals {
+    /// From now on, in this thread and those it starts, the signals only arrive here.
+    pub fn hold(signals: &[i32]) -> io::Result<Self> {
+        let set = set_of(signals);
+        // SAFETY: `set` is initialised; no old mask is asked for.
+        if unsafe { libc::pthread_sigmask(libc::SIG_BLOCK, &set, std::ptr::null_mut()) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: `set` is initialised; -1 asks for a new descriptor.
+        let fd = unsafe { libc::signalfd(-1, &set, libc::SFD_CLOEXEC) };
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the descriptor was just made and nobody else owns it.
+        Ok(Self { fd: unsafe { File::from_raw_fd(fd) } })
+    }
+
+    /// Whether one has arrived that has not been read.
+    pub fn is_pending(&self) -> bool {
+        super::poll::readable(&[self.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready[0])
+    }
+
+    /// The next signal's number; waits for one.
+    pub fn next(&self) -> io::Result<i32> {
+        // Only the first field, `ssi_signo`, is of interest; the kernel writes whole records.
+        let mut record = [0u8; size_of::<libc::signalfd_siginfo>()];
+        (&self.fd).read_exact(&mut record)?;
+        Ok(i32::from_ne_bytes([record[0], record[1], record[2], record[3]]))
+    }
+}
+
+impl AsFd for Signals {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd.as_fd()
+    }
+}
+
+/// Gives the signals back their ordinary effect, for a process that was forked while they were held.
+pub fn release_all() {
+    let set = set_of(&[]);
+    // SAFETY: `set` is initialised; no old mask is asked for.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut()) };
+}
+
+/// Ends this process the way `signal` would have, so that a shell sees the same as from any other tool.
+pub fn die_of(signal: i32) {
+    let set = set_of(&[signal]);
+    // SAFETY: the default action needs no handler; the mask is this thread's own; raise has no pointer.
+    unsafe {
+        libc::signal(signal, libc::SIG_DFL);
+        libc::pthread_sigmask(libc::SIG_UNBLOCK, &set, std::ptr::null_mut());
+        libc::raise(signal);
+    }
+}
+
+fn set_of(signals: &[i32]) -> libc::sigset_t {
+    let mut set = MaybeUninit::uninit();
+    // SAFETY: sigemptyset initialises the set that sigaddset then changes.
+    unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        for signal in signals {
+            libc::sigaddset(set.as_mut_ptr(), *signal);
+        }
+        set.assume_init()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn held_signal_is_read_instead_of_taken() {
+        let signals = Signals::hold(&[libc::SIGUSR1]).unwrap();
+        // SAFETY: the signal goes to this thread, which holds it.
+        unsafe { libc::pthread_kill(libc::pthread_self(), libc::SIGUSR1) };
+        assert_eq!(signals.next().unwrap(), libc::SIGUSR1);
+    }
+}

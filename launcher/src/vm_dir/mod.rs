@@ -1,0 +1,249 @@
+//! The directory of each VM: where it is, who may see it, whether its machine is alive.
+//!
+//! All that one pvmm command knows of a VM that another one started is in here, so there is no daemon to
+//! ask and nothing to get out of step: a VM is alive exactly while its lock is held.
+//!
+//! | file | holds |
+//! | --- | --- |
+//! | `vm.json` | what it is: [`Record`] |
+//! | `lock` | held by the VMM process for as long as it lives |
+//! | `vsock.sock` | the way to its agent |
+//! | `console.log`, `output.log` | what the guest and its main command printed |
+//! | `outcome.json` | how it ended: [`Ending`] |
+
+mod base;
+mod record;
+#[cfg(test)]
+mod tests;
+
+pub use base::Base;
+pub use record::{Ending, Record, State, now};
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::exit::Failure;
+use crate::sys::lock;
+
+const ID_LENGTH: usize = 12;
+
+#[derive(Debug, thiserror::Error)]
+pub enum VmDirError {
+    #[error("the runtime directory {path} is {length} bytes long, a socket leaves room for {max}")]
+    TooLong { path: PathBuf, length: usize, max: usize },
+    #[error("the runtime directory {0} is not an absolute path")]
+    Relative(PathBuf),
+    #[error("the runtime directory {path} {why}")]
+    NotOurs { path: PathBuf, why: &'static str },
+    #[error("--name: a VM named '{name}' exists already ({id})")]
+    NameTaken { name: String, id: String },
+    #[error("the runtime directory {0} has been locked by another pvmm for 10 s")]
+    Busy(PathBuf),
+    #[error("no VM is called '{0}'")]
+    Unknown(String),
+    #[error("'{reference}' is the start of {count} ids")]
+    Ambiguous { reference: String, count: usize },
+    #[error("'{name}' is {state}, not running")]
+    NotRunning { name: String, state: &'static str },
+    #[error("cannot {act} {path}: {source}")]
+    Io { act: &'static str, path: PathBuf, source: io::Error },
+}
+
+impl From<VmDirError> for Failure {
+    fn from(error: VmDirError) -> Self {
+        let message = error.to_string();
+        let usage = Failure::usage(&message);
+        match error {
+            VmDirError::TooLong { .. } | VmDirError::Relative(_) => {
+                usage.hint("set PVMM_RUNTIME_DIR to a short absolute path, such as /tmp/pvmm")
+            }
+            VmDirError::NotOurs { .. } => {
+                usage.hint("remove it, or set PVMM_RUNTIME_DIR to a directory of your own")
+            }
+            VmDirError::NameTaken { name, .. } => {
+                usage.hint(format!("choose another name, or remove it with 'pvmm rm -f {name}'"))
+            }
+            VmDirError::Unknown(_) => usage.hint("'pvmm ps' lists the VMs there are"),
+            VmDirError::NotRunning { .. } => usage.hint("'pvmm ps' shows the state of each VM"),
+            VmDirError::Ambiguous { .. } => usage.hint("write more of the id"),
+            VmDirError::Busy(_) | VmDirError::Io { .. } => Failure::fault(message),
+        }
+    }
+}
+
+fn at(act: &'static str, path: &Path) -> impl FnOnce(io::Error) -> VmDirError {
+    let path = path.to_owned();
+    move |source| VmDirError::Io { act, path, source }
+}
+
+/// Whether `text` has the shape of an id.
+pub fn is_id(text: &str) -> bool {
+    text.len() == ID_LENGTH && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// One VM as another command sees it.
+#[derive(Debug)]
+pub struct Entry {
+    pub dir: VmDir,
+    pub record: Record,
+    pub state: State,
+}
+
+impl Entry {
+    fn read(id: &str, dir: VmDir) -> Self {
+        let alive = dir.is_alive();
+        let record = dir.read_record();
+        let state = match (&record, alive) {
+            (Some(record), true) if record.ready => State::Running,
+            (_, true) => State::Starting,
+            (_, false) => dir.read_ending().map_or(State::Dead, State::Exited),
+        };
+        // Without a record the maker died half-way: ephemeral, so that it is swept.
+        let mut record = record.unwrap_or_else(|| Record { ephemeral: true, ..Record::default() });
+        record.id = id.to_owned();
+        Self { dir, record, state }
+    }
+
+    /// What the user calls it.
+    pub fn label(&self) -> &str {
+        self.record.name.as_deref().unwrap_or(&self.record.id)
+    }
+
+    /// Refuses a VM in which nothing can be run.
+    pub fn require_running(&self) -> Result<(), VmDirError> {
+        match self.state {
+            State::Running => Ok(()),
+            _ => {
+                let (name, state) = (self.label().to_owned(), self.state.word());
+                Err(VmDirError::NotRunning { name, state })
+            }
+        }
+    }
+
+    fn is_left_over(&self) -> bool {
+        self.record.ephemeral && !self.state.is_alive()
+    }
+}
+
+/// One VM's directory.
+#[derive(Clone, Debug)]
+pub struct VmDir {
+    path: PathBuf,
+}
+
+impl VmDir {
+    pub fn vsock(&self) -> PathBuf {
+        self.path.join("vsock.sock")
+    }
+
+    pub fn console_log(&self) -> PathBuf {
+        self.path.join("console.log")
+    }
+
+    pub fn output_log(&self) -> PathBuf {
+        self.path.join("output.log")
+    }
+
+    /// What the VMM process itself says.
+    pub fn vmm_log(&self) -> PathBuf {
+        self.path.join("vmm.log")
+    }
+
+    /// Removes the sockets of a machine that is gone, so that nobody tries to reach it.
+    pub fn remove_sockets(&self) {
+        for entry in fs::read_dir(&self.path).into_iter().flatten().flatten() {
+            if entry.file_name().as_encoded_bytes().starts_with(b"vsock.sock") {
+                // They go with the directory in the end.
+                let _ = fs::remove_file(entry.path());
+            }
+        }
+    }
+
+    /// Whether a process holds the lock.
+    pub fn is_alive(&self) -> bool {
+        let Ok(file) = File::open(self.path.join("lock")) else { return false };
+        // A lock that cannot be asked about is taken as held: better to keep a directory than to lose one.
+        !lock::is_free(&file).unwrap_or(false)
+    }
+
+    /// Waits until no process holds the lock.
+    pub fn wait_for_end(&self, patience: Duration) -> Result<bool, VmDirError> {
+        match File::open(self.path.join("lock")) {
+            Ok(file) => lock::exclusive(&file, patience).map_err(at("lock", &self.path)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(true),
+            Err(error) => Err(at("open the lock of", &self.path)(error)),
+        }
+    }
+
+    pub fn write_record(&self, record: &Record) -> Result<(), VmDirError> {
+        record::write(&self.path.join("vm.json"), record).map_err(at("write", &self.path))
+    }
+
+    pub fn read_record(&self) -> Option<Record> {
+        record::read(&self.path.join("vm.json"))
+    }
+
+    pub fn write_ending(&self, ending: &Ending) -> Result<(), VmDirError> {
+        record::write(&self.path.join("outcome.json"), ending).map_err(at("write", &self.path))
+    }
+
+    pub fn read_ending(&self) -> Option<Ending> {
+        record::read(&self.path.join("outcome.json"))
+    }
+
+    /// Removes the directory; one that is gone already is no error.
+    pub fn remove(&self) -> Result<(), VmDirError> {
+        match fs::remove_dir_all(&self.path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(at("remove", &self.path)(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn open_lock(&self) -> io::Result<File> {
+        open_private(&self.path.join("lock"))
+    }
+}
+
+/// A new VM's directory, in the hands of its maker: removed when dropped, unless kept.
+#[derive(Debug)]
+pub struct Claim {
+    dir: VmDir,
+    base: Base,
+    lock: Option<File>,
+    kept: bool,
+}
+
+impl Claim {
+    pub fn dir(&self) -> &VmDir {
+        &self.dir
+    }
+
+    pub fn base(&self) -> &Base {
+        &self.base
+    }
+
+    /// Leaves the directory to the VMM process, which has its own copy of the lock.
+    pub fn keep(&mut self) {
+        self.kept = true;
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if !self.kept {
+            // What cannot be removed now is swept by the next command.
+            let _ = self.dir.remove();
+            self.base.leave();
+        }
+    }
+}
+
+/// Opens or makes a file that only its owner can read.
+pub fn open_private(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
+}

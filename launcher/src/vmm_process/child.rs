@@ -1,0 +1,318 @@
+//! The life of the VMM process: make the machine, wait for its agent, watch over it, end.
+//!
+//! Everything it needs is opened before the machine's threads start, and every way of ending leads
+//! through the bottom of this file.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, PipeReader, PipeWriter};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use pvmm::agent::{Agent, ReadyListener, ShutdownHow};
+use pvmm::exec::ExitStatus;
+use pvmm::{Console, Drive, ErrorKind, Initrd, Outcome, Vm, VmConfig, Vsock};
+
+use super::main_command::MainCommand;
+use super::{Mode, Plan, Report, Reporter, console};
+use crate::exit::{FAULT, Failure, USAGE};
+use crate::sys::signals::{self, Signals};
+use crate::sys::{poll, process};
+use crate::vm_dir::{Base, Claim, Ending, Record, VmDir, now};
+
+/// The guest's address on its vsock; each VM has its own socket, so they may all have the same.
+const GUEST_CID: u32 = 3;
+/// What processes in the guest get between TERM and KILL when the VM is told to end.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
+/// When a guest that was told to end is not waited for any longer.
+const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(8);
+/// How long the machine's threads and its console may take to finish.
+const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Why the process ends.
+enum End {
+    /// The guest ended.
+    Guest(Outcome),
+    /// The main command ended.
+    Command(ExitStatus),
+    /// It was told to, and the guest did not make it in time.
+    Forced,
+    /// The launcher is gone, and nobody wants the VM any more.
+    Orphaned,
+    Failed(Failure),
+}
+
+/// Never returns: the launcher's own exit path must not run twice.
+pub fn run(
+    plan: Plan,
+    claim: &Claim,
+    reporter: PipeWriter,
+    lifeline: PipeReader,
+    parent: u32,
+) -> ! {
+    let mut reporter = Reporter { pipe: reporter };
+    let foreground = matches!(plan.mode, Mode::Foreground);
+    let mut record = plan.record.clone();
+    let dir = claim.dir().clone();
+    let watched = set_up_process(&dir, foreground.then_some(parent)).and_then(|signals| {
+        let lifeline = foreground.then_some(lifeline);
+        watch(plan, &dir, &mut record, &signals, lifeline, &mut reporter)
+    });
+    let end = watched.unwrap_or_else(End::Failed);
+    finish(end, &dir, claim.base(), foreground, &mut reporter);
+    process::leave_now(0)
+}
+
+/// A process of its own: no terminal, no inherited files, its own log.
+fn set_up_process(dir: &VmDir, parent: Option<u32>) -> Result<Signals, Failure> {
+    let failed =
+        |error: io::Error| Failure::fault(format!("cannot set the VMM process up: {error}"));
+    if let Some(parent) = parent {
+        process::die_with_parent(parent).map_err(failed)?;
+    }
+    process::own_session().map_err(failed)?;
+    process::set_name(c"pvmm-vmm");
+    let null = File::open("/dev/null").map_err(failed)?;
+    let log = OpenOptions::new().create(true).append(true).open(dir.vmm_log()).map_err(failed)?;
+    process::redirect_stdio(&null, &log).map_err(failed)?;
+    process::close_inherited().map_err(failed)?;
+    std::env::set_current_dir("/").map_err(failed)?;
+    crate::logger::start();
+    signals::release_all();
+    Signals::hold(&signals::FORWARDED).map_err(failed)
+}
+
+/// Makes the machine and waits for the first reason to end.
+fn watch(
+    plan: Plan,
+    dir: &VmDir,
+    record: &mut Record,
+    signals: &Signals,
+    lifeline: Option<PipeReader>,
+    reporter: &mut Reporter,
+) -> Result<End, Failure> {
+    let boot_deadline = Instant::now() + plan.boot_patience;
+    let listener = ReadyListener::bind(&dir.vsock()).map_err(fault)?;
+    let console = console::start(&dir.console_log(), plan.console_copy.as_ref()).map_err(fault)?;
+    let boot_patience = plan.boot_patience;
+    let (config, mode) = configure(plan, dir, record, console);
+    let mut vm = Vm::boot(config).map_err(boot_failure)?;
+    vm.resume().map_err(boot_failure)?;
+    if lifeline.is_some() {
+        // From here on the launcher's end is noticed below, with time to clean up.
+        process::outlive_parent().map_err(fault)?;
+    }
+
+    let mut machine = Watched { vm, dir, signals, lifeline, stop_at: None };
+    match machine.wait_for(Some(listener.as_fd()), Some(boot_deadline)) {
+        Event::Readable => listener.wait(boot_deadline).map(drop).map_err(fault)?,
+        Event::Late => {
+            return Err(Failure::fault(format!(
+                "the guest did not answer within {} s",
+                boot_patience.as_secs()
+            ))
+            .hint("give it longer with PVMM_BOOT_TIMEOUT=120s, or look at its console with --console FILE"));
+        }
+        Event::End(end) => return Ok(machine.stop(end)),
+    }
+    drop(listener);
+
+    let command = match mode {
+        Mode::Detached { command: Some(request) } => Some(MainCommand::start(dir, *request)?),
+        _ => None,
+    };
+    record.ready = true;
+    dir.write_record(record)?;
+    reporter.tell(&Report::Ready);
+    let end = match command {
+        None => match machine.wait_for(None, None) {
+            Event::End(end) => end,
+            Event::Readable | Event::Late => End::Forced,
+        },
+        Some(command) => match machine.wait_for(Some(command.as_fd()), None) {
+            Event::End(end) => end,
+            // Its end may also be that of the guest, a moment before the machine says so.
+            Event::Readable | Event::Late => match command.status() {
+                Some(status) => End::Command(status),
+                None => machine.wait_for_guest(),
+            },
+        },
+    };
+    Ok(machine.stop(end))
+}
+
+/// The machine for the library, and what is left of the plan.
+fn configure(plan: Plan, dir: &VmDir, record: &mut Record, console: File) -> (VmConfig, Mode) {
+    record.pid = Some(std::process::id());
+    // Without it only `kill` cannot find the process, and says so.
+    let _ = dir.write_record(record);
+    let hostname = record.name.as_deref().unwrap_or(&record.id);
+    // A console is slow, so the kernel only speaks on it when somebody asked to hear it.
+    let loudness = if plan.console_copy.is_some() { "" } else { "quiet loglevel=3 " };
+    let parts = plan.parts;
+    let mut config = VmConfig::new(parts.kernel.vmlinux);
+    config.cmdline = format!(
+        "console=ttyS0 {loudness}reboot=k panic=-1 random.trust_cpu=on pvmm.root=/dev/vda \
+         pvmm.rootfstype={} pvmm.upper=/dev/vdb pvmm.hostname={hostname}",
+        parts.rootfs_type,
+    );
+    config.initrd = Some(Initrd::Bytes(parts.initramfs));
+    config.memory_mib = record.memory_mib;
+    config.vcpus = record.cpus;
+    config.drives = vec![Drive::read_only(parts.rootfs), Drive::from_file(parts.upper)];
+    config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
+    config.console = Console::File(console);
+    (config, plan.mode)
+}
+
+fn fault(error: impl std::error::Error) -> Failure {
+    let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
+    Failure::fault(format!("{error}{cause}"))
+}
+
+fn boot_failure(error: pvmm::Error) -> Failure {
+    let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
+    let failure = Failure { code, ..Failure::fault(error.to_string()) };
+    match error.kind() {
+        ErrorKind::HostUnsupported => failure.hint("'pvmm doctor' says what this host lacks"),
+        ErrorKind::HostResource => failure.hint("free some memory or files, or use less --memory"),
+        _ => failure,
+    }
+}
+
+/// What a wait came back with.
+enum Event {
+    /// The caller's own descriptor.
+    Readable,
+    /// The caller's deadline.
+    Late,
+    End(End),
+}
+
+/// A running machine and everything that can end it.
+struct Watched<'a> {
+    vm: Vm,
+    dir: &'a VmDir,
+    signals: &'a Signals,
+    lifeline: Option<PipeReader>,
+    /// Set once it was told to end.
+    stop_at: Option<Instant>,
+}
+
+impl Watched<'_> {
+    /// Waits for `own`, for the deadline, or for the end.
+    fn wait_for(&mut self, own: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> Event {
+        loop {
+            let until = [deadline, self.stop_at].into_iter().flatten().min();
+            let left = until.map(|at| at.saturating_duration_since(Instant::now()));
+            let lifeline = self.lifeline.as_ref().map(AsFd::as_fd);
+            let sources = [
+                Some(poll::borrowed(self.vm.outcome_event())),
+                lifeline,
+                own,
+                Some(self.signals.as_fd()),
+            ];
+            let [outcome, orphaned, own_ready, signal] = match poll::readable_of(sources, left) {
+                Ok(ready) => ready,
+                Err(error) => return Event::End(End::Failed(fault(error))),
+            };
+            if outcome {
+                return Event::End(self.wait_for_guest());
+            }
+            if orphaned {
+                return Event::End(End::Orphaned);
+            }
+            if own_ready {
+                return Event::Readable;
+            }
+            if signal {
+                if self.stop_at.is_some() {
+                    return Event::End(End::Forced);
+                }
+                self.shut_down();
+            }
+            let now = Instant::now();
+            if self.stop_at.is_some_and(|at| at <= now) {
+                return Event::End(End::Forced);
+            }
+            if deadline.is_some_and(|at| at <= now) {
+                return Event::Late;
+            }
+        }
+    }
+
+    /// Asks the guest to power itself off, in the background, and sets the time when that is over.
+    fn shut_down(&mut self) {
+        // Read, so that a second signal is noticed as such.
+        let _ = self.signals.next();
+        self.stop_at = Some(Instant::now() + SHUTDOWN_PATIENCE);
+        let socket = self.dir.vsock();
+        let ask = move || {
+            let agent = Agent::connect(&socket, Instant::now() + SHUTDOWN_GRACE)?;
+            agent.shutdown(ShutdownHow::Poweroff, Some(SHUTDOWN_GRACE))
+        };
+        let thread = std::thread::Builder::new().name("shutdown".to_owned());
+        // A guest that cannot be asked is stopped when the time is over.
+        let _ = thread.spawn(move || ask().inspect_err(|error| log::warn!("shutdown: {error}")));
+    }
+
+    fn wait_for_guest(&self) -> End {
+        self.vm.wait(Some(STOP_PATIENCE)).map_or(End::Forced, End::Guest)
+    }
+
+    /// Ends the machine's threads, so that the console's last words are kept, but waits for them only so long.
+    fn stop(self, end: End) -> End {
+        let (done, stopped) = mpsc::channel();
+        let vm = self.vm;
+        let thread = std::thread::Builder::new().name("stop".to_owned());
+        let stopping = thread.spawn(move || {
+            drop(vm);
+            let _ = done.send(());
+        });
+        if stopping.is_ok() {
+            let _ = stopped.recv_timeout(STOP_PATIENCE);
+        }
+        end
+    }
+}
+
+/// Leaves what others should find, and nothing else.
+fn finish(end: End, dir: &VmDir, base: &Base, foreground: bool, reporter: &mut Reporter) {
+    let (exit_code, reason) = match &end {
+        End::Guest(outcome) => (None, describe(outcome)),
+        End::Command(status) => (Some(status.shell_code()), "the command ended".to_owned()),
+        End::Forced => (None, "it was told to end and did not in time".to_owned()),
+        End::Orphaned => (None, "the launcher ended".to_owned()),
+        End::Failed(failure) => (None, failure.message.clone()),
+    };
+    match end {
+        End::Orphaned => {
+            // Nobody else is left to do it; the next command sweeps what cannot be removed.
+            let _ = dir.remove();
+            base.leave();
+            return;
+        }
+        End::Failed(failure) => reporter.failed(failure),
+        _ => reporter.tell(&Report::Ended { reason: format!("the VM has ended: {reason}") }),
+    }
+    if !foreground {
+        dir.remove_sockets();
+        // A VM that leaves no word is shown as dead, which is not wrong.
+        let _ = dir.write_ending(&Ending { exit_code, reason, at: now() });
+    }
+}
+
+fn describe(outcome: &Outcome) -> String {
+    match outcome {
+        Outcome::Poweroff => "the guest powered itself off".to_owned(),
+        Outcome::Reboot => "the guest asked for a reboot".to_owned(),
+        Outcome::TripleFault => "the guest crashed (triple fault)".to_owned(),
+        Outcome::InternalError { suberror } => {
+            format!("KVM could not go on with the guest (internal error {suberror})")
+        }
+        Outcome::EntryFailed { reason } => {
+            format!("the processor refused the guest's state (reason {reason:#x})")
+        }
+        Outcome::UnexpectedExit { exit } => format!("KVM stopped the guest ({exit})"),
+    }
+}

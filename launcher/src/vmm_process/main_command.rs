@@ -1,0 +1,117 @@
+//! The main command of a detached VM: started by its VMM process, its output kept in a log.
+//!
+//! The launcher that started the VM is gone by then, so this process is the agent's client; it talks to
+//! the guest through the same socket as everyone else.
+
+use std::io::{self, PipeReader, PipeWriter};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use pvmm::agent::Agent;
+use pvmm::exec::{ExecError, ExecRequest, ExecStatus, ExitStatus, Process, ProcessEvent};
+
+use crate::attach;
+use crate::exit::Failure;
+use crate::log_file::{LogWriter, Stream};
+use crate::vm_dir::VmDir;
+
+/// How long an agent that has just said that it is ready may take to start a process.
+const START_PATIENCE: Duration = Duration::from_secs(30);
+/// How often to look whether it has.
+const START_STEP: Duration = Duration::from_millis(10);
+
+/// A running main command.
+pub struct MainCommand {
+    /// Closed by the thread when the command has ended.
+    done: PipeReader,
+    status: mpsc::Receiver<ExitStatus>,
+    // The connection lives as long as the command is watched.
+    _agent: Agent,
+}
+
+impl MainCommand {
+    /// Starts the command; one that cannot be started is a failure, as it is for `pvmm exec`.
+    pub fn start(dir: &VmDir, request: ExecRequest) -> Result<Self, Failure> {
+        let failed =
+            |error: io::Error| Failure::fault(format!("cannot watch the command: {error}"));
+        let log = LogWriter::create(&dir.output_log()).map_err(failed)?;
+        let deadline = Instant::now() + START_PATIENCE;
+        let agent = Agent::connect(&dir.vsock(), deadline).map_err(attach::refuse_agent)?;
+        let process = agent.start(&request).map_err(attach::refuse)?;
+        let mut output = Output { process, log };
+        output.wait_started(deadline)?;
+        let (done, held) = io::pipe().map_err(failed)?;
+        let (tell, status) = mpsc::channel();
+        std::thread::Builder::new()
+            .name("main-command".to_owned())
+            .spawn(move || output.follow(&tell, held))
+            .map_err(failed)?;
+        Ok(Self { done, status, _agent: agent })
+    }
+
+    /// How it ended; none if the guest went away under it.
+    pub fn status(&self) -> Option<ExitStatus> {
+        self.status.try_recv().ok()
+    }
+}
+
+impl AsFd for MainCommand {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.done.as_fd()
+    }
+}
+
+struct Output {
+    process: Process,
+    log: LogWriter,
+}
+
+impl Output {
+    fn wait_started(&mut self, deadline: Instant) -> Result<(), Failure> {
+        while self.process.pid().is_none() {
+            let status = self.step(Some(Instant::now() + START_STEP)).map_err(attach::refuse)?;
+            match status.map(|status| (status.status, status)) {
+                Some((ExecStatus::CouldNotStart { .. }, status)) => {
+                    return Err(attach::could_not_start(&status));
+                }
+                // So short that it is over: the thread sees the same again.
+                Some(_) => return Ok(()),
+                None if Instant::now() >= deadline => {
+                    return Err(Failure::fault("the agent did not start the command in time"));
+                }
+                None => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn follow(mut self, tell: &mpsc::Sender<ExitStatus>, held: PipeWriter) {
+        loop {
+            match self.step(None) {
+                Ok(Some(status)) => {
+                    let _ = tell.send(status);
+                    break;
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    log::warn!("the main command is lost: {error}");
+                    break;
+                }
+            }
+        }
+        drop(held);
+    }
+
+    fn step(&mut self, deadline: Option<Instant>) -> Result<Option<ExitStatus>, ExecError> {
+        let (stream, bytes) = match self.process.next_event(deadline)? {
+            Some(ProcessEvent::Stdout(bytes)) => (Stream::Stdout, bytes),
+            Some(ProcessEvent::Stderr(bytes)) => (Stream::Stderr, bytes),
+            Some(ProcessEvent::Exited(status)) => return Ok(Some(status)),
+            None => return Ok(None),
+        };
+        // A full disk costs log lines, never the command.
+        let _ = self.log.append_piece(stream, &bytes);
+        Ok(None)
+    }
+}

@@ -1,0 +1,298 @@
+//! The directory where kernels, templates and pristine disks are kept between runs.
+//! It is one file because every entry appears the same way: locked, built aside, synced, renamed.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use sha2::{Digest, Sha256};
+
+use crate::interrupt;
+use crate::progress::Progress;
+use crate::sys;
+
+/// Longer than any build takes; a builder that holds its lock for this long is stuck.
+const LOCK_DEADLINE: Duration = Duration::from_secs(30 * 60);
+const LOCK_POLL: Duration = Duration::from_millis(50);
+/// Marks a directory that is still being built.
+const TEMP_PREFIX: &str = ".building-";
+
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError {
+    #[error("no place for the cache: set HOME, or XDG_CACHE_HOME to an absolute directory")]
+    NoHome,
+    #[error("cannot create cache directory {}", path.display())]
+    Create { path: PathBuf, source: io::Error },
+    #[error("cannot lock {}", path.display())]
+    Lock { path: PathBuf, source: io::Error },
+    #[error("{} has been locked for {seconds} s: end the process that builds there, then retry", path.display())]
+    Locked { path: PathBuf, seconds: u64 },
+    #[error("interrupted while waiting for {}", path.display())]
+    Interrupted { path: PathBuf },
+    #[error("cannot write {} to disk", path.display())]
+    Sync { path: PathBuf, source: io::Error },
+    #[error("cannot put {} in place", path.display())]
+    Publish { path: PathBuf, source: io::Error },
+    #[error("cannot remove {}", path.display())]
+    Remove { path: PathBuf, source: io::Error },
+}
+
+/// The cache's root directory. Everything in it can be deleted at any time and is built again.
+#[derive(Clone, Debug)]
+pub struct Cache {
+    root: PathBuf,
+}
+
+impl Cache {
+    /// `$XDG_CACHE_HOME/pvmm`, or `~/.cache/pvmm`.
+    pub fn open() -> Result<Cache, CacheError> {
+        let xdg = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
+        let home = std::env::var_os("HOME").map(PathBuf::from);
+        Cache::at(&root_from(xdg, home).ok_or(CacheError::NoHome)?)
+    }
+
+    /// A cache somewhere else, for tests and for embedders.
+    pub fn at(root: &Path) -> Result<Cache, CacheError> {
+        let cache = Cache { root: root.to_owned() };
+        create_dir(&cache.root)?;
+        Ok(cache)
+    }
+
+    pub fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where entry `name` of `kind` is or would be.
+    pub fn path(&self, kind: &str, name: &str) -> PathBuf {
+        self.root.join(kind).join(name)
+    }
+
+    /// Waits for the right to change `kind/name`; it ends when the lock is dropped or the process dies.
+    pub fn lock(
+        &self,
+        kind: &str,
+        name: &str,
+        progress: &mut dyn Progress,
+    ) -> Result<Lock, CacheError> {
+        self.lock_until(kind, name, LOCK_DEADLINE, progress)
+    }
+
+    fn lock_until(
+        &self,
+        kind: &str,
+        name: &str,
+        deadline: Duration,
+        progress: &mut dyn Progress,
+    ) -> Result<Lock, CacheError> {
+        let dir = self.root.join("locks");
+        create_dir(&dir)?;
+        // Lock files stay: removing one would let two builders lock two different files.
+        let path = dir.join(format!("{kind}-{name}.lock"));
+        let failed = |source| CacheError::Lock { path: path.clone(), source };
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(failed)?;
+        let end = Instant::now() + deadline;
+        let mut told = false;
+        while !sys::try_lock(&file).map_err(failed)? {
+            if Instant::now() >= end {
+                return Err(CacheError::Locked { path, seconds: deadline.as_secs() });
+            }
+            if interrupt::requested() {
+                return Err(CacheError::Interrupted { path });
+            }
+            if !told {
+                let holder = fs::read_to_string(&path).unwrap_or_default();
+                progress.step(&format!("Waiting for process {} to build {name}", holder.trim()));
+                told = true;
+            }
+            std::thread::sleep(LOCK_POLL);
+        }
+        if told {
+            progress.done();
+        }
+        // Only for the waiter's message, so a failure here is no reason to stop.
+        let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
+        Ok(Lock { _file: file })
+    }
+
+    /// Makes sure that `kind/name` exists and `current` accepts it, building it if not.
+    ///
+    /// Two processes that want the same entry do the work once: the second waits and finds it.
+    /// `build` fills an empty directory that nobody else sees; an error or a crash leaves no entry.
+    pub fn publish<E: From<CacheError>>(
+        &self,
+        kind: &str,
+        name: &str,
+        progress: &mut dyn Progress,
+        current: impl FnOnce(&Path) -> bool,
+        build: impl FnOnce(&Path, &mut dyn Progress) -> Result<(), E>,
+    ) -> Result<PathBuf, E> {
+        let path = self.path(kind, name);
+        let _lock = self.lock(kind, name, progress)?;
+        if current(&path) {
+            return Ok(path);
+        }
+        let parent = self.root.join(kind);
+        create_dir(&parent)?;
+        sweep(&parent, name);
+        let temp = Temp::create(&parent, name)?;
+        build(temp.path(), progress)?;
+        sync_tree(temp.path())?;
+        put_in_place(temp.path(), &path)?;
+        sync_dir(&parent)?;
+        Ok(path)
+    }
+
+    /// Removes `kind/name`; false if it was not there.
+    pub fn remove(
+        &self,
+        kind: &str,
+        name: &str,
+        progress: &mut dyn Progress,
+    ) -> Result<bool, CacheError> {
+        let path = self.path(kind, name);
+        let _lock = self.lock(kind, name, progress)?;
+        if !path.exists() {
+            return Ok(false);
+        }
+        // Renamed first, so that nobody finds a half-removed entry.
+        let parent = self.root.join(kind);
+        let failed = |source| CacheError::Remove { path: path.clone(), source };
+        let temp = Temp::create(&parent, name)?;
+        fs::rename(&path, temp.path().join("old")).map_err(failed)?;
+        fs::remove_dir_all(temp.path()).map_err(failed)?;
+        Ok(true)
+    }
+}
+
+/// The right to change one entry, until dropped.
+#[derive(Debug)]
+pub struct Lock {
+    _file: File,
+}
+
+/// A directory that is removed again unless it was renamed away.
+struct Temp(PathBuf);
+
+impl Temp {
+    fn create(parent: &Path, name: &str) -> Result<Temp, CacheError> {
+        let path = parent.join(format!("{TEMP_PREFIX}{name}.{}", std::process::id()));
+        fs::create_dir(&path)
+            .map_err(|source| CacheError::Create { path: path.clone(), source })?;
+        Ok(Temp(path))
+    }
+
+    fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Temp {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A content key: hex SHA-256 over the parts, each with its length so that they cannot run together.
+pub fn key<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
+    let mut hash = Sha256::new();
+    for part in parts {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    hex(&hash.finalize())
+}
+
+/// Hex SHA-256 of a file.
+pub fn file_digest(path: &Path) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    let mut hash = Sha256::new();
+    let mut buffer = vec![0; 1 << 20];
+    loop {
+        let n = io::Read::read(&mut file, &mut buffer)?;
+        if n == 0 {
+            return Ok(hex(&hash.finalize()));
+        }
+        hash.update(&buffer[..n]);
+    }
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn root_from(xdg: Option<PathBuf>, home: Option<PathBuf>) -> Option<PathBuf> {
+    // The base directory specification says to ignore a relative path.
+    let base = xdg.filter(|path| path.is_absolute());
+    base.or_else(|| home.filter(|path| path.is_absolute()).map(|home| home.join(".cache")))
+        .map(|base| base.join("pvmm"))
+}
+
+fn create_dir(path: &Path) -> Result<(), CacheError> {
+    fs::create_dir_all(path).map_err(|source| CacheError::Create { path: path.to_owned(), source })
+}
+
+/// Removes what dead builders left. Ours to judge: `name`'s lock is held, so its builder is gone;
+/// for other names the process id in the directory's name says whether somebody still works there.
+fn sweep(parent: &Path, name: &str) {
+    for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+        let file_name = entry.file_name();
+        let Some(rest) = file_name.to_str().and_then(|n| n.strip_prefix(TEMP_PREFIX)) else {
+            continue;
+        };
+        let Some((of, pid)) = rest.rsplit_once('.') else { continue };
+        if of == name || !Path::new("/proc").join(pid).exists() {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+fn sync_tree(path: &Path) -> Result<(), CacheError> {
+    let failed = |source| CacheError::Sync { path: path.to_owned(), source };
+    for entry in fs::read_dir(path).map_err(failed)? {
+        let entry = entry.map_err(failed)?;
+        let kind = entry.file_type().map_err(failed)?;
+        if kind.is_dir() {
+            sync_tree(&entry.path())?;
+        } else if kind.is_file() {
+            let path = entry.path();
+            File::open(&path)
+                .and_then(|file| file.sync_all())
+                .map_err(|source| CacheError::Sync { path, source })?;
+        }
+    }
+    sync_dir(path)
+}
+
+fn sync_dir(path: &Path) -> Result<(), CacheError> {
+    File::open(path)
+        .and_then(|dir| dir.sync_all())
+        .map_err(|source| CacheError::Sync { path: path.to_owned(), source })
+}
+
+/// Renames `temp` to `path`. A predecessor is swapped out, so readers see the old or the new entry,
+/// never none; whoever has its files open keeps them.
+fn put_in_place(temp: &Path, path: &Path) -> Result<(), CacheError> {
+    let failed = |source| CacheError::Publish { path: path.to_owned(), source };
+    if fs::symlink_metadata(path).is_err() {
+        return fs::rename(temp, path).map_err(failed);
+    }
+    if sys::exchange(temp, path).is_err() {
+        // A filesystem that cannot swap: there is a moment without an entry.
+        let old = temp.with_extension("old");
+        fs::rename(path, &old).map_err(failed)?;
+        fs::rename(temp, path).map_err(failed)?;
+        fs::rename(&old, temp).map_err(failed)?;
+    }
+    fs::remove_dir_all(temp).map_err(|source| CacheError::Remove { path: temp.to_owned(), source })
+}
+
+#[cfg(test)]
+#[path = "cache_tests.rs"]
+mod tests;

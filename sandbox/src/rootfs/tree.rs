@@ -1,0 +1,276 @@
+//! A root filesystem as a directory: packages unpacked into it, usr-merged, unwanted parts left out.
+//! Owners and odd modes are only remembered, since an ordinary user cannot set them; `image` does.
+
+use std::collections::{BTreeMap, HashSet};
+use std::fs::{self, File, FileTimes, Permissions};
+use std::io;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Component, Path, PathBuf};
+use std::time::{Duration, UNIX_EPOCH};
+
+use tar::EntryType;
+
+use super::RootfsError;
+use crate::deb::{self, Part};
+
+/// Top directories that are links into `/usr` on every Debian of today.
+const MERGED: [&str; 4] = ["bin", "sbin", "lib", "lib64"];
+
+/// Nothing a program reads at run time: manuals, translations, other tools' data, exotic charsets.
+const UNWANTED: [&str; 10] = [
+    "usr/share/bug",
+    "usr/share/doc",
+    "usr/share/doc-base",
+    "usr/share/i18n",
+    "usr/share/info",
+    "usr/share/lintian",
+    "usr/share/locale",
+    "usr/share/man",
+    "usr/share/menu",
+    "usr/lib/x86_64-linux-gnu/gconv",
+];
+
+/// Tells pip to refuse; in a sandbox that is thrown away, installing is what it is for.
+const PIP_REFUSAL: &str = "EXTERNALLY-MANAGED";
+
+/// As deep as the kernel follows links before it gives up.
+const LINKS_CAP: usize = 40;
+
+/// What the image must say about a path, where the directory on disk cannot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Meta {
+    pub(super) uid: u32,
+    pub(super) gid: u32,
+    /// Permission bits, only where they differ from those on disk.
+    pub(super) mode: Option<u32>,
+}
+
+pub(super) struct Tree {
+    root: PathBuf,
+    metas: BTreeMap<PathBuf, Meta>,
+    /// Directories known to exist and to be no links.
+    directories: HashSet<PathBuf>,
+}
+
+impl Tree {
+    pub(super) fn create(root: &Path) -> Result<Tree, RootfsError> {
+        let tree =
+            Tree { root: root.to_owned(), metas: BTreeMap::new(), directories: HashSet::new() };
+        for top in MERGED {
+            tree.wrote(Path::new(top), fs::create_dir_all(root.join("usr").join(top)))?;
+            tree.wrote(Path::new(top), symlink(format!("usr/{top}"), root.join(top)))?;
+        }
+        Ok(tree)
+    }
+
+    pub(super) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    /// Where `inner` is on the host; only for paths whose parents are no links.
+    pub(super) fn path(&self, inner: &str) -> PathBuf {
+        self.root.join(inner)
+    }
+
+    pub(super) fn has(&self, inner: &str) -> bool {
+        fs::symlink_metadata(self.path(inner)).is_ok()
+    }
+
+    pub(super) fn meta(&self, inner: &Path) -> Meta {
+        self.metas.get(inner).copied().unwrap_or_default()
+    }
+
+    pub(super) fn own(&mut self, inner: &str, uid: u32, gid: u32) {
+        let meta = self.metas.entry(inner.into()).or_default();
+        (meta.uid, meta.gid) = (uid, gid);
+    }
+
+    /// Writes a file, with its parents, over whatever a package had there.
+    pub(super) fn write(
+        &mut self,
+        inner: &str,
+        content: impl AsRef<[u8]>,
+        mode: u32,
+    ) -> Result<(), RootfsError> {
+        let path = self.place(Path::new(inner))?;
+        self.wrote(Path::new(inner), remove(&path))?;
+        self.wrote(Path::new(inner), fs::write(&path, content))?;
+        self.set_mode(Path::new(inner), &path, mode, false)
+    }
+
+    pub(super) fn directory(&mut self, inner: &str, mode: u32) -> Result<(), RootfsError> {
+        let path = self.resolve(Path::new(inner))?;
+        self.wrote(Path::new(inner), fs::create_dir_all(&path))?;
+        self.set_mode(Path::new(inner), &path, mode, true)
+    }
+
+    /// A symbolic link, unless something is there already.
+    pub(super) fn link(&self, inner: &str, target: &str) -> Result<(), RootfsError> {
+        if self.has(inner) {
+            return Ok(());
+        }
+        let path = self.path(inner);
+        let parent = path.parent().unwrap_or(&self.root);
+        self.wrote(Path::new(inner), fs::create_dir_all(parent))?;
+        self.wrote(Path::new(inner), symlink(target, &path))
+    }
+
+    /// Unpacks one package.
+    pub(super) fn unpack(&mut self, package: &Path) -> Result<(), RootfsError> {
+        let failed = |source| RootfsError::ReadPackage { path: package.to_owned(), source };
+        let mut files = deb::open(package, Part::Data)?;
+        for entry in files.entries().map_err(failed)? {
+            let mut entry = entry.map_err(failed)?;
+            let path = entry.path().map_err(failed)?.into_owned();
+            let inside = deb::inner_path(&path).ok_or_else(|| RootfsError::Escapes {
+                path: package.to_owned(),
+                entry: path.clone(),
+            })?;
+            let inner = merged(&inside);
+            if inner.as_os_str().is_empty() || unwanted(&inner) {
+                continue;
+            }
+            self.unpack_entry(&inner, &mut entry)
+                .map_err(|source| RootfsError::Unpack { path: inner, source })??;
+        }
+        Ok(())
+    }
+
+    fn unpack_entry(
+        &mut self,
+        inner: &Path,
+        entry: &mut tar::Entry<'_, Box<dyn io::Read>>,
+    ) -> io::Result<Result<(), RootfsError>> {
+        let header = entry.header();
+        let (kind, mode) = (header.entry_type(), header.mode()? & 0o7777);
+        let (uid, gid) = (header.uid()? as u32, header.gid()? as u32);
+        let modified = UNIX_EPOCH + Duration::from_secs(header.mtime()?);
+        let link = entry.link_name()?.map(|link| link.into_owned());
+        if kind.is_dir() && self.directories.contains(inner) {
+            return Ok(Ok(()));
+        }
+        let path = match if kind.is_dir() { self.resolve(inner) } else { self.place(inner) } {
+            Ok(path) => path,
+            Err(err) => return Ok(Err(err)),
+        };
+        match (kind, link) {
+            (EntryType::Directory, _) => {
+                fs::create_dir_all(&path)?;
+                self.directories.insert(inner.to_owned());
+            }
+            (EntryType::Regular | EntryType::Continuous, _) => {
+                remove(&path)?;
+                let mut file = File::create_new(&path)?;
+                io::copy(entry, &mut file)?;
+                file.set_times(FileTimes::new().set_modified(modified))?;
+            }
+            (EntryType::Symlink, Some(target)) => {
+                // A link where a directory with files is already: the files win.
+                if !path.is_dir() {
+                    remove(&path)?;
+                    symlink(target, &path)?;
+                }
+                return Ok(Ok(()));
+            }
+            (EntryType::Link, Some(target)) => {
+                let Some(target) = deb::inner_path(&target).map(|target| merged(&target)) else {
+                    return Err(io::Error::other("the link leaves the root"));
+                };
+                remove(&path)?;
+                fs::hard_link(self.root.join(&target), &path)?;
+                let meta = self.meta(&target);
+                self.metas.insert(inner.to_owned(), meta);
+                return Ok(Ok(()));
+            }
+            // Devices and pipes; no package has any, and the guest's /dev is mounted.
+            _ => return Ok(Ok(())),
+        }
+        if (uid, gid) != (0, 0) {
+            self.metas.insert(inner.to_owned(), Meta { uid, gid, mode: None });
+        }
+        Ok(self.set_mode(inner, &path, mode, kind.is_dir()))
+    }
+
+    /// Sets what the host lets us set: we must keep reading and removing what we own.
+    fn set_mode(
+        &mut self,
+        inner: &Path,
+        path: &Path,
+        mode: u32,
+        directory: bool,
+    ) -> Result<(), RootfsError> {
+        let on_disk = mode | if directory { 0o700 } else { 0o600 };
+        if on_disk != mode {
+            self.metas.entry(inner.to_owned()).or_default().mode = Some(mode);
+        }
+        self.wrote(inner, fs::set_permissions(path, Permissions::from_mode(on_disk)))
+    }
+
+    /// The host path of `inner`, its parents made.
+    fn place(&mut self, inner: &Path) -> Result<PathBuf, RootfsError> {
+        let parent = inner.parent().unwrap_or(Path::new(""));
+        let name = inner.file_name().unwrap_or_default();
+        if self.directories.contains(parent) {
+            return Ok(self.root.join(inner));
+        }
+        let resolved = self.resolve(parent)?;
+        self.wrote(inner, fs::create_dir_all(&resolved))?;
+        Ok(resolved.join(name))
+    }
+
+    /// Follows links as the guest would. The host must not: an absolute link in the tree would lead
+    /// it to files of its own.
+    fn resolve(&self, inner: &Path) -> Result<PathBuf, RootfsError> {
+        let mut todo: Vec<_> = inner.iter().rev().map(|name| name.to_owned()).collect();
+        let (mut at, mut links) = (PathBuf::new(), 0);
+        while let Some(name) = todo.pop() {
+            at.push(&name);
+            let Ok(target) = fs::read_link(self.root.join(&at)) else { continue };
+            links += 1;
+            if links > LINKS_CAP {
+                let source = io::Error::from_raw_os_error(libc::ELOOP);
+                return Err(RootfsError::Unpack { path: inner.to_owned(), source });
+            }
+            at.pop();
+            if target.is_absolute() {
+                at.clear();
+            }
+            let mut names = Vec::new();
+            for component in target.components() {
+                match component {
+                    Component::Normal(name) => names.push(name.to_owned()),
+                    // Above the root is the root, as in a chroot.
+                    Component::ParentDir if names.pop().is_none() => _ = at.pop(),
+                    _ => (),
+                }
+            }
+            todo.extend(names.into_iter().rev());
+        }
+        Ok(self.root.join(at))
+    }
+
+    fn wrote<T>(&self, inner: &Path, result: io::Result<T>) -> Result<T, RootfsError> {
+        result.map_err(|source| RootfsError::Write { path: self.root.join(inner), source })
+    }
+}
+
+/// `bin/sh` to `usr/bin/sh`.
+fn merged(inner: &Path) -> PathBuf {
+    if MERGED.iter().any(|top| inner.starts_with(top)) {
+        Path::new("usr").join(inner)
+    } else {
+        inner.to_owned()
+    }
+}
+
+fn unwanted(inner: &Path) -> bool {
+    UNWANTED.iter().any(|prefix| inner.starts_with(prefix))
+        || inner.file_name().is_some_and(|name| name == PIP_REFUSAL)
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(err) if err.kind() != io::ErrorKind::NotFound => Err(err),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,70 @@
+//! The few system calls that the standard library does not offer.
+//! They are together so that the rest of the crate needs no unsafe code.
+#![allow(unsafe_code)] // flock, renameat2, FICLONE and SEEK_DATA have no safe form in std.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+/// Takes an exclusive lock if nobody has it; it goes when the file is closed, however that happens.
+pub(crate) fn try_lock(file: &File) -> io::Result<bool> {
+    // SAFETY: flock takes no pointer; the descriptor is open for as long as `file` is borrowed.
+    match unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
+        0 => Ok(true),
+        _ => match io::Error::last_os_error() {
+            err if err.kind() == io::ErrorKind::WouldBlock => Ok(false),
+            err => Err(err),
+        },
+    }
+}
+
+/// Swaps two paths in one step, so that no reader ever finds either missing.
+pub(crate) fn exchange(a: &Path, b: &Path) -> io::Result<()> {
+    let (a, b) = (c_path(a)?, c_path(b)?);
+    // SAFETY: both strings end in NUL and outlive the call.
+    let done = unsafe {
+        libc::renameat2(
+            libc::AT_FDCWD,
+            a.as_ptr(),
+            libc::AT_FDCWD,
+            b.as_ptr(),
+            libc::RENAME_EXCHANGE,
+        )
+    };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// Makes `to` share the blocks of `from`, where the filesystem can.
+pub(crate) fn reflink(from: &File, to: &File) -> io::Result<()> {
+    // SAFETY: FICLONE's argument is a descriptor, passed by value; both are open.
+    let done = unsafe { libc::ioctl(to.as_raw_fd(), libc::FICLONE, from.as_raw_fd()) };
+    if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+/// The next stretch of data at or after `from` as (start, end), or none if only a hole follows.
+pub(crate) fn next_data(file: &File, from: u64) -> io::Result<Option<(u64, u64)>> {
+    let Some(start) = seek(file, from, libc::SEEK_DATA)? else { return Ok(None) };
+    let end = seek(file, start, libc::SEEK_HOLE)?;
+    Ok(end.map(|end| (start, end)))
+}
+
+fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
+    let from = i64::try_from(from).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+    // SAFETY: lseek takes no pointer; the descriptor is open.
+    let at = unsafe { libc::lseek(file.as_raw_fd(), from, whence) };
+    match u64::try_from(at) {
+        Ok(at) => Ok(Some(at)),
+        Err(_) => match io::Error::last_os_error() {
+            err if err.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            err => Err(err),
+        },
+    }
+}
+
+fn c_path(path: &Path) -> io::Result<CString> {
+    CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "the path has a NUL byte"))
+}

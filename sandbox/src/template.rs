@@ -1,0 +1,306 @@
+//! Templates: named root filesystem images, and the recipes they are built from.
+//! A VM boots one read-only, so a template is only ever replaced whole, never changed.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use serde::{Deserialize, Serialize};
+
+use crate::cache::{self, Cache, CacheError};
+use crate::packages::{self, Apt, Package, PackagesError};
+use crate::progress::Progress;
+use crate::rootfs::{self, RootfsError};
+
+/// The template that `pvmm run` takes when told nothing.
+pub const BASE: &str = "base";
+
+/// Raised when the build itself changes, so that templates of an older pvmm are built anew.
+const RECIPE_VERSION: u32 = 1;
+const KIND: &str = "templates";
+const IMAGE: &str = "rootfs.ext4";
+const MANIFEST: &str = "template.json";
+const NAME_CAP: usize = 63;
+
+/// Python with pip, a shell, the usual small tools, certificates. No tzdata: without it the zone is
+/// UTC, which is what a sandbox should be in, and it would add 3 MB.
+const BASE_PACKAGES: [&str; 19] = [
+    "base-files",
+    "base-passwd",
+    "bash",
+    "busybox-static",
+    "ca-certificates",
+    "coreutils",
+    "dash",
+    "findutils",
+    "grep",
+    "gzip",
+    "libc-bin",
+    "mawk",
+    "ncurses-base",
+    "netbase",
+    "procps",
+    "python3",
+    "python3-pip",
+    "sed",
+    "tar",
+];
+
+#[derive(Debug, thiserror::Error)]
+pub enum TemplateError {
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    #[error(transparent)]
+    Packages(#[from] PackagesError),
+    #[error("--template: {name:?} is not a template name (a-z, 0-9, then also . _ -, at most 63)")]
+    Name { name: String },
+    #[error(
+        "--template: there is no template {name:?}: build it with `pvmm template build {name}`; {there}"
+    )]
+    Unknown { name: String, there: String },
+    #[error("--packages: template base is built in and takes none: choose another name")]
+    BasePackages,
+    #[error("cannot read recipe {}", path.display())]
+    ReadRecipe { path: PathBuf, source: io::Error },
+    #[error("recipe {} is not as expected (for example {{\"name\": \"data\", \"packages\": [\"git\"]}})", path.display())]
+    ParseRecipe { path: PathBuf, source: serde_json::Error },
+    #[error("cannot build template {name}")]
+    Build { name: String, source: Box<RootfsError> },
+    #[error("cannot write {}", path.display())]
+    Write { path: PathBuf, source: io::Error },
+    #[error("cannot read {}", path.display())]
+    Read { path: PathBuf, source: io::Error },
+    #[error("template {name} is damaged: build it again with `pvmm template build {name}`")]
+    Damaged { name: String },
+}
+
+/// What a template is to be made of: `base`, and more Debian packages.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Recipe {
+    pub name: String,
+    /// Beyond those of `base`.
+    #[serde(default)]
+    pub packages: Vec<String>,
+}
+
+impl Recipe {
+    pub fn base() -> Recipe {
+        Recipe { name: BASE.to_owned(), packages: Vec::new() }
+    }
+
+    /// `base` with more packages, under another name.
+    pub fn new(name: &str, packages: &[String]) -> Result<Recipe, TemplateError> {
+        Recipe { name: name.to_owned(), packages: packages.to_vec() }.checked()
+    }
+
+    /// Reads a recipe from a JSON file.
+    pub fn load(path: &Path) -> Result<Recipe, TemplateError> {
+        let text = fs::read(path)
+            .map_err(|source| TemplateError::ReadRecipe { path: path.to_owned(), source })?;
+        let recipe: Recipe = serde_json::from_slice(&text)
+            .map_err(|source| TemplateError::ParseRecipe { path: path.to_owned(), source })?;
+        recipe.checked()
+    }
+
+    fn checked(mut self) -> Result<Recipe, TemplateError> {
+        check_name(&self.name)?;
+        if self.name == BASE && !self.packages.is_empty() {
+            return Err(TemplateError::BasePackages);
+        }
+        for package in &self.packages {
+            packages::check_name(package)?;
+        }
+        self.packages.sort();
+        self.packages.dedup();
+        Ok(self)
+    }
+
+    fn all_packages(&self) -> Vec<String> {
+        let base = BASE_PACKAGES.iter().map(|name| (*name).to_owned());
+        base.chain(self.packages.iter().cloned()).collect()
+    }
+
+    /// Changes when the recipe does, and not when only the mirrors have something newer.
+    fn key(&self) -> String {
+        let packages = self.all_packages();
+        let version = RECIPE_VERSION.to_string();
+        cache::key([version.as_bytes()].into_iter().chain(packages.iter().map(String::as_bytes)))
+    }
+}
+
+/// What `template.json` holds.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Manifest {
+    pub name: String,
+    pub recipe: Recipe,
+    /// Digest of the recipe, with its version.
+    pub key: String,
+    /// The system's own name, such as "Debian GNU/Linux 12 (bookworm)".
+    pub system: String,
+    /// SHA-256 of the image.
+    pub digest: String,
+    pub image_bytes: u64,
+    /// Seconds since 1970.
+    pub created: u64,
+    /// Everything that was installed, at the version that was current then.
+    pub packages: Vec<Package>,
+}
+
+/// A template that is there.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Template {
+    pub rootfs: PathBuf,
+    #[serde(flatten)]
+    pub manifest: Manifest,
+}
+
+impl Template {
+    pub fn name(&self) -> &str {
+        &self.manifest.name
+    }
+
+    /// The template of this recipe as it is in the cache, built only if it is missing or older
+    /// than the recipe.
+    pub fn ensure(
+        cache: &Cache,
+        recipe: &Recipe,
+        progress: &mut dyn Progress,
+    ) -> Result<Template, TemplateError> {
+        let key = recipe.key();
+        let fits = |path: &Path| load(path).is_some_and(|template| template.manifest.key == key);
+        // Without the lock: a replaced template is never missing, so this needs none.
+        if fits(&cache.path(KIND, &recipe.name)) {
+            return Template::find(cache, &recipe.name);
+        }
+        Template::make(cache, recipe, progress, fits)
+    }
+
+    /// Builds the template anew, from the packages that are current now.
+    pub fn build(
+        cache: &Cache,
+        recipe: &Recipe,
+        progress: &mut dyn Progress,
+    ) -> Result<Template, TemplateError> {
+        Template::make(cache, recipe, progress, |_| false)
+    }
+
+    fn make(
+        cache: &Cache,
+        recipe: &Recipe,
+        progress: &mut dyn Progress,
+        current: impl FnOnce(&Path) -> bool,
+    ) -> Result<Template, TemplateError> {
+        check_name(&recipe.name)?;
+        let path = cache.publish(KIND, &recipe.name, progress, current, |dir, progress| {
+            let apt = Apt::open(cache, progress)?;
+            let packages = apt.resolve(&recipe.all_packages())?;
+            let debs = apt.download(&packages, progress)?;
+            let image = dir.join(IMAGE);
+            let rootfs = rootfs::build(&debs, dir, &image, progress).map_err(|source| {
+                TemplateError::Build { name: recipe.name.clone(), source: Box::new(source) }
+            })?;
+            drop(apt);
+            write_manifest(dir, recipe, rootfs.release, packages)
+        })?;
+        load(&path).ok_or_else(|| TemplateError::Damaged { name: recipe.name.clone() })
+    }
+
+    /// The template called `name`.
+    pub fn find(cache: &Cache, name: &str) -> Result<Template, TemplateError> {
+        check_name(name)?;
+        let path = cache.path(KIND, name);
+        if let Some(template) = load(&path) {
+            return Ok(template);
+        }
+        if path.exists() {
+            return Err(TemplateError::Damaged { name: name.to_owned() });
+        }
+        let names: Vec<_> =
+            Template::list(cache)?.into_iter().map(|template| template.manifest.name).collect();
+        let there = match names.as_slice() {
+            [] => "there are none yet".to_owned(),
+            names => format!("there are: {}", names.join(", ")),
+        };
+        Err(TemplateError::Unknown { name: name.to_owned(), there })
+    }
+
+    /// All templates, by name; damaged ones are left out.
+    pub fn list(cache: &Cache) -> Result<Vec<Template>, TemplateError> {
+        let path = cache.root().join(KIND);
+        let entries = match fs::read_dir(&path) {
+            Ok(entries) => entries,
+            Err(err) if err.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(source) => return Err(TemplateError::Read { path, source }),
+        };
+        let named = |path: &PathBuf| {
+            path.file_name().and_then(|n| n.to_str()).is_some_and(|n| check_name(n).is_ok())
+        };
+        let paths = entries.flatten().map(|entry| entry.path()).filter(named);
+        let mut templates: Vec<_> = paths.filter_map(|path| load(&path)).collect();
+        templates.sort_by(|a, b| a.name().cmp(b.name()));
+        Ok(templates)
+    }
+
+    /// Removes a template; VMs that run from it keep its image until they end.
+    pub fn remove(
+        cache: &Cache,
+        name: &str,
+        progress: &mut dyn Progress,
+    ) -> Result<(), TemplateError> {
+        check_name(name)?;
+        if cache.remove(KIND, name, progress)? {
+            return Ok(());
+        }
+        // For its message, which lists what there is.
+        Template::find(cache, name).map(drop)
+    }
+}
+
+/// `[a-z0-9][a-z0-9._-]{0,62}`: a file name that is no hidden file and no option.
+pub fn check_name(name: &str) -> Result<(), TemplateError> {
+    let plain = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit();
+    let bytes = name.as_bytes();
+    let valid = (1..=NAME_CAP).contains(&bytes.len())
+        && plain(bytes[0])
+        && bytes.iter().all(|&c| plain(c) || b"._-".contains(&c));
+    if valid { Ok(()) } else { Err(TemplateError::Name { name: name.to_owned() }) }
+}
+
+fn load(dir: &Path) -> Option<Template> {
+    let manifest: Manifest = serde_json::from_slice(&fs::read(dir.join(MANIFEST)).ok()?).ok()?;
+    let rootfs = dir.join(IMAGE);
+    let whole = fs::metadata(&rootfs).ok()?.len() == manifest.image_bytes;
+    whole.then_some(Template { rootfs, manifest })
+}
+
+fn write_manifest(
+    dir: &Path,
+    recipe: &Recipe,
+    system: String,
+    packages: Vec<Package>,
+) -> Result<(), TemplateError> {
+    let image = dir.join(IMAGE);
+    let failed = |source| TemplateError::Read { path: image.clone(), source };
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let manifest = Manifest {
+        name: recipe.name.clone(),
+        recipe: recipe.clone(),
+        key: recipe.key(),
+        system,
+        digest: cache::file_digest(&image).map_err(failed)?,
+        image_bytes: fs::metadata(&image).map_err(failed)?.len(),
+        created: since.as_secs(),
+        packages,
+    };
+    let path = dir.join(MANIFEST);
+    serde_json::to_vec_pretty(&manifest)
+        .map_err(io::Error::from)
+        .and_then(|json| fs::write(&path, json))
+        .map_err(|source| TemplateError::Write { path, source })
+}
+
+#[cfg(test)]
+#[path = "template_tests.rs"]
+mod tests;

@@ -1,0 +1,215 @@
+//! Runs a host tool (apt, mke2fs, debugfs) with a deadline and keeps what it said.
+//! It is one file so that a missing or failing tool always becomes one line that names the fix.
+
+use std::io::{self, BufRead, BufReader, Read};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use crate::interrupt;
+
+/// Tools talk in lines; one longer than this is cut, so a mad tool cannot fill our memory.
+const LINE_CAP: u64 = 64 * 1024;
+const LINES_CAP: usize = 100_000;
+const INTERRUPT_POLL: Duration = Duration::from_millis(100);
+
+#[derive(Debug, thiserror::Error)]
+pub enum ToolError {
+    #[error("{tool} is not installed: apt-get install {package}")]
+    Missing { tool: String, package: &'static str },
+    #[error("cannot start {tool}")]
+    Start { tool: String, source: io::Error },
+    #[error("cannot wait for {tool}")]
+    Wait { tool: String, source: io::Error },
+    #[error("{tool} failed: {said}")]
+    Failed { tool: String, said: String, lines: Vec<String> },
+    #[error("interrupted while {tool} ran")]
+    Interrupted { tool: String },
+    #[error("{tool} did not finish within {seconds} s and was stopped")]
+    Timeout { tool: String, seconds: u64 },
+}
+
+/// What a tool that succeeded said.
+#[derive(Debug, Default)]
+pub(crate) struct Said {
+    pub(crate) out: Vec<String>,
+    pub(crate) err: Vec<String>,
+}
+
+enum Line {
+    Out(String),
+    Err(String),
+}
+
+/// Runs `command` to its end; `on_line` sees every line of its standard output as it comes.
+pub(crate) fn run(
+    mut command: Command,
+    package: &'static str,
+    deadline: Duration,
+    mut on_line: impl FnMut(&str),
+) -> Result<Said, ToolError> {
+    let tool = command.get_program().to_string_lossy().into_owned();
+    let end = Instant::now() + deadline;
+    // mke2fs and debugfs are in sbin, which an ordinary user's PATH often lacks.
+    let path = std::env::var("PATH").unwrap_or_default();
+    command.env("PATH", format!("{path}:/usr/local/sbin:/usr/sbin:/sbin:/usr/bin:/bin"));
+    command.env("LC_ALL", "C").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = match command.spawn() {
+        Ok(child) => Stopped(child),
+        Err(err) if err.kind() == io::ErrorKind::NotFound => {
+            return Err(ToolError::Missing { tool, package });
+        }
+        Err(source) => return Err(ToolError::Start { tool, source }),
+    };
+
+    let (lines, incoming) = mpsc::sync_channel(256);
+    let mut readers = Vec::new();
+    if let Some(out) = child.0.stdout.take() {
+        readers.push(read_lines(out, lines.clone(), Line::Out));
+    }
+    if let Some(err) = child.0.stderr.take() {
+        readers.push(read_lines(err, lines.clone(), Line::Err));
+    }
+    drop(lines);
+
+    let mut said = Said::default();
+    loop {
+        // Asked every time round, since a tool that never stops talking must stop too.
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ToolError::Timeout { tool, seconds: deadline.as_secs() });
+        }
+        if interrupt::requested() {
+            return Err(ToolError::Interrupted { tool });
+        }
+        match incoming.recv_timeout(left.min(INTERRUPT_POLL)) {
+            Ok(Line::Out(line)) => {
+                on_line(&line);
+                push(&mut said.out, line);
+            }
+            Ok(Line::Err(line)) => push(&mut said.err, line),
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => (),
+        }
+    }
+    for reader in readers {
+        // Both ended when the channel closed, so this does not wait.
+        let _ = reader.join();
+    }
+    let status = loop {
+        match child.0.try_wait() {
+            Ok(Some(status)) => break status,
+            Ok(None) if Instant::now() >= end => {
+                return Err(ToolError::Timeout { tool, seconds: deadline.as_secs() });
+            }
+            // It closed its output and is about to exit.
+            Ok(None) => std::thread::sleep(Duration::from_millis(1)),
+            Err(source) => return Err(ToolError::Wait { tool, source }),
+        }
+    };
+    if status.success() {
+        return Ok(said);
+    }
+    let message = summary(&said).unwrap_or_else(|| status.to_string());
+    Err(ToolError::Failed { tool, said: message, lines: said.err })
+}
+
+/// A child that is stopped and reaped whenever we stop looking at it.
+struct Stopped(Child);
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        if let Ok(None) = self.0.try_wait() {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+}
+
+/// The one line that says most: apt marks errors with `E:`, others put them last.
+fn summary(said: &Said) -> Option<String> {
+    let lines = || said.err.iter().chain(&said.out).filter(|line| !line.trim().is_empty());
+    let errors = lines().find_map(|line| line.strip_prefix("E: ").map(str::to_owned));
+    errors
+        .or_else(|| said.err.iter().rfind(|line| !line.trim().is_empty()).cloned())
+        .or_else(|| lines().next_back().cloned())
+        .map(|line| line.trim().to_owned())
+}
+
+fn push(lines: &mut Vec<String>, line: String) {
+    if lines.len() < LINES_CAP {
+        lines.push(line);
+    }
+}
+
+fn read_lines(
+    from: impl Read + Send + 'static,
+    to: mpsc::SyncSender<Line>,
+    kind: fn(String) -> Line,
+) -> std::thread::JoinHandle<()> {
+    std::thread::spawn(move || {
+        let mut from = BufReader::new(from);
+        let mut line = Vec::new();
+        loop {
+            line.clear();
+            match (&mut from).take(LINE_CAP).read_until(b'\n', &mut line) {
+                Ok(0) | Err(_) => return,
+                Ok(_) => {
+                    let text = String::from_utf8_lossy(&line).trim_end().to_owned();
+                    if to.send(kind(text)).is_err() {
+                        return;
+                    }
+                }
+            }
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str, deadline: Duration) -> Result<Said, ToolError> {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        run(command, "dash", deadline, |_| ())
+    }
+
+    #[test]
+    fn tool_that_succeeds_gives_both_streams() {
+        let said = shell("echo a; echo b >&2", Duration::from_secs(10)).unwrap();
+        assert_eq!((said.out, said.err), (vec!["a".to_owned()], vec!["b".to_owned()]));
+    }
+
+    #[test]
+    fn tool_that_fails_gives_its_error_line() {
+        let err = shell(
+            "echo 'W: x' >&2; echo 'E: bad' >&2; echo y >&2; exit 3",
+            Duration::from_secs(10),
+        );
+        assert_eq!(err.unwrap_err().to_string(), "sh failed: bad");
+    }
+
+    #[test]
+    fn tool_that_hangs_is_stopped_at_its_deadline() {
+        let start = Instant::now();
+        let err = shell("exec sleep 30", Duration::from_millis(100)).unwrap_err();
+        assert!(matches!(err, ToolError::Timeout { .. }), "{err}");
+        assert!(start.elapsed() < Duration::from_secs(10));
+    }
+
+    #[test]
+    fn tool_that_talks_without_end_is_stopped_at_its_deadline() {
+        let err = shell("exec yes", Duration::from_millis(200)).unwrap_err();
+        assert!(matches!(err, ToolError::Timeout { .. }), "{err}");
+    }
+
+    #[test]
+    fn tool_that_is_missing_names_its_package() {
+        let err = run(Command::new("pvmm-no-such-tool"), "apt", Duration::from_secs(1), |_| ());
+        assert_eq!(
+            err.unwrap_err().to_string(),
+            "pvmm-no-such-tool is not installed: apt-get install apt"
+        );
+    }
+}

@@ -1,0 +1,5 @@
+//! The suite: every promise, kept by a real guest.
+//!
+//! One binary, so that it can be carried into a host with KVM and run there once.
+
+mod outcomes;

@@ -1,0 +1,180 @@
+//! From a VM's vsock socket to a greeted agent: connect, `CONNECT port`, hello, welcome.
+//! Every read here has what is left of one deadline, and none takes a byte too many.
+#![allow(unsafe_code)] // a Unix connect with a time limit, and poll, which the standard library lacks
+
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use pvmm_guest_agent::frame::{HEADER_LEN, Header};
+use pvmm_guest_agent::limits::{AGENT_PORT, VERSION};
+use pvmm_guest_agent::message::{Code, Goodbye, Hello, Welcome};
+use pvmm_guest_agent::{Kind, decode, encode};
+
+use super::error::AgentError;
+
+/// Longest answer to `CONNECT` that is read.
+const MAX_LINE: usize = 32;
+/// Rest between two tries while nobody listens in the guest.
+const FIRST_REST: Duration = Duration::from_millis(5);
+const LONGEST_REST: Duration = Duration::from_millis(100);
+
+/// Reaches the agent; while it is not listening, again until the deadline.
+pub fn connect(uds: &Path, deadline: Instant) -> Result<(UnixStream, Welcome), AgentError> {
+    let mut rest = FIRST_REST;
+    loop {
+        let socket = dial(uds, deadline)
+            .map_err(|source| AgentError::Dial { path: uds.to_owned(), source })?;
+        if ask_for_port(&socket, deadline).is_ok() {
+            match handshake(&socket, deadline) {
+                // It was there and went away: as good as not there yet.
+                Err(AgentError::Handshake(GONE)) => {}
+                greeted => return greeted.map(|welcome| (socket, welcome)),
+            }
+        }
+        if Instant::now() + rest >= deadline {
+            return Err(AgentError::NotListening { path: uds.to_owned() });
+        }
+        std::thread::sleep(rest);
+        rest = (rest * 2).min(LONGEST_REST);
+    }
+}
+
+const GONE: &str = "the connection was closed";
+
+/// Exchanges hello and welcome.
+pub fn handshake(socket: &UnixStream, deadline: Instant) -> Result<Welcome, AgentError> {
+    let hello = Hello { min_version: VERSION, max_version: VERSION, client: "pvmm".to_owned() };
+    let mut frame = Vec::new();
+    encode(&mut frame, Kind::Hello, 0, &hello).map_err(AgentError::Encode)?;
+    limit_write(socket, deadline).map_err(|_| AgentError::Handshake("no time was left"))?;
+    { socket }.write_all(&frame).map_err(|_| AgentError::Handshake(GONE))?;
+    let welcome = read_welcome(socket, deadline)?;
+    if welcome.version != VERSION {
+        return Err(AgentError::Version(format!("it chose {}", welcome.version)));
+    }
+    Ok(welcome)
+}
+
+/// Reads one frame, which must be a welcome.
+pub fn read_welcome(socket: &UnixStream, deadline: Instant) -> Result<Welcome, AgentError> {
+    let mut header = [0; HEADER_LEN];
+    read_exact(socket, &mut header, deadline)?;
+    let header = Header::parse(&header).map_err(|_| AgentError::Handshake("a malformed frame"))?;
+    if !matches!(header.kind, Kind::Welcome | Kind::Goodbye) {
+        return Err(AgentError::Handshake("its first frame is no welcome"));
+    }
+    // The header is checked: this is at most 64 KiB.
+    let mut payload = vec![0; header.len as usize];
+    read_exact(socket, &mut payload, deadline)?;
+    if header.kind == Kind::Goodbye {
+        let goodbye: Goodbye =
+            decode(&payload).map_err(|_| AgentError::Handshake("a malformed goodbye"))?;
+        return Err(match goodbye.code {
+            Code::Version => AgentError::Version(goodbye.message.chars().take(100).collect()),
+            Code::TooMany => AgentError::TooMany,
+            _ => AgentError::Handshake("the agent said goodbye"),
+        });
+    }
+    decode(&payload).map_err(|_| AgentError::Handshake("a malformed welcome"))
+}
+
+/// Asks the VMM to lead the socket to the agent's port.
+fn ask_for_port(mut socket: &UnixStream, deadline: Instant) -> io::Result<()> {
+    limit_write(socket, deadline)?;
+    socket.write_all(format!("CONNECT {AGENT_PORT}\n").as_bytes())?;
+    let mut line = [0; MAX_LINE];
+    for end in 0..MAX_LINE {
+        limit_read(socket, deadline)?;
+        // Byte by byte: what follows the line belongs to the agent.
+        socket.read_exact(&mut line[end..=end])?;
+        if line[end] == b'\n' {
+            let number = line[..end].strip_prefix(b"OK ").filter(|rest| !rest.is_empty());
+            let valid = number.is_some_and(|rest| rest.iter().all(u8::is_ascii_digit));
+            return if valid { Ok(()) } else { Err(ErrorKind::InvalidData.into()) };
+        }
+    }
+    Err(ErrorKind::InvalidData.into())
+}
+
+fn read_exact(
+    mut socket: &UnixStream,
+    mut bytes: &mut [u8],
+    deadline: Instant,
+) -> Result<(), AgentError> {
+    const LATE: AgentError = AgentError::Handshake("the agent was silent for too long");
+    while !bytes.is_empty() {
+        limit_read(socket, deadline).map_err(|_| LATE)?;
+        match socket.read(bytes) {
+            Ok(0) => return Err(AgentError::Handshake(GONE)),
+            Ok(count) => bytes = &mut bytes[count..],
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return Err(LATE),
+            Err(_) => return Err(AgentError::Handshake(GONE)),
+        }
+    }
+    Ok(())
+}
+
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
+fn limit_read(socket: &UnixStream, deadline: Instant) -> io::Result<()> {
+    socket.set_read_timeout(Some(left(deadline)?))
+}
+
+fn limit_write(socket: &UnixStream, deadline: Instant) -> io::Result<()> {
+    socket.set_write_timeout(Some(left(deadline)?))
+}
+
+/// Connects to a Unix socket. A listener whose queue is full makes a plain connect wait for ever;
+/// the write time limit, set before, bounds it.
+fn dial(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
+    let bytes = path.as_os_str().as_bytes();
+    // SAFETY: sockaddr_un is plain data for which zeroes are a value.
+    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    if bytes.is_empty() || bytes.contains(&0) || bytes.len() >= address.sun_path.len() {
+        return Err(io::Error::from_raw_os_error(libc::ENAMETOOLONG));
+    }
+    for (slot, byte) in address.sun_path.iter_mut().zip(bytes) {
+        *slot = *byte as libc::c_char;
+    }
+    // SAFETY: the descriptor is new and ours; the address is a sockaddr_un of the size passed.
+    unsafe {
+        let fd = libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0);
+        if fd < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        let socket = UnixStream::from(OwnedFd::from_raw_fd(fd));
+        limit_write(&socket, deadline)?;
+        let size = size_of::<libc::sockaddr_un>() as libc::socklen_t;
+        if libc::connect(socket.as_raw_fd(), (&raw const address).cast(), size) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        Ok(socket)
+    }
+}
+
+/// Waits until a descriptor is readable; whether it is before the deadline.
+pub fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant) -> io::Result<bool> {
+    loop {
+        let millis = deadline.saturating_duration_since(Instant::now()).as_nanos();
+        let millis = millis.div_ceil(1_000_000).min(i32::MAX as u128) as libc::c_int;
+        let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd that outlives the call.
+        match unsafe { libc::poll(&mut poll, 1, millis) } {
+            0 => return Ok(false),
+            count if count > 0 => return Ok(true),
+            _ => match io::Error::last_os_error() {
+                e if e.kind() == ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
+}

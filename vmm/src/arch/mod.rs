@@ -1,0 +1,3 @@
+//! What depends on the processor architecture.
+
+pub mod x86_64;

@@ -1,0 +1,150 @@
+//! What `cpuid` answers in the guest: the host's features less what a guest must not or cannot have,
+//! and a topology of one socket with a core per vCPU.
+
+use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
+
+const FEATURES: u32 = 0x1;
+const CACHES: u32 = 0x4;
+const THERMAL: u32 = 0x6;
+const PERFORMANCE_MONITOR: u32 = 0xa;
+const TOPOLOGY: u32 = 0xb;
+const TOPOLOGY_V2: u32 = 0x1f;
+const EXTENDED_FEATURES: u32 = 0x8000_0001;
+const SVM: u32 = 0x8000_000a;
+const EXTENDED_SIZES: u32 = 0x8000_0008;
+const AMD_CACHES: u32 = 0x8000_001d;
+const AMD_TOPOLOGY: u32 = 0x8000_001e;
+
+// Leaf 1, ECX.
+const MONITOR: u32 = 1 << 3;
+const VMX: u32 = 1 << 5;
+const SMX: u32 = 1 << 6;
+const SPEED_STEP: u32 = 1 << 7;
+const THERMAL_MONITOR_2: u32 = 1 << 8;
+const PERF_CAPABILITIES: u32 = 1 << 15;
+const X2APIC: u32 = 1 << 21;
+const TSC_DEADLINE: u32 = 1 << 24;
+const HYPERVISOR: u32 = 1 << 31;
+// Leaf 1, EDX.
+const HYPER_THREADING: u32 = 1 << 28;
+// Leaf 0x8000_0001, ECX.
+const CMP_LEGACY: u32 = 1 << 1;
+const NESTED_SVM: u32 = 1 << 2;
+
+const LEVEL_THREAD: u32 = 1;
+const LEVEL_CORE: u32 = 2;
+
+/// The answers for vCPU `id` of `vcpus`, made from what KVM supports.
+pub fn for_vcpu(supported: &CpuId, id: u32, vcpus: u32) -> Result<CpuId, vmm_sys_util::fam::Error> {
+    // Bits that an APIC id of a core takes; all ids in the package share the rest.
+    let core_bits = vcpus.next_power_of_two().trailing_zeros();
+    let mut entries: Vec<_> = supported
+        .as_slice()
+        .iter()
+        .copied()
+        .filter(|entry| !matches!(entry.function, TOPOLOGY | TOPOLOGY_V2))
+        .collect();
+    for entry in &mut entries {
+        match entry.function {
+            FEATURES => {
+                entry.ecx &=
+                    !(MONITOR | VMX | SMX | SPEED_STEP | THERMAL_MONITOR_2 | PERF_CAPABILITIES);
+                entry.ecx |= X2APIC | TSC_DEADLINE | HYPERVISOR;
+                entry.ebx = entry.ebx & 0xffff | vcpus << 16 | id << 24;
+                set(&mut entry.edx, HYPER_THREADING, vcpus > 1);
+            }
+            CACHES => {
+                let level = entry.eax >> 5 & 0x7;
+                let shared_by = if level == 3 { vcpus - 1 } else { 0 };
+                let cores = if entry.eax & 0x1f == 0 { 0 } else { vcpus - 1 };
+                entry.eax = entry.eax & 0x3fff | shared_by << 14 | cores << 26;
+            }
+            THERMAL | PERFORMANCE_MONITOR | SVM => clear(entry),
+            EXTENDED_FEATURES => {
+                entry.ecx &= !NESTED_SVM;
+                if vcpus == 1 {
+                    entry.ecx &= !CMP_LEGACY;
+                }
+            }
+            EXTENDED_SIZES => entry.ecx = entry.ecx & !0xf0ff | core_bits << 12 | (vcpus - 1),
+            AMD_CACHES => {
+                let shared_by = if entry.eax >> 5 & 0x7 == 3 { vcpus - 1 } else { 0 };
+                entry.eax = entry.eax & !(0xfff << 14) | shared_by << 14;
+            }
+            AMD_TOPOLOGY => (entry.eax, entry.ebx, entry.ecx) = (id, id & 0xff, 0),
+            _ => {}
+        }
+    }
+    let deepest = entries.iter().map(|entry| entry.function).filter(|f| *f < 0x4000_0000).max();
+    for leaf in [TOPOLOGY, TOPOLOGY_V2] {
+        if deepest.is_some_and(|deepest| leaf <= deepest) {
+            entries.extend(topology(leaf, id, vcpus, core_bits));
+        }
+    }
+    CpuId::from_entries(&entries)
+}
+
+/// One thread per core, all cores in one package, then the end of the list.
+fn topology(leaf: u32, id: u32, vcpus: u32, core_bits: u32) -> [kvm_cpuid_entry2; 3] {
+    let level = |index, shift, count, kind: u32| kvm_cpuid_entry2 {
+        function: leaf,
+        index,
+        flags: KVM_CPUID_FLAG_SIGNIFCANT_INDEX,
+        eax: shift,
+        ebx: count,
+        ecx: kind << 8 | index,
+        edx: id,
+        ..Default::default()
+    };
+    [level(0, 0, 1, LEVEL_THREAD), level(1, core_bits, vcpus, LEVEL_CORE), level(2, 0, 0, 0)]
+}
+
+fn set(register: &mut u32, bit: u32, on: bool) {
+    *register = if on { *register | bit } else { *register & !bit };
+}
+
+fn clear(entry: &mut kvm_cpuid_entry2) {
+    (entry.eax, entry.ebx, entry.ecx, entry.edx) = (0, 0, 0, 0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn supported() -> CpuId {
+        let entry =
+            |function, eax, ecx| kvm_cpuid_entry2 { function, eax, ecx, ..Default::default() };
+        CpuId::from_entries(&[
+            entry(FEATURES, 0, VMX | MONITOR),
+            entry(CACHES, 0x163, 0),
+            entry(TOPOLOGY, 0, 0),
+            entry(0xd, 0, 0),
+            entry(EXTENDED_FEATURES, 0, NESTED_SVM),
+            entry(SVM, 1, 0),
+        ])
+        .unwrap()
+    }
+
+    fn leaf(cpuid: &CpuId, function: u32, index: u32) -> kvm_cpuid_entry2 {
+        let found = |entry: &&kvm_cpuid_entry2| entry.function == function && entry.index == index;
+        *cpuid.as_slice().iter().find(found).unwrap()
+    }
+
+    #[test]
+    fn guest_has_no_nested_virtualization() {
+        let cpuid = for_vcpu(&supported(), 0, 1).unwrap();
+        assert_eq!(leaf(&cpuid, FEATURES, 0).ecx & VMX, 0);
+        assert_eq!(leaf(&cpuid, EXTENDED_FEATURES, 0).ecx & NESTED_SVM, 0);
+        assert_eq!(leaf(&cpuid, SVM, 0).eax, 0);
+    }
+
+    #[test]
+    fn topology_of_three_vcpus_is_three_cores_in_one_package() {
+        let cpuid = for_vcpu(&supported(), 2, 3).unwrap();
+        assert_eq!(leaf(&cpuid, FEATURES, 0).ebx >> 16, 2 << 8 | 3);
+        assert_eq!(leaf(&cpuid, CACHES, 0).eax >> 14, 2 << 12 | 2);
+        let core = leaf(&cpuid, TOPOLOGY, 1);
+        assert_eq!((core.eax, core.ebx, core.edx), (2, 3, 2));
+        assert!(cpuid.as_slice().iter().all(|entry| entry.function != TOPOLOGY_V2));
+    }
+}

@@ -1,0 +1,106 @@
+//! The guest-physical memory map.
+//!
+//! Below 1 MiB lies what the host writes for the kernel; RAM fills the rest up to the hole for devices
+//! that ends at 4 GiB, and goes on above it.
+
+use vm_memory::GuestAddress;
+
+/// Descriptor tables for the first instruction.
+pub const GDT: GuestAddress = GuestAddress(0x500);
+pub const IDT: GuestAddress = GuestAddress(0x520);
+/// PVH start info, its memory map and its module list.
+pub const PVH_START_INFO: GuestAddress = GuestAddress(0x6000);
+pub const PVH_MODULES: GuestAddress = GuestAddress(0x6040);
+pub const PVH_MEMORY_MAP: GuestAddress = GuestAddress(0x6100);
+/// The Linux boot protocol's zero page.
+pub const ZERO_PAGE: GuestAddress = GuestAddress(0x7000);
+pub const BOOT_STACK: GuestAddress = GuestAddress(0x8ff0);
+/// Page tables for the 64-bit entry: one page each, then a page of 2 MiB entries per GiB.
+pub const PML4: GuestAddress = GuestAddress(0x9000);
+pub const PDPT: GuestAddress = GuestAddress(0xa000);
+pub const PAGE_DIRECTORY: GuestAddress = GuestAddress(0xb000);
+pub const CMDLINE: GuestAddress = GuestAddress(0x2_0000);
+/// Where conventional memory ends; kernels look for an EBDA from here.
+pub const LOW_MEMORY_END: u64 = 0x9_fc00;
+/// ACPI tables, in the range that firmware uses for them.
+pub const ACPI: GuestAddress = GuestAddress(0xe_0000);
+pub const ACPI_END: u64 = 0x10_0000;
+/// Kernels are loaded from here.
+pub const HIGH_MEMORY: GuestAddress = GuestAddress(0x10_0000);
+
+/// The hole for devices.
+pub const HOLE_START: u64 = 0xc000_0000;
+pub const HOLE_END: u64 = 0x1_0000_0000;
+/// virtio-mmio devices, a page each.
+pub const VIRTIO_MMIO: u64 = 0xd000_0000;
+pub const VIRTIO_MMIO_SIZE: u64 = 0x1000;
+pub const IOAPIC: u64 = 0xfec0_0000;
+pub const LOCAL_APIC: u64 = 0xfee0_0000;
+/// Pages that Intel's processors need for real mode; in the hole, where no RAM can be.
+pub const IDENTITY_MAP: u64 = 0xfffb_c000;
+pub const TSS: usize = 0xfffb_d000;
+
+/// Ports.
+pub const SERIAL_PORT: u16 = 0x3f8;
+pub const I8042_PORT: u16 = 0x60;
+pub const POWER_PORT: u16 = 0x600;
+
+/// Interrupt lines.
+pub const SERIAL_GSI: u32 = 4;
+pub const FIRST_VIRTIO_GSI: u32 = 5;
+
+/// RAM as ranges of guest addresses: one, or two around the hole.
+pub fn ram(memory_mib: u64) -> Vec<(GuestAddress, usize)> {
+    let bytes = memory_mib << 20;
+    let low = bytes.min(HOLE_START);
+    let mut ranges = vec![(GuestAddress(0), low as usize)];
+    if bytes > low {
+        ranges.push((GuestAddress(HOLE_END), (bytes - low) as usize));
+    }
+    ranges
+}
+
+/// The kinds of memory that a kernel is told about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum MemoryKind {
+    Ram = 1,
+    Reserved = 2,
+}
+
+/// The memory map that a kernel is given.
+pub fn memory_map(memory_mib: u64) -> Vec<(u64, u64, MemoryKind)> {
+    let high = HIGH_MEMORY.0;
+    let mut map = vec![
+        (0, LOW_MEMORY_END, MemoryKind::Ram),
+        (LOW_MEMORY_END, high - LOW_MEMORY_END, MemoryKind::Reserved),
+    ];
+    for (start, len) in ram(memory_mib) {
+        let from = start.0.max(high);
+        map.push((from, start.0 + len as u64 - from, MemoryKind::Ram));
+    }
+    map
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ram_above_three_gib_continues_after_the_hole() {
+        assert_eq!(ram(3072), [(GuestAddress(0), 3 << 30)]);
+        assert_eq!(ram(4096), [(GuestAddress(0), 3 << 30), (GuestAddress(1 << 32), 1 << 30)]);
+    }
+
+    #[test]
+    fn memory_map_counts_all_ram_but_the_reserved_part() {
+        for mib in [32, 512, 3072, 3073, 8192] {
+            let ram: u64 = memory_map(mib)
+                .iter()
+                .filter(|(.., kind)| *kind == MemoryKind::Ram)
+                .map(|(_, len, _)| len)
+                .sum();
+            assert_eq!(ram, (mib << 20) - (HIGH_MEMORY.0 - LOW_MEMORY_END));
+        }
+    }
+}

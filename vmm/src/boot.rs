@@ -1,0 +1,128 @@
+//! Boot: from a configuration to a machine that is about to run its kernel's first instruction.
+
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use pvmm_devices::GuestMemory;
+use pvmm_devices::virtio::VirtioDevice;
+use pvmm_devices::virtio::block::{Block, BlockConfig};
+use pvmm_devices::virtio::rng::{Rng, RngConfig};
+use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
+
+use crate::arch::x86_64::{kernel, layout, tables};
+use crate::config::{self, Console, Drive, DriveSource, VmConfig};
+use crate::error::{Error, ErrorKind};
+use crate::kvm::vcpu;
+use crate::kvm::vm::KvmVm;
+use crate::machine::Machine;
+use crate::vcpu::thread::VcpuThread;
+use crate::vm::Vm;
+
+/// Makes the machine that `config` describes, paused before its first instruction.
+///
+/// Everything the machine will ever open is opened before its threads start.
+pub fn boot(config: VmConfig) -> Result<Vm, Error> {
+    config.validate()?;
+
+    // What the host must supply.
+    let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
+    let devices = open_devices(config.drives, config.vsock, config.rng)?;
+    let memory = allocate_memory(config.memory_mib)?;
+
+    // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
+    let kvm = KvmVm::new(&memory)?;
+    let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
+    let mut machine = Machine::new(&kvm, open_console(config.console))?;
+    for device in devices {
+        machine.attach(device, &kvm, &memory)?;
+    }
+
+    // What the guest finds: tables, kernel, registers.
+    let places = machine.places();
+    let image = kernel::Image {
+        kernel: &config.kernel,
+        initrd: config.initrd.as_ref(),
+        cmdline: &command_line(&config.cmdline, &places),
+        protocol: config.boot_protocol,
+        memory_mib: config.memory_mib,
+        rsdp: tables::write(config.vcpus, &places, &memory)?,
+    };
+    let entry = kernel::load(&image, &memory)?;
+    for (id, vcpu) in (0..).zip(&vcpus) {
+        let entry = (id == 0).then_some(entry);
+        vcpu::configure(vcpu, id, config.vcpus, &kvm, entry, &memory)?;
+    }
+
+    // A thread for each vCPU, parked.
+    let buses = Arc::new(machine.buses);
+    let report = machine.ending.report();
+    let vcpus = (0..)
+        .zip(vcpus)
+        .map(|(id, vcpu)| VcpuThread::start(id, vcpu, buses.clone(), report.clone()))
+        .collect::<Result<Vec<_>, _>>()?;
+
+    Ok(Vm {
+        vcpus,
+        devices: machine.devices,
+        _console: machine.console,
+        ending: machine.ending,
+        vsock_path,
+        running: false,
+        _kvm: kvm,
+    })
+}
+
+/// Opens what stands behind the virtio devices, in the order in which the guest will number them.
+fn open_devices(
+    drives: Vec<Drive>,
+    vsock: Option<config::Vsock>,
+    rng: bool,
+) -> Result<Vec<Box<dyn VirtioDevice>>, Error> {
+    let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
+    let refused = |error: Box<dyn std::error::Error + Send + Sync>| {
+        Error::new(ErrorKind::InvalidConfig, "cannot open a device", error)
+    };
+    for drive in drives {
+        let config = match drive.source {
+            DriveSource::Path(path) => BlockConfig::new(path),
+            DriveSource::File(file) => BlockConfig::from_file(file),
+        };
+        let block = Block::new(config.read_only(drive.read_only)).map_err(|e| refused(e.into()))?;
+        devices.push(Box::new(block));
+    }
+    if let Some(config::Vsock { guest_cid, uds_path }) = vsock {
+        let config = VsockConfig { guest_cid: guest_cid.into(), uds_path };
+        devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
+    }
+    if rng {
+        devices.push(Box::new(Rng::new(RngConfig::default())));
+    }
+    Ok(devices)
+}
+
+fn open_console(console: Console) -> Box<dyn Write + Send> {
+    match console {
+        Console::Discard => Box::new(io::sink()),
+        Console::Stdout => Box::new(io::stdout()),
+        Console::File(file) => Box::new(file),
+    }
+}
+
+/// Anonymous memory, not reserved: a guest costs what it touches.
+fn allocate_memory(memory_mib: u64) -> Result<GuestMemory, Error> {
+    GuestMemory::from_ranges(&layout::ram(memory_mib)).map_err(|error| {
+        let what = format!("memory: cannot map {memory_mib} MiB");
+        Error::new(ErrorKind::HostResource, what, io::Error::other(error))
+    })
+}
+
+/// The caller's words, then each virtio device: kernels with ACPI find the devices there, and those that
+/// have only the parameter find them here.
+fn command_line(given: &str, places: &[tables::MmioDevice]) -> String {
+    let mut line = given.to_owned();
+    for place in places {
+        let (size, address, gsi) = (layout::VIRTIO_MMIO_SIZE, place.address, place.gsi);
+        line.push_str(&format!(" virtio_mmio.device={size}@{address:#x}:{gsi}"));
+    }
+    line.trim_start().to_owned()
+}

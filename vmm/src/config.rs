@@ -1,0 +1,235 @@
+//! What a machine should be: typed by the caller, checked once, before anything is made.
+//!
+//! Every recipe starts from a `VmConfig`; a bad value is refused here by the name of its field, so that
+//! no later step has to doubt what it was given.
+
+use std::fs::File;
+use std::path::PathBuf;
+
+/// The most vCPUs a machine may have.
+pub const MAX_VCPUS: u32 = 32;
+/// The least memory a Linux guest can start in, and the most that is accepted (1 TiB).
+pub const MIN_MEMORY_MIB: u64 = 32;
+pub const MAX_MEMORY_MIB: u64 = 1 << 20;
+/// The longest kernel command line, devices included.
+pub const MAX_CMDLINE: usize = 2048;
+/// The most drives a machine may have.
+pub const MAX_DRIVES: usize = 16;
+
+/// A machine to boot.
+///
+/// ```no_run
+/// use pvmm::{Drive, Vm, VmConfig};
+///
+/// let mut config = VmConfig::new("vmlinux");
+/// config.memory_mib = 512;
+/// config.drives.push(Drive::read_only("rootfs.ext4"));
+/// let mut vm = Vm::boot(config)?;
+/// vm.resume()?;
+/// # Ok::<(), pvmm::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct VmConfig {
+    /// ELF `vmlinux` or `bzImage`.
+    pub kernel: PathBuf,
+    pub initrd: Option<Initrd>,
+    /// The kernel command line; the devices are added to it.
+    pub cmdline: String,
+    pub memory_mib: u64,
+    pub vcpus: u32,
+    /// Block devices, in order: `/dev/vda`, `/dev/vdb`, …
+    pub drives: Vec<Drive>,
+    pub vsock: Option<Vsock>,
+    /// A virtio entropy device.
+    pub rng: bool,
+    pub console: Console,
+    pub boot_protocol: BootProtocol,
+}
+
+/// An initial RAM disk, in a file or already in memory.
+#[derive(Debug)]
+pub enum Initrd {
+    Path(PathBuf),
+    Bytes(Vec<u8>),
+}
+
+/// A raw disk image.
+#[derive(Debug)]
+pub struct Drive {
+    pub source: DriveSource,
+    pub read_only: bool,
+}
+
+/// Where a drive's bytes are.
+#[derive(Debug)]
+pub enum DriveSource {
+    Path(PathBuf),
+    /// An image that is already open, perhaps without a name.
+    File(File),
+}
+
+/// A socket between guest and host.
+#[derive(Debug)]
+pub struct Vsock {
+    /// The guest's context id, 3 or more.
+    pub guest_cid: u32,
+    /// Host clients connect here and say `CONNECT port`; the guest's own connections arrive at
+    /// `<uds_path>_<port>`.
+    pub uds_path: PathBuf,
+}
+
+/// Where the guest's serial console goes.
+#[derive(Debug, Default)]
+pub enum Console {
+    #[default]
+    Discard,
+    Stdout,
+    File(File),
+}
+
+/// How the kernel is entered.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BootProtocol {
+    /// PVH where the kernel has its note, otherwise the 64-bit Linux protocol.
+    #[default]
+    Auto,
+    Pvh,
+    Linux64,
+}
+
+/// A field that cannot be accepted, and what would be.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum ConfigError {
+    #[error("vcpus: {0} is not between 1 and {MAX_VCPUS}")]
+    Vcpus(u32),
+    #[error("memory: {0} MiB is not between {MIN_MEMORY_MIB} and {MAX_MEMORY_MIB}")]
+    Memory(u64),
+    #[error("cmdline: {0}")]
+    Cmdline(&'static str),
+    #[error("drives: {0} is more than {MAX_DRIVES}")]
+    Drives(usize),
+    #[error("vsock: guest cid {0} is reserved; use 3 or more")]
+    Cid(u32),
+    #[error("{0}: the path contains a NUL byte")]
+    Nul(&'static str),
+}
+
+impl VmConfig {
+    /// One vCPU, 256 MiB, an entropy device, nothing else.
+    pub fn new(kernel: impl Into<PathBuf>) -> Self {
+        Self {
+            kernel: kernel.into(),
+            initrd: None,
+            cmdline: String::new(),
+            memory_mib: 256,
+            vcpus: 1,
+            drives: Vec::new(),
+            vsock: None,
+            rng: true,
+            console: Console::default(),
+            boot_protocol: BootProtocol::default(),
+        }
+    }
+
+    /// Refuses what no machine can be, naming the field.
+    pub fn validate(&self) -> Result<(), ConfigError> {
+        if self.vcpus == 0 || self.vcpus > MAX_VCPUS {
+            return Err(ConfigError::Vcpus(self.vcpus));
+        }
+        if !(MIN_MEMORY_MIB..=MAX_MEMORY_MIB).contains(&self.memory_mib) {
+            return Err(ConfigError::Memory(self.memory_mib));
+        }
+        if !self.cmdline.is_ascii() || self.cmdline.contains('\0') {
+            return Err(ConfigError::Cmdline("only printable ASCII is accepted"));
+        }
+        if self.cmdline.len() >= MAX_CMDLINE {
+            return Err(ConfigError::Cmdline("longer than 2047 bytes"));
+        }
+        if self.drives.len() > MAX_DRIVES {
+            return Err(ConfigError::Drives(self.drives.len()));
+        }
+        no_nul("kernel", &self.kernel)?;
+        if let Some(Initrd::Path(path)) = &self.initrd {
+            no_nul("initrd", path)?;
+        }
+        for drive in &self.drives {
+            if let DriveSource::Path(path) = &drive.source {
+                no_nul("drive", path)?;
+            }
+        }
+        if let Some(vsock) = &self.vsock {
+            // 0 to 2 are the hypervisor, loopback and the host; all ones means "any".
+            if vsock.guest_cid < 3 || vsock.guest_cid == u32::MAX {
+                return Err(ConfigError::Cid(vsock.guest_cid));
+            }
+            no_nul("vsock", &vsock.uds_path)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drive {
+    pub fn read_only(path: impl Into<PathBuf>) -> Self {
+        Self { source: DriveSource::Path(path.into()), read_only: true }
+    }
+
+    pub fn writable(path: impl Into<PathBuf>) -> Self {
+        Self { source: DriveSource::Path(path.into()), read_only: false }
+    }
+
+    /// A writable image that is already open.
+    pub fn from_file(file: File) -> Self {
+        Self { source: DriveSource::File(file), read_only: false }
+    }
+}
+
+fn no_nul(field: &'static str, path: &std::path::Path) -> Result<(), ConfigError> {
+    match path.as_os_str().as_encoded_bytes().contains(&0) {
+        true => Err(ConfigError::Nul(field)),
+        false => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(change: impl FnOnce(&mut VmConfig)) -> ConfigError {
+        let mut config = VmConfig::new("vmlinux");
+        assert_eq!(config.validate(), Ok(()));
+        change(&mut config);
+        config.validate().unwrap_err()
+    }
+
+    #[test]
+    fn validate_of_impossible_sizes_names_the_field() {
+        for vcpus in [0, 33, u32::MAX] {
+            assert_eq!(refused(|c| c.vcpus = vcpus), ConfigError::Vcpus(vcpus));
+        }
+        for memory in [0, 1, 31, MAX_MEMORY_MIB + 1, u64::MAX] {
+            assert_eq!(refused(|c| c.memory_mib = memory), ConfigError::Memory(memory));
+        }
+    }
+
+    #[test]
+    fn validate_of_bad_command_line_is_refused() {
+        for cmdline in ["a\0b".to_owned(), "ä".to_owned(), "x".repeat(MAX_CMDLINE)] {
+            assert!(matches!(refused(|c| c.cmdline = cmdline), ConfigError::Cmdline(_)));
+        }
+    }
+
+    #[test]
+    fn validate_of_path_with_nul_names_the_field() {
+        assert_eq!(refused(|c| c.kernel = "a\0".into()), ConfigError::Nul("kernel"));
+        let drive = Drive::read_only("a\0b");
+        assert_eq!(refused(|c| c.drives.push(drive)), ConfigError::Nul("drive"));
+    }
+
+    #[test]
+    fn validate_of_reserved_cid_is_refused() {
+        for guest_cid in [0, 1, 2, u32::MAX] {
+            let vsock = Vsock { guest_cid, uds_path: "v.sock".into() };
+            assert_eq!(refused(|c| c.vsock = Some(vsock)), ConfigError::Cid(guest_cid));
+        }
+    }
+}

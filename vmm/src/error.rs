@@ -1,0 +1,144 @@
+//! The error that every public call returns: what failed, whose fault it is, whether to try again.
+//!
+//! Recipes and modules have error enums of their own beside their code; they meet here, so that a
+//! caller can decide without knowing them.
+
+use std::fmt;
+
+use pvmm_devices::virtio::device_loop::DeviceError;
+
+use crate::arch::x86_64::kernel::KernelError;
+use crate::arch::x86_64::tables::TablesError;
+use crate::config::ConfigError;
+use crate::kvm::vm::KvmError;
+use crate::machine::MachineError;
+use crate::vcpu::thread::ThreadError;
+
+/// Why a call failed.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    act: String,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+/// Whose fault an error is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// The caller asked for something impossible; the message names the field.
+    InvalidConfig,
+    /// This host cannot do it.
+    HostUnsupported,
+    /// The host has no more memory, descriptors or disk; trying again later may help.
+    HostResource,
+    /// The guest did something that ended it.
+    GuestFault,
+    /// The agent in the guest went away.
+    AgentLost,
+    /// A deadline passed.
+    Timeout,
+    /// pvmm is wrong.
+    Bug,
+}
+
+impl Error {
+    /// An error of `kind` while doing `act`, caused by `source`.
+    pub fn new(
+        kind: ErrorKind,
+        act: impl Into<String>,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        Self { kind, act: act.into(), source: Some(source.into()) }
+    }
+
+    /// An error with no deeper cause.
+    pub fn plain(kind: ErrorKind, act: impl Into<String>) -> Self {
+        Self { kind, act: act.into(), source: None }
+    }
+
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// Whether the same call may succeed later without any change.
+    pub fn is_retryable(&self) -> bool {
+        matches!(self.kind, ErrorKind::HostResource | ErrorKind::Timeout)
+    }
+}
+
+/// The act and then every cause, in one line.
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.act)?;
+        let mut cause = self.source.as_deref().map(|e| e as &dyn std::error::Error);
+        while let Some(error) = cause {
+            write!(f, ": {error}")?;
+            cause = error.source();
+        }
+        Ok(())
+    }
+}
+
+// The causes are part of the message already; handing them out as a source too would print them twice.
+impl std::error::Error for Error {}
+
+impl From<ConfigError> for Error {
+    fn from(error: ConfigError) -> Self {
+        Self::new(ErrorKind::InvalidConfig, "bad configuration", error)
+    }
+}
+
+impl From<KernelError> for Error {
+    fn from(error: KernelError) -> Self {
+        Self::new(ErrorKind::InvalidConfig, "cannot load the guest", error)
+    }
+}
+
+impl From<KvmError> for Error {
+    fn from(error: KvmError) -> Self {
+        let kind = match error {
+            KvmError::Open(_) | KvmError::Missing(_) | KvmError::Cpuid(_) => {
+                ErrorKind::HostUnsupported
+            }
+            _ => ErrorKind::HostResource,
+        };
+        Self::new(kind, "KVM", error)
+    }
+}
+
+impl From<MachineError> for Error {
+    fn from(error: MachineError) -> Self {
+        match error {
+            MachineError::Kvm(error) => error.into(),
+            MachineError::TooManyDevices => {
+                Self::new(ErrorKind::InvalidConfig, "bad configuration", error)
+            }
+            MachineError::Bus(_) => Self::new(ErrorKind::Bug, "cannot build the machine", error),
+            _ => Self::new(ErrorKind::HostResource, "cannot build the machine", error),
+        }
+    }
+}
+
+impl From<TablesError> for Error {
+    fn from(error: TablesError) -> Self {
+        Self::new(ErrorKind::Bug, "cannot write the machine's tables", error)
+    }
+}
+
+impl From<ThreadError> for Error {
+    fn from(error: ThreadError) -> Self {
+        let kind = match error {
+            ThreadError::Start(_) => ErrorKind::HostResource,
+            ThreadError::Gone => ErrorKind::Bug,
+            ThreadError::Stuck => ErrorKind::Timeout,
+        };
+        Self::new(kind, "vCPU", error)
+    }
+}
+
+impl From<DeviceError> for Error {
+    fn from(error: DeviceError) -> Self {
+        Self::new(ErrorKind::Bug, "device thread", error)
+    }
+}

@@ -1,0 +1,74 @@
+//! A vCPU's registers, set in the one order that works.
+#![allow(unsafe_code)] // One ioctl that has no wrapper.
+
+use std::io;
+
+use kvm_ioctls::VcpuFd;
+use pvmm_devices::GuestMemory;
+use vmm_sys_util::ioctl::ioctl_with_ref;
+use vmm_sys_util::ioctl_iow_nr;
+
+use super::vm::{KvmError, KvmVm};
+use crate::arch::x86_64::{cpuid, msr, regs};
+
+const KVMIO: u32 = 0xae;
+ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, u32);
+
+/// The kernel's signal set is 64 bits, whatever libc makes of it.
+const KERNEL_SIGSET_SIZE: u32 = 8;
+
+#[repr(C, packed)]
+struct SignalMask {
+    len: u32,
+    blocked: u64,
+}
+
+/// Gives a new vCPU what firmware would have: features first, for the rest is checked against them.
+/// Only the boot processor gets an entry; the others wait for it to start them.
+pub fn configure(
+    vcpu: &VcpuFd,
+    id: u32,
+    vcpus: u32,
+    kvm: &KvmVm,
+    entry: Option<regs::Entry>,
+    memory: &GuestMemory,
+) -> Result<(), KvmError> {
+    let failed = |what| move |error: kvm_ioctls::Error| error_for(id, what, error.into());
+    let cpuid = cpuid::for_vcpu(kvm.supported_cpuid(), id, vcpus)
+        .map_err(|error| error_for(id, "cpuid", io::Error::other(error)))?;
+    vcpu.set_cpuid2(&cpuid).map_err(failed("cpuid"))?;
+    if let Some(xcrs) = regs::extended_control(kvm.supported_cpuid()) {
+        vcpu.set_xcrs(&xcrs).map_err(failed("extended control registers"))?;
+    }
+    let msrs = msr::boot().map_err(|error| error_for(id, "msrs", io::Error::other(error)))?;
+    let written = vcpu.set_msrs(&msrs).map_err(failed("msrs"))?;
+    if written != msrs.as_slice().len() {
+        let refused = io::Error::other(format!("only {written} were accepted"));
+        return Err(error_for(id, "msrs", refused));
+    }
+    vcpu.set_fpu(&regs::fpu()).map_err(failed("floating-point registers"))?;
+    let Some(entry) = entry else { return Ok(()) };
+    let sregs = vcpu.get_sregs().map_err(failed("system registers"))?;
+    let sregs = regs::system(sregs, entry, memory)
+        .map_err(|error| error_for(id, "system registers", io::Error::other(error)))?;
+    vcpu.set_sregs(&sregs).map_err(failed("system registers"))?;
+    vcpu.set_regs(&regs::general(entry)).map_err(failed("registers"))
+}
+
+/// Lets `signal` through while the guest runs, and only then.
+///
+/// The thread keeps it blocked. So a kick that comes at any time either ends the run or keeps the next
+/// one from starting, and no signal handler is needed: a handler would be the whole process's business.
+pub fn unblock_while_running(vcpu: &VcpuFd, signal: i32) -> io::Result<()> {
+    let blocked = !(1u64 << (signal - 1));
+    let mask = SignalMask { len: KERNEL_SIGSET_SIZE, blocked };
+    // SAFETY: the kernel reads `len` and then as many bytes behind it, which is exactly `mask`.
+    match unsafe { ioctl_with_ref(vcpu, KVM_SET_SIGNAL_MASK(), &mask) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+fn error_for(id: u32, what: &'static str, source: io::Error) -> KvmError {
+    KvmError::Vcpu { id, what, source }
+}

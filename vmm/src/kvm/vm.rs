@@ -1,0 +1,137 @@
+//! A KVM virtual machine, made in the order that keeps it fast.
+//!
+//! Memory slots and vCPUs come before anything that registers on KVM's I/O bus: since Linux 6.18 such a
+//! registration makes the next slot or vCPU wait for an RCU grace period, milliseconds each. That is
+//! also why the interrupt controller is split: KVM keeps the local APICs, the I/O APIC is ours.
+#![allow(unsafe_code)] // Memory slots hand host addresses to the kernel.
+
+use std::io;
+use std::sync::Arc;
+
+use kvm_bindings::{CpuId, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
+use kvm_bindings::{kvm_enable_cap, kvm_userspace_memory_region};
+use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use pvmm_devices::{GuestMemory, ioapic};
+use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::arch::x86_64::layout;
+
+/// How often making a VM is tried again when a signal gets in the way.
+const CREATE_ATTEMPTS: u32 = 5;
+
+const REQUIRED: [(Cap, &str); 6] = [
+    (Cap::Irqfd, "irqfd"),
+    (Cap::Ioeventfd, "ioeventfd"),
+    (Cap::SplitIrqchip, "split irqchip"),
+    (Cap::UserMemory, "user memory"),
+    (Cap::TscDeadlineTimer, "TSC deadline timer"),
+    (Cap::AdjustClock, "clock"),
+];
+
+/// What KVM refused.
+#[derive(Debug, thiserror::Error)]
+pub enum KvmError {
+    #[error("cannot open /dev/kvm; run `pvmm doctor`")]
+    Open(#[source] kvm_ioctls::Error),
+    #[error("this KVM has no {0}; run `pvmm doctor`")]
+    Missing(&'static str),
+    #[error("cannot create a virtual machine")]
+    CreateVm(#[source] kvm_ioctls::Error),
+    #[error("cannot set up the interrupt controller")]
+    Irqchip(#[source] kvm_ioctls::Error),
+    #[error("cannot give the guest {len:#x} bytes of memory at {address:#x}")]
+    MemorySlot { address: u64, len: u64, source: kvm_ioctls::Error },
+    #[error("cannot create vCPU {id}")]
+    CreateVcpu { id: u32, source: kvm_ioctls::Error },
+    #[error("cannot read what the processor supports")]
+    Cpuid(#[source] kvm_ioctls::Error),
+    #[error("cannot connect a device's interrupt")]
+    Irqfd(#[source] kvm_ioctls::Error),
+    #[error("cannot connect a device's kick")]
+    Ioeventfd(#[source] kvm_ioctls::Error),
+    #[error("cannot set {what} of vCPU {id}")]
+    Vcpu { id: u32, what: &'static str, source: io::Error },
+}
+
+/// A virtual machine and what its host can do.
+pub struct KvmVm {
+    fd: Arc<VmFd>,
+    supported_cpuid: CpuId,
+    // KVM reads guest memory through these mappings for as long as the VM exists.
+    _memory: GuestMemory,
+}
+
+impl KvmVm {
+    /// A machine with `memory`, local APICs for the vCPUs to come, and nothing else.
+    pub fn new(memory: &GuestMemory) -> Result<Self, KvmError> {
+        let kvm = Kvm::new().map_err(KvmError::Open)?;
+        for (cap, name) in REQUIRED {
+            if !kvm.check_extension(cap) {
+                return Err(KvmError::Missing(name));
+            }
+        }
+        let supported_cpuid =
+            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(KvmError::Cpuid)?;
+        let fd = create_vm(&kvm)?;
+        // Intel's processors need two private areas for real mode; others ignore them.
+        fd.set_identity_map_address(layout::IDENTITY_MAP).map_err(KvmError::CreateVm)?;
+        fd.set_tss_address(layout::TSS).map_err(KvmError::CreateVm)?;
+        let mut split = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, ..Default::default() };
+        split.args[0] = ioapic::PINS as u64;
+        fd.enable_cap(&split).map_err(KvmError::Irqchip)?;
+        for (slot, region) in memory.iter().enumerate() {
+            let (address, len) = (region.start_addr().raw_value(), region.len());
+            let slot = kvm_userspace_memory_region {
+                slot: slot as u32,
+                flags: 0,
+                guest_phys_addr: address,
+                memory_size: len,
+                userspace_addr: region.as_ptr() as u64,
+            };
+            // SAFETY: the region is a live mapping of `len` bytes, and `_memory` keeps it mapped for
+            // as long as the VM exists.
+            unsafe { fd.set_user_memory_region(slot) }.map_err(|source| KvmError::MemorySlot {
+                address,
+                len,
+                source,
+            })?;
+        }
+        Ok(Self { fd: Arc::new(fd), supported_cpuid, _memory: memory.clone() })
+    }
+
+    /// A vCPU, to be made before any `connect`.
+    pub fn create_vcpu(&self, id: u32) -> Result<VcpuFd, KvmError> {
+        self.fd.create_vcpu(id.into()).map_err(|source| KvmError::CreateVcpu { id, source })
+    }
+
+    pub fn supported_cpuid(&self) -> &CpuId {
+        &self.supported_cpuid
+    }
+
+    pub fn fd(&self) -> &Arc<VmFd> {
+        &self.fd
+    }
+
+    /// An event on `interrupt` becomes the interrupt of line `gsi`.
+    pub fn connect_interrupt(&self, interrupt: &EventFd, gsi: u32) -> Result<(), KvmError> {
+        self.fd.register_irqfd(interrupt, gsi).map_err(KvmError::Irqfd)
+    }
+
+    /// A guest store of `value` at `address` becomes an event on `kick`, without leaving the kernel.
+    pub fn connect_kick(&self, kick: &EventFd, address: u64, value: u32) -> Result<(), KvmError> {
+        let address = IoEventAddress::Mmio(address);
+        self.fd.register_ioevent(kick, &address, value).map_err(KvmError::Ioeventfd)
+    }
+}
+
+fn create_vm(kvm: &Kvm) -> Result<VmFd, KvmError> {
+    let mut attempt = 1;
+    loop {
+        match kvm.create_vm() {
+            // Making a VM waits for a kernel thread, and a signal breaks that wait.
+            Err(error) if error.errno() == libc::EINTR && attempt < CREATE_ATTEMPTS => attempt += 1,
+            result => return result.map_err(KvmError::CreateVm),
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! System calls and unions that have no safe wrapper: the home of `unsafe` outside `kvm/`.
+#![allow(unsafe_code)]
+
+use std::io;
+use std::os::unix::thread::JoinHandleExt;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use kvm_bindings::kvm_run__bindgen_ty_1;
+
+/// The reason that KVM gives with an internal error.
+pub fn internal_suberror(exit: &kvm_run__bindgen_ty_1) -> u32 {
+    // SAFETY: every variant of the union is plain data; the caller saw the exit reason that names this one.
+    unsafe { exit.internal.suberror }
+}
+
+/// The signal that gets a vCPU out of the guest. Sent to vCPU threads only, which keep it blocked.
+pub fn kick_signal() -> i32 {
+    libc::SIGRTMIN() + 1
+}
+
+/// Blocks every signal in the calling thread, so that the process's other threads take them.
+pub fn block_all_signals() -> io::Result<()> {
+    // SAFETY: `set` is initialized by sigfillset before it is read; the mask is this thread's own.
+    let result = unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigfillset(&mut set);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut())
+    };
+    match result {
+        0 => Ok(()),
+        errno => Err(io::Error::from_raw_os_error(errno)),
+    }
+}
+
+/// Takes a pending kick, so that the next run is not ended by it.
+pub fn take_kick() {
+    let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `set` is initialized before use; a null info pointer is allowed; no kick pending is fine.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        libc::sigemptyset(&mut set);
+        libc::sigaddset(&mut set, kick_signal());
+        libc::sigtimedwait(&set, std::ptr::null_mut(), &now);
+    }
+}
+
+/// Kicks a thread. A thread that already ended, but was not joined, is left alone.
+pub fn kick<T>(thread: &JoinHandle<T>) {
+    if !thread.is_finished() {
+        // SAFETY: the thread was not joined, for the handle still exists, so its id is valid.
+        unsafe { libc::pthread_kill(thread.as_pthread_t(), kick_signal()) };
+    }
+}
+
+/// Waits until `fd` is readable; false when `timeout` passed first.
+pub fn wait_readable(
+    fd: &impl std::os::fd::AsRawFd,
+    timeout: Option<Duration>,
+) -> io::Result<bool> {
+    let deadline = timeout.map(|timeout| std::time::Instant::now() + timeout);
+    loop {
+        let left = deadline.map(|d| d.saturating_duration_since(std::time::Instant::now()));
+        // Rounded up: a poll that is too short would spin.
+        let millis = left.map_or(-1, |left| left.as_millis().saturating_add(1).min(1 << 30) as i32);
+        let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+        // SAFETY: one pollfd, which lives across the call.
+        match unsafe { libc::poll(&mut poll, 1, millis) } {
+            0 if left.is_none_or(|left| left.is_zero()) => return Ok(false),
+            0 => {}
+            1.. => return Ok(true),
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,4 @@
+//! vCPU threads: how they are driven, and what each exit from the guest means.
+
+pub mod run;
+pub mod thread;

@@ -1,0 +1,151 @@
+//! A vCPU thread: parked or running, told which by messages.
+//!
+//! ```text
+//!         resume            pause (kick)
+//! parked ───────► running ───────────────► parked
+//!    ▲               │ guest ended
+//!    └───────────────┘ (reported once to the owner)
+//! ```
+
+use std::io;
+use std::sync::Arc;
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use kvm_ioctls::VcpuFd;
+
+use super::run::{self, Buses, Outcome, Stop};
+use crate::kvm::vcpu::unblock_while_running;
+use crate::sys;
+
+/// How long a kicked vCPU may take to answer. It only ever waits for the device thread.
+const ANSWER: Duration = Duration::from_secs(10);
+
+enum Command {
+    Resume,
+    Pause(Sender<()>),
+}
+
+/// What went wrong with a vCPU thread.
+#[derive(Debug, thiserror::Error)]
+pub enum ThreadError {
+    #[error("cannot start a vCPU thread")]
+    Start(#[source] io::Error),
+    #[error("a vCPU thread is gone")]
+    Gone,
+    #[error("a vCPU did not stop in time")]
+    Stuck,
+}
+
+/// The owner's end of a vCPU thread. Dropping it stops the thread.
+pub struct VcpuThread {
+    commands: Option<Sender<Command>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Told once about every machine that ended, by whichever vCPU saw it.
+pub type Report = Arc<dyn Fn(Outcome) + Send + Sync>;
+
+impl VcpuThread {
+    /// Starts the thread, parked.
+    pub fn start(
+        id: u32,
+        vcpu: VcpuFd,
+        buses: Arc<Buses>,
+        report: Report,
+    ) -> Result<Self, ThreadError> {
+        let (commands, mailbox) = mpsc::channel();
+        let (ready, started) = mpsc::channel();
+        let thread = thread::Builder::new()
+            .name(format!("pvmm-vcpu-{id}"))
+            .spawn(move || {
+                // From here on a kick cannot do harm; the owner sends none before it hears this.
+                let prepared = sys::block_all_signals()
+                    .and_then(|()| unblock_while_running(&vcpu, sys::kick_signal()));
+                let failed = prepared.is_err();
+                if ready.send(prepared).is_ok() && !failed {
+                    work(vcpu, &mailbox, &buses, &report);
+                }
+            })
+            .map_err(ThreadError::Start)?;
+        match started.recv() {
+            Ok(Ok(())) => Ok(Self { commands: Some(commands), thread: Some(thread) }),
+            Ok(Err(error)) => Err(ThreadError::Start(error)),
+            Err(_) => Err(ThreadError::Gone),
+        }
+    }
+
+    /// Lets the guest run.
+    pub fn resume(&self) -> Result<(), ThreadError> {
+        self.send(Command::Resume)
+    }
+
+    /// Asks the thread to park; wait for it with the receiver, so that all vCPUs can stop at once.
+    pub fn pause(&self) -> Result<Paused, ThreadError> {
+        let (done, parked) = mpsc::channel();
+        self.send(Command::Pause(done))?;
+        self.kick();
+        Ok(Paused(parked))
+    }
+
+    fn send(&self, command: Command) -> Result<(), ThreadError> {
+        let commands = self.commands.as_ref().ok_or(ThreadError::Gone)?;
+        commands.send(command).map_err(|_| ThreadError::Gone)
+    }
+
+    fn kick(&self) {
+        if let Some(thread) = &self.thread {
+            sys::kick(thread);
+        }
+    }
+}
+
+/// A pause that was asked for.
+pub struct Paused(Receiver<()>);
+
+impl Paused {
+    pub fn wait(self) -> Result<(), ThreadError> {
+        self.0.recv_timeout(ANSWER).map_err(|error| match error {
+            mpsc::RecvTimeoutError::Timeout => ThreadError::Stuck,
+            mpsc::RecvTimeoutError::Disconnected => ThreadError::Gone,
+        })
+    }
+}
+
+impl Drop for VcpuThread {
+    fn drop(&mut self) {
+        // A closed mailbox means stop; the kick makes the thread look.
+        self.commands = None;
+        self.kick();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn work(mut vcpu: VcpuFd, mailbox: &Receiver<Command>, buses: &Arc<Buses>, report: &Report) {
+    let mut running = false;
+    loop {
+        // A parked thread sleeps here; a running one only looks whether anything came.
+        let command = match running {
+            false => mailbox.recv().map_err(|_| mpsc::TryRecvError::Disconnected),
+            true => mailbox.try_recv(),
+        };
+        match command {
+            Ok(Command::Resume) => running = true,
+            Ok(Command::Pause(done)) => {
+                running = false;
+                let _ = done.send(());
+            }
+            Err(mpsc::TryRecvError::Disconnected) => return,
+            Err(mpsc::TryRecvError::Empty) => match run::run(&mut vcpu, buses) {
+                Stop::Kicked => sys::take_kick(),
+                Stop::Ended(outcome) => {
+                    running = false;
+                    report(outcome);
+                }
+            },
+        }
+    }
+}

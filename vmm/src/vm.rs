@@ -1,0 +1,78 @@
+//! A machine in the owner's hands: resume, pause, wait; dropping it ends it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pvmm_devices::legacy::console::Console;
+use pvmm_devices::virtio::thread::DeviceThread;
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::boot;
+use crate::config::VmConfig;
+use crate::error::Error;
+use crate::kvm::vm::KvmVm;
+use crate::machine::Ending;
+use crate::vcpu::run::Outcome;
+use crate::vcpu::thread::VcpuThread;
+
+/// A virtual machine. Dropping it stops its vCPUs and then its devices.
+pub struct Vm {
+    // Dropped in this order: nothing may run in the guest when its devices go, and nothing may touch
+    // its memory when KVM lets go of it.
+    pub(crate) vcpus: Vec<VcpuThread>,
+    pub(crate) devices: DeviceThread,
+    pub(crate) _console: Console,
+    pub(crate) ending: Arc<Ending>,
+    pub(crate) vsock_path: Option<PathBuf>,
+    pub(crate) running: bool,
+    pub(crate) _kvm: KvmVm,
+}
+
+impl Vm {
+    /// Makes the machine that `config` describes, paused before its first instruction.
+    pub fn boot(config: VmConfig) -> Result<Self, Error> {
+        boot::boot(config)
+    }
+
+    /// Lets the guest run.
+    pub fn resume(&mut self) -> Result<(), Error> {
+        if !self.running {
+            self.devices.handle().resume_all()?;
+            for vcpu in &self.vcpus {
+                vcpu.resume()?;
+            }
+            self.running = true;
+        }
+        Ok(())
+    }
+
+    /// Stops the guest: first its vCPUs, all at once, then its devices. When this returns nothing writes
+    /// guest memory any more.
+    pub fn pause(&mut self) -> Result<(), Error> {
+        if self.running {
+            let parked = self.vcpus.iter().map(VcpuThread::pause).collect::<Result<Vec<_>, _>>()?;
+            for vcpu in parked {
+                vcpu.wait()?;
+            }
+            self.devices.handle().quiesce_all()?;
+            self.running = false;
+        }
+        Ok(())
+    }
+
+    /// How the guest ended, waiting for it up to `timeout`; `None` if it has not.
+    pub fn wait(&self, timeout: Option<Duration>) -> Option<Outcome> {
+        self.ending.wait(timeout)
+    }
+
+    /// Readable once the guest has ended, to wait for it beside other things.
+    pub fn outcome_event(&self) -> &EventFd {
+        self.ending.event()
+    }
+
+    /// The Unix socket that leads into the guest, if it has a vsock device.
+    pub fn vsock_path(&self) -> Option<&std::path::Path> {
+        self.vsock_path.as_deref()
+    }
+}
