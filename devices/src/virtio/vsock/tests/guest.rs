@@ -1,0 +1,282 @@
+//! A guest with a vsock driver, reduced to what tests need: packets out, packets in, Unix sockets beside.
+//!
+//! Receive buffers have fixed places in the second region of memory, so that they outlive any number
+//! of transmitted packets.
+
+use std::collections::VecDeque;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::virtio::mmio::TransportStateV1;
+use crate::virtio::testing::{Buffer, HOLE_END, MockDriver, WRITE};
+use crate::virtio::vsock::mux::Limits;
+use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, Op, TYPE_STREAM};
+use crate::virtio::vsock::{Vsock, VsockConfig};
+
+pub const CID: u64 = 3;
+pub const RX: usize = 0;
+pub const TX: usize = 1;
+pub const EVENT: usize = 2;
+/// What the mock guest lets the host send.
+pub const GUEST_WINDOW: u32 = 64 << 10;
+/// As stock drivers post them.
+pub const RX_LEN: u32 = 4096 + HEADER_LEN as u32;
+const RX_STRIDE: u64 = 0x4000;
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// The guest, its device and the directory of its sockets.
+pub struct Guest {
+    pub driver: MockDriver,
+    pub dir: TempDir,
+    free_rx: VecDeque<u16>,
+}
+
+/// The guest's view of one connection.
+#[derive(Clone, Copy, Debug)]
+pub struct Ports {
+    pub host: u32,
+    pub guest: u32,
+}
+
+impl Guest {
+    /// A guest with plenty of receive buffers.
+    pub fn new() -> Self {
+        let mut guest = Self::bare(Limits::default());
+        guest.post_all();
+        guest
+    }
+
+    /// A guest with plenty of receive buffers and a device with other limits.
+    pub fn with_limits(limits: Limits) -> Self {
+        let mut guest = Self::bare(limits);
+        guest.post_all();
+        guest
+    }
+
+    /// A guest without receive buffers.
+    pub fn bare(limits: Limits) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let driver = MockDriver::ready(open(&dir, limits));
+        Self { driver, dir, free_rx: (0..256).collect() }
+    }
+
+    pub fn uds(&self) -> PathBuf {
+        self.dir.path().join("vsock")
+    }
+
+    pub fn run(&self) {
+        self.driver.run();
+    }
+
+    /// Runs the device until `done`, waiting for host sockets and timers in between.
+    pub fn run_until(&mut self, mut done: impl FnMut(&mut Self) -> bool) {
+        let start = Instant::now();
+        loop {
+            self.run();
+            if done(self) {
+                return;
+            }
+            assert!(start.elapsed() < PATIENCE, "it never happens");
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Offers one receive buffer.
+    pub fn post(&mut self) {
+        let slot = self.free_rx.pop_front().expect("all receive buffers are offered");
+        let address = HOLE_END + RX_STRIDE * u64::from(slot);
+        self.driver.descriptor(RX, slot, address, RX_LEN, WRITE, 0);
+        self.driver.offer(RX, slot);
+        self.driver.kick(RX);
+    }
+
+    pub fn post_all(&mut self) {
+        while !self.free_rx.is_empty() {
+            self.post();
+        }
+    }
+
+    /// The next packet from the device, whose buffer is not offered again.
+    pub fn receive_once(&mut self) -> Option<(Header, Vec<u8>)> {
+        let used = self.driver.used(RX)?;
+        let slot = used.head as u16;
+        let mut bytes = vec![0; used.len as usize];
+        let address = GuestAddress(HOLE_END + RX_STRIDE * u64::from(slot));
+        self.driver.memory.read_slice(&mut bytes, address).unwrap();
+        self.free_rx.push_back(slot);
+        let payload = bytes.split_off(HEADER_LEN);
+        let header = Header::decode(&bytes.try_into().unwrap());
+        assert_eq!((header.src_cid, header.dst_cid), (HOST_CID, CID));
+        assert_eq!(header.len as usize, payload.len());
+        Some((header, payload))
+    }
+
+    /// The next packet from the device, whose buffer is offered again.
+    pub fn receive(&mut self) -> Option<(Header, Vec<u8>)> {
+        let packet = self.receive_once()?;
+        self.post();
+        Some(packet)
+    }
+
+    /// Runs the device and gives the next packet, which must be an `op`.
+    pub fn expect(&mut self, op: Op) -> (Header, Vec<u8>) {
+        self.run();
+        let packet = self.receive().unwrap_or_else(|| panic!("no packet, expected {op:?}"));
+        assert_eq!(Op::from_raw(packet.0.op), Some(op), "{:?}", packet.0);
+        packet
+    }
+
+    /// Runs the device, which must have nothing to say.
+    pub fn expect_silence(&mut self) {
+        self.run();
+        assert_eq!(self.receive(), None);
+    }
+
+    /// A header from the guest with its full window and nothing read yet.
+    pub fn header(&self, ports: Ports, op: Op, len: u32) -> Header {
+        Header {
+            src_cid: CID,
+            dst_cid: HOST_CID,
+            src_port: ports.guest,
+            dst_port: ports.host,
+            len,
+            kind: TYPE_STREAM,
+            op: op as u16,
+            flags: 0,
+            buf_alloc: GUEST_WINDOW,
+            fwd_cnt: 0,
+        }
+    }
+
+    pub fn send_raw(&mut self, header: &Header, payload: &[u8]) {
+        let header = header.encode();
+        let parts = [Buffer::Readable(&header), Buffer::Readable(payload)];
+        let parts = if payload.is_empty() { &parts[..1] } else { &parts[..] };
+        self.driver.send(TX, parts);
+    }
+
+    pub fn send(&mut self, ports: Ports, op: Op) {
+        self.send_raw(&self.header(ports, op, 0), &[]);
+    }
+
+    pub fn send_data(&mut self, ports: Ports, payload: &[u8]) {
+        self.send_raw(&self.header(ports, Op::Data, payload.len() as u32), payload);
+    }
+
+    pub fn send_shutdown(&mut self, ports: Ports, flags: u32) {
+        let header = Header { flags, ..self.header(ports, Op::Shutdown, 0) };
+        self.send_raw(&header, &[]);
+    }
+
+    /// Tells the device how much was read so far.
+    pub fn send_credit(&mut self, ports: Ports, fwd_cnt: u32) {
+        let header = Header { fwd_cnt, ..self.header(ports, Op::CreditUpdate, 0) };
+        self.send_raw(&header, &[]);
+    }
+
+    /// A host client that asks for `port`, with more bytes behind the request.
+    pub fn client(&self, request: impl AsRef<[u8]>) -> UnixStream {
+        let mut stream = UnixStream::connect(self.uds()).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.write_all(request.as_ref()).unwrap();
+        stream
+    }
+
+    /// A host client connected to the guest's port 1024.
+    pub fn connected_client(&mut self) -> (UnixStream, Ports) {
+        let mut client = self.client("CONNECT 1024\n");
+        let (request, _) = self.expect(Op::Request);
+        let ports = Ports { host: request.src_port, guest: request.dst_port };
+        self.send(ports, Op::Response);
+        self.run();
+        assert_eq!(read_line(&mut client), format!("OK {}\n", ports.host));
+        (client, ports)
+    }
+
+    /// A listener for what the guest connects to at `port`.
+    pub fn listen(&self, port: u32) -> UnixListener {
+        UnixListener::bind(self.dir.path().join(format!("vsock_{port}"))).unwrap()
+    }
+
+    /// A connection of the guest to a listener at `port`.
+    pub fn connected_guest(&mut self, listener: &UnixListener, ports: Ports) -> UnixStream {
+        self.send(ports, Op::Request);
+        self.expect(Op::Response);
+        let (stream, _) = listener.accept().unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream
+    }
+
+    /// Leaves out a receive buffer whose descriptor was used for something else.
+    pub fn skip_slot(&mut self) {
+        self.free_rx.pop_front();
+    }
+
+    /// Forgets which receive buffers were offered, as a driver does that starts anew.
+    pub fn reset_buffers(&mut self) {
+        self.free_rx = (0..256).collect();
+    }
+
+    /// Offers one event buffer.
+    pub fn post_event(&mut self) {
+        self.driver.send(EVENT, &[Buffer::Writable(4)]);
+    }
+
+    /// This guest on a restored copy of its device, which has sockets of its own.
+    pub fn restored(&self, state: &TransportStateV1) -> Self {
+        let crate::virtio::registry::DeviceState::Vsock(vsock) = state.device.clone() else {
+            panic!("not a vsock state")
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let device = open(&dir, Limits::default()).restore(vsock).unwrap();
+        let driver = self.driver.move_to(device, state);
+        Self { driver, dir, free_rx: self.free_rx.clone() }
+    }
+}
+
+pub fn open(dir: &TempDir, limits: Limits) -> Vsock {
+    let config = VsockConfig { guest_cid: CID, uds_path: dir.path().join("vsock") };
+    let mut device = Vsock::open(&config).unwrap();
+    device.limits = limits;
+    device
+}
+
+pub fn read_line(stream: &mut UnixStream) -> String {
+    let mut line = Vec::new();
+    while line.last() != Some(&b'\n') {
+        let mut byte = [0];
+        stream.read_exact(&mut byte).unwrap();
+        line.push(byte[0]);
+    }
+    String::from_utf8(line).unwrap()
+}
+
+/// What is left until the end of the stream.
+pub fn read_rest(stream: &mut UnixStream) -> Vec<u8> {
+    let mut rest = Vec::new();
+    stream.read_to_end(&mut rest).unwrap();
+    rest
+}
+
+/// Whether the other end closed the stream without a word.
+pub fn is_closed(stream: &mut UnixStream) -> bool {
+    stream.set_nonblocking(true).unwrap();
+    let closed = match stream.read(&mut [0]) {
+        Ok(0) => true,
+        Ok(_) => panic!("it has something to say"),
+        Err(error) => error.kind() == std::io::ErrorKind::ConnectionReset,
+    };
+    stream.set_nonblocking(false).unwrap();
+    closed
+}
+
+/// Bytes whose place can be told from their value.
+pub fn pattern(len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect()
+}

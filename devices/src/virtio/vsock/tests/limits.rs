@@ -1,0 +1,228 @@
+//! Floods, starvation and lies: what grows has a cap, what waits has a deadline, what has nothing to do sleeps.
+
+use std::io::Write;
+use std::time::Duration;
+
+use super::guest::{EVENT, GUEST_WINDOW, Guest, Ports, is_closed, pattern};
+use crate::virtio::vsock::mux::Limits;
+use crate::virtio::vsock::wire::{Header, Op};
+
+fn small() -> Limits {
+    let half_open = Duration::from_millis(50);
+    Limits { connections: 8, resets: 16, half_open, ..Limits::default() }
+}
+
+#[test]
+fn e5_request_flood_is_capped_and_reset() {
+    let mut guest = Guest::with_limits(small());
+    let _listener = guest.listen(1025);
+    let (mut responses, mut resets) = (0, 0);
+    for port in 0..1000 {
+        guest.send(Ports { host: 1025, guest: port }, Op::Request);
+        guest.run();
+        while let Some((header, _)) = guest.receive() {
+            responses += usize::from(header.op == Op::Response as u16);
+            resets += usize::from(header.op == Op::Reset as u16);
+        }
+    }
+    assert_eq!((responses, resets), (8, 992));
+}
+
+#[test]
+fn e5_half_open_flood_without_buffers_is_capped_and_expires() {
+    let mut guest = Guest::bare(small());
+    let listener = guest.listen(1025);
+    listener.set_nonblocking(true).unwrap();
+    for port in 0..200 {
+        guest.send(Ports { host: 1025, guest: port }, Op::Request);
+        guest.run();
+    }
+    let mut accepted: Vec<_> = std::iter::from_fn(|| listener.accept().ok()).collect();
+    assert_eq!(accepted.len(), 8);
+    guest.run_until(|_| accepted.iter_mut().all(|(stream, _)| is_closed(stream)));
+}
+
+#[test]
+fn client_flood_beyond_the_cap_is_turned_away() {
+    let guest = Guest::with_limits(small());
+    let mut clients: Vec<_> = (0..20).map(|_| guest.client("")).collect();
+    guest.run();
+    let closed = clients.iter_mut().filter_map(|client| is_closed(client).then_some(())).count();
+    assert_eq!(closed, 12);
+}
+
+#[test]
+fn e8_guest_that_claims_bytes_never_sent_is_starved_and_reset_at_the_deadline() {
+    let mut guest = Guest::with_limits(small());
+    let (mut client, ports) = guest.connected_client();
+    guest.send_credit(ports, 1000);
+    client.write_all(b"for an honest guest").unwrap();
+    guest.expect_silence();
+    guest.run_until(|guest| {
+        guest.receive().is_some_and(|(header, _)| header.op == Op::Reset as u16)
+    });
+    assert!(is_closed(&mut client));
+}
+
+#[test]
+fn e8_guest_that_corrects_itself_in_time_goes_on() {
+    let mut guest = Guest::with_limits(small());
+    let (mut client, ports) = guest.connected_client();
+    guest.send_credit(ports, 1000);
+    client.write_all(b"patience").unwrap();
+    guest.expect_silence();
+    guest.send_credit(ports, 0);
+    assert_eq!(guest.expect(Op::Data).1, b"patience");
+    std::thread::sleep(Duration::from_millis(80));
+    guest.expect_silence();
+}
+
+#[test]
+fn e8_guest_that_shrinks_its_buffer_gets_nothing_until_there_is_room() {
+    let mut guest = Guest::new();
+    let (mut client, ports) = guest.connected_client();
+    let header = guest.header(ports, Op::CreditUpdate, 0);
+    client.write_all(&[1; 100]).unwrap();
+    guest.expect(Op::Data);
+    guest.send_raw(&Header { buf_alloc: 10, ..header }, &[]);
+    client.write_all(&[2; 100]).unwrap();
+    guest.expect(Op::CreditRequest);
+    guest.expect_silence();
+    guest.send_raw(&Header { buf_alloc: 10, fwd_cnt: 100, ..header }, &[]);
+    assert_eq!(guest.expect(Op::Data).1, [2; 10]);
+}
+
+#[test]
+fn e9_guest_that_never_reads_stops_the_host_writer_and_nothing_else() {
+    let mut guest = Guest::new();
+    let (mut client, _) = guest.connected_client();
+    client.set_nonblocking(true).unwrap();
+    let chunk = pattern(1 << 16);
+    let mut taken = 0;
+    // Alternates until neither the writer nor the device can move.
+    loop {
+        let wrote = client.write(&chunk).unwrap_or(0);
+        taken += wrote;
+        guest.run();
+        let mut moved = wrote > 0;
+        while let Some((header, _)) = guest.receive() {
+            moved |= header.op == Op::Data as u16;
+        }
+        if !moved {
+            break;
+        }
+    }
+    assert!(taken < 4 * GUEST_WINDOW as usize + (1 << 20));
+    // Others are served as before.
+    guest.connected_client();
+}
+
+#[test]
+fn e11_reset_storm_without_buffers_is_bounded_and_ends_in_a_fresh_start() {
+    let mut guest = Guest::bare(small());
+    guest.post_event();
+    let storm = |guest: &mut Guest, ports: std::ops::Range<u32>| {
+        for port in ports {
+            guest.send(Ports { host: 99, guest: port }, Op::Data);
+        }
+        guest.run();
+    };
+    storm(&mut guest, 0..40);
+    // Sixteen are owed, and the packets behind them wait.
+    assert_eq!(guest.driver.used_index(1), 16);
+    guest.run_until(|guest| guest.driver.used_index(EVENT) == 1);
+    // The guest was told to start anew; its packets are taken again.
+    guest.run_until(|guest| guest.driver.used_index(1) >= 32);
+}
+
+#[test]
+fn e11_reset_storm_with_slow_buffers_loses_no_reset() {
+    let mut guest = Guest::bare(Limits { resets: 16, ..Limits::default() });
+    for port in 0..40 {
+        guest.send(Ports { host: 99, guest: port }, Op::Data);
+    }
+    let mut ports = Vec::new();
+    for _ in 0..40 {
+        guest.run();
+        guest.post();
+        guest.run();
+        ports.push(guest.receive_once().unwrap().0.dst_port);
+    }
+    assert_eq!(ports, (0..40).collect::<Vec<_>>());
+}
+
+#[test]
+fn e12_request_for_a_port_without_listener_is_reset() {
+    let mut guest = Guest::new();
+    for port in [0, 1025, u32::MAX] {
+        guest.send(Ports { host: port, guest: 7000 }, Op::Request);
+        let (reset, _) = guest.expect(Op::Reset);
+        assert_eq!((reset.src_port, reset.dst_port), (port, 7000));
+    }
+}
+
+#[test]
+fn e16_host_bytes_for_a_guest_without_buffers_do_not_spin() {
+    let mut guest = Guest::bare(Limits::default());
+    guest.post();
+    let mut client = guest.client("CONNECT 1024\n");
+    guest.run();
+    let (request, _) = guest.receive_once().unwrap();
+    guest.send(Ports { host: request.src_port, guest: 1024 }, Op::Response);
+    guest.run();
+    super::guest::read_line(&mut client);
+    client.write_all(b"waiting").unwrap();
+    guest.run();
+    assert_eq!(guest.driver.devices.run(100), 0);
+    // Not even a hang-up, which an event loop reports whether or not it was asked.
+    drop(client);
+    guest.run();
+    assert_eq!(guest.driver.devices.run(100), 0);
+    guest.post();
+    guest.run();
+    assert_eq!(guest.receive_once().unwrap().1, b"waiting");
+    guest.post();
+    guest.run();
+    assert_eq!(guest.receive_once().unwrap().0.op, Op::Shutdown as u16);
+}
+
+#[test]
+fn e16_host_bytes_for_a_guest_without_credit_do_not_spin() {
+    let mut guest = Guest::new();
+    let (mut client, ports) = guest.connected_client();
+    guest.send_raw(&Header { buf_alloc: 0, ..guest.header(ports, Op::CreditUpdate, 0) }, &[]);
+    client.write_all(b"waiting").unwrap();
+    guest.expect(Op::CreditRequest);
+    drop(client);
+    guest.expect_silence();
+    assert_eq!(guest.driver.devices.run(100), 0);
+    guest.send_credit(ports, 0);
+    assert_eq!(guest.expect(Op::Data).1, b"waiting");
+    guest.expect(Op::Shutdown);
+}
+
+#[test]
+fn idle_device_with_open_connections_never_wakes_up() {
+    let mut guest = Guest::new();
+    let (_client, _) = guest.connected_client();
+    guest.run();
+    // One wake-up may come of a deadline that was met; then there is rest.
+    std::thread::sleep(Duration::from_millis(2100));
+    guest.driver.devices.run(100);
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(guest.driver.devices.run(100), 0);
+}
+
+#[test]
+fn burst_for_one_connection_does_not_starve_another() {
+    let mut guest = Guest::bare(Limits::default());
+    guest.post_all();
+    let (mut loud, _) = guest.connected_client();
+    let (mut quiet, ports) = guest.connected_client();
+    loud.write_all(&pattern(60_000)).unwrap();
+    quiet.write_all(b"psst").unwrap();
+    guest.run();
+    let packets: Vec<_> = std::iter::from_fn(|| guest.receive()).collect();
+    let heard = packets.iter().position(|(header, _)| header.src_port == ports.host).unwrap();
+    assert!(heard <= 16, "heard after {heard} packets");
+}
