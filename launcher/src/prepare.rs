@@ -17,7 +17,7 @@ use pvmm_sandbox::{AGENT, Cache, Kernel, Recipe, Template};
 use crate::exit::{self, Failure};
 use crate::progress::Steps;
 use crate::rootfs;
-use crate::sys::signals::Signals;
+use crate::sys::signals;
 
 /// What the machine is made from, ready to use.
 pub struct Parts {
@@ -71,13 +71,13 @@ impl Sources {
     }
 
     /// Fetches and builds what is not there yet.
-    pub fn prepare(self, quiet: bool, signals: &Signals) -> Result<Parts, Failure> {
-        let mut steps = Steps::new(quiet, Some(signals));
-        let parts = self.make(&mut steps);
-        or_interrupted(parts, signals)
+    pub fn prepare(self, quiet: bool) -> Result<Parts, Failure> {
+        signals::catch_interrupts();
+        let parts = self.make(&mut Steps::new(quiet));
+        or_interrupted(parts)
     }
 
-    fn make(self, steps: &mut Steps<'_>) -> Result<Parts, Failure> {
+    fn make(self, steps: &mut Steps) -> Result<Parts, Failure> {
         let cache = Cache::open().map_err(refuse)?;
         let kernel = match self.kernel {
             Some(kernel) => kernel,
@@ -100,10 +100,10 @@ impl Sources {
 }
 
 /// If a signal came meanwhile, that is how it ended, whatever else went wrong because of it.
-pub fn or_interrupted<T>(result: Result<T, Failure>, signals: &Signals) -> Result<T, Failure> {
-    match signals.is_pending() {
-        true => Err(Failure::silent(exit::by_signal(signals.next()?))),
-        false => result,
+pub fn or_interrupted<T>(result: Result<T, Failure>) -> Result<T, Failure> {
+    match signals::caught() {
+        Some(signal) => Err(Failure::silent(exit::by_signal(signal))),
+        None => result,
     }
 }
 
