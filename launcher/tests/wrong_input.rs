@@ -121,7 +121,8 @@ fn run_without_command_says_where_it_goes() {
 #[test]
 fn run_with_bad_boot_timeout_names_the_variable() {
     let user = User::new();
-    let output = user.command(["run", "--", "true"]).env("PVMM_BOOT_TIMEOUT", "x").output().unwrap();
+    let output =
+        user.command(["run", "--", "true"]).env("PVMM_BOOT_TIMEOUT", "x").output().unwrap();
     assert!(user.check(output, "PVMM_BOOT_TIMEOUT=x", 2).contains("PVMM_BOOT_TIMEOUT"));
 }
 
@@ -129,7 +130,8 @@ fn run_with_bad_boot_timeout_names_the_variable() {
 fn run_with_endless_runtime_directory_names_the_variable() {
     let user = User::new();
     let long = user.path(&"x".repeat(100));
-    let output = user.command(["run", "--", "true"]).env("PVMM_RUNTIME_DIR", &long).output().unwrap();
+    let output =
+        user.command(["run", "--", "true"]).env("PVMM_RUNTIME_DIR", &long).output().unwrap();
     assert!(user.check(output, "long", 2).contains("PVMM_RUNTIME_DIR"));
     assert!(!long.exists());
 }
@@ -140,7 +142,8 @@ fn run_in_runtime_directory_of_others_is_refused() {
     let open = user.path("open");
     fs::create_dir(&open).unwrap();
     fs::set_permissions(&open, fs::Permissions::from_mode(0o777)).unwrap();
-    let output = user.command(["run", "--", "true"]).env("PVMM_RUNTIME_DIR", &open).output().unwrap();
+    let output =
+        user.command(["run", "--", "true"]).env("PVMM_RUNTIME_DIR", &open).output().unwrap();
     assert!(user.check(output, "open", 2).contains("0700"));
 }
 

@@ -4,6 +4,7 @@
 //! was typed.
 
 mod completions;
+mod cp;
 mod doctor;
 mod exec;
 mod kill;
@@ -21,7 +22,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
     match cli.verb {
         Verb::Run(args) => run::run(args, cli.quiet),
         Verb::Exec(args) => exec::exec(args),
-        Verb::Cp(_) => Err(crate::exit::Failure::fault("not wired")),
+        Verb::Cp(args) => cp::cp(args, cli.quiet),
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),
         Verb::Rm(args) => kill::rm(args),

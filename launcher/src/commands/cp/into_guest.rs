@@ -32,7 +32,8 @@ pub fn copy(copy: &mut Copy, source: &Path, target: &Path) -> Result<(), Failure
     }
     let to = destination(source, target, is_directory);
     if metadata.is_dir() && there.is_some() && !is_directory {
-        let message = format!("{} in the VM is a file, {} a folder", to.display(), source.display());
+        let message =
+            format!("{} in the VM is a file, {} a folder", to.display(), source.display());
         return Err(Failure::usage(message));
     }
     entry(copy, source, &to, &metadata)
@@ -45,7 +46,8 @@ fn entry(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result
         directory(copy, from, to, metadata)
     } else if kind.is_symlink() {
         symlink(copy, from, to)
-    } else if kind.is_fifo() || kind.is_socket() || kind.is_char_device() || kind.is_block_device() {
+    } else if kind.is_fifo() || kind.is_socket() || kind.is_char_device() || kind.is_block_device()
+    {
         copy.transfer.remark(&format!("left out {}: not a file, folder or link", from.display()));
         Ok(())
     } else {
@@ -84,7 +86,8 @@ fn file(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<
 /// The agent makes no links, so the guest's own `ln` does.
 fn symlink(copy: &mut Copy, from: &Path, to: &Path) -> Result<(), Failure> {
     let points_to = fs::read_link(from).map_err(on_host("read", from))?;
-    let argv = ["ln".as_ref(), "-sfn".as_ref(), "--".as_ref(), points_to.as_os_str(), to.as_os_str()];
+    let argv =
+        ["ln".as_ref(), "-sfn".as_ref(), "--".as_ref(), points_to.as_os_str(), to.as_os_str()];
     let linked = copy.agent.exec(&ExecRequest::argv(argv)).map_err(attach::refuse)?;
     match linked.status.success() {
         true => Ok(()),

@@ -30,7 +30,8 @@ pub fn copy(copy: &mut Copy, source: &Path, target: &Path) -> Result<(), Failure
     }
     let to = destination(source, target, is_directory);
     if metadata.kind == FileKind::Directory && there.is_some() && !is_directory {
-        let message = format!("{} is a file, {} in the VM a folder", to.display(), source.display());
+        let message =
+            format!("{} is a file, {} in the VM a folder", to.display(), source.display());
         return Err(Failure::usage(message));
     }
     if !matches!(metadata.kind, FileKind::Directory | FileKind::File) {
@@ -72,7 +73,9 @@ fn make_directory(path: &Path) -> Result<(), Failure> {
             let there = fs::symlink_metadata(path).map_err(on_host("look at", path))?;
             match there.is_dir() {
                 true => Ok(()),
-                false => Err(Failure::usage(format!("{} is in the way of a folder", path.display()))),
+                false => {
+                    Err(Failure::usage(format!("{} is in the way of a folder", path.display())))
+                }
             }
         }
         made => made.map_err(on_host("make", path)),
