@@ -9,6 +9,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pvmm_sandbox::{Event, Progress};
 
 use crate::output;
+use crate::sys::signals;
 
 /// A step shorter than this is not worth a line.
 const WORTH_A_LINE: Duration = Duration::from_millis(500);
@@ -67,6 +68,10 @@ impl Progress for Steps {
             }
             Event::Done => self.finish_step(),
         }
+    }
+
+    fn interrupted(&mut self) -> bool {
+        signals::caught().is_some()
     }
 }
 

@@ -23,10 +23,9 @@ static CAUGHT: AtomicI32 = AtomicI32::new(0);
 pub fn catch_interrupts() {
     extern "C" fn caught(signal: libc::c_int) {
         CAUGHT.store(signal, Ordering::Relaxed);
-        pvmm_sandbox::interrupt::request();
     }
     for signal in FORWARDED {
-        // SAFETY: all zero is a valid sigaction; the handler only stores to atomics, which is allowed at
+        // SAFETY: all zero is a valid sigaction; the handler only stores to an atomic, which is allowed at
         // any moment, and restarts what it interrupted.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();

@@ -11,6 +11,7 @@ pub mod frame;
 pub mod image;
 pub mod serve;
 pub mod session;
+mod vmlinux;
 
 use std::collections::VecDeque;
 use std::env;
@@ -69,32 +70,50 @@ pub enum HostError {
 /// A directory of the outer machine that is visible inside as it is now, at the same path.
 struct Share {
     path: PathBuf,
-    options: &'static str,
-    writable: bool,
+    kind: ShareKind,
+}
+
+/// How a share behaves inside; the words are those that the host's init knows.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ShareKind {
+    Current,
+    Layered,
+    Scratch,
+}
+
+impl ShareKind {
+    fn word(self) -> &'static str {
+        match self {
+            ShareKind::Current => "current",
+            ShareKind::Layered => "layered",
+            ShareKind::Scratch => "scratch",
+        }
+    }
 }
 
 /// What must not be served from the root share, whose cache does not notice a rebuild.
 fn shares() -> Result<Vec<Share>, HostError> {
-    // Pages are cached while a file is open, names and attributes never.
-    const CURRENT: &str = "ro,cache=readahead";
-    // Written through, so that nothing is lost when the host is killed.
-    const SCRATCH: &str = "rw,cache=none";
     let root = checkout::root();
-    let mut paths = vec![root.clone(), cache::dir()];
-    if let Some(target) = env::var_os("CARGO_TARGET_DIR") {
-        paths.push(root.join(target));
+    let mut shares = vec![
+        Share { path: root.clone(), kind: ShareKind::Current },
+        // Programs put files of their own there, which have no business outside.
+        Share { path: cache::dir(), kind: ShareKind::Layered },
+        Share { path: checkout::scratch(), kind: ShareKind::Scratch },
+    ];
+    let target = env::var_os("CARGO_TARGET_DIR").map(|dir| root.join(dir));
+    if let Some(path) = target.filter(|dir| !dir.starts_with(&root)) {
+        shares.insert(0, Share { path, kind: ShareKind::Current });
     }
-    let mut shares: Vec<Share> = Vec::new();
-    for path in paths {
-        fs::create_dir_all(&path).map_err(|e| HostError::Create(path.clone(), e))?;
-        if !shares.iter().any(|share| path.starts_with(&share.path)) {
-            shares.push(Share { path, options: CURRENT, writable: false });
-        }
+    for Share { path, .. } in &shares {
+        fs::create_dir_all(path).map_err(|e| HostError::Create(path.clone(), e))?;
     }
-    let scratch = checkout::scratch();
-    fs::create_dir_all(&scratch).map_err(|e| HostError::Create(scratch.clone(), e))?;
-    shares.push(Share { path: scratch, options: SCRATCH, writable: true });
     Ok(shares)
+}
+
+/// Below the cache, sparse files: a share shows them without their holes, gigabytes of zeroes that
+/// each VM would copy. The host makes its own in moments.
+fn sparse_files() -> PathBuf {
+    cache::dir().join("disks")
 }
 
 /// A running nested host. Dropping it kills it.
@@ -147,17 +166,20 @@ impl NestedHost {
         qemu.args(["-serial", "stdio"]);
         qemu.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
         let mut words = String::from(
-            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr idle=poll",
+            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr idle=poll \
+             cryptomgr.notests init_on_alloc=0 audit=0",
         );
 
         share(&mut qemu, "root", Path::new("/"), false);
-        for (index, Share { path, options, writable }) in shares()?.into_iter().enumerate() {
+        for (index, Share { path, kind }) in shares()?.into_iter().enumerate() {
             let tag = format!("share{index}");
-            share(&mut qemu, &tag, &path, writable);
-            words.push_str(&format!(" nested_share={tag}:{options}:{}", encode(&path)));
+            share(&mut qemu, &tag, &path, kind == ShareKind::Scratch);
+            words.push_str(&format!(" nested_share={tag}:{}:{}", kind.word(), encode(&path)));
         }
+        words.push_str(&format!(" nested_empty={}", encode(&sparse_files())));
         let program = env::current_exe().map_err(HostError::Start)?;
         words.push_str(&format!(" nested_serve={}", encode(&program)));
+        words.push_str(&format!(" nested_modules={}", encode(&image.modules)));
         qemu.args(["-append", &words]);
 
         qemu.args(["-device", "virtio-serial-pci,max_ports=31"]);

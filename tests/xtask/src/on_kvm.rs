@@ -54,7 +54,7 @@ fn in_nested_host(argv: &[OsString]) -> Result<u8, Box<dyn Error>> {
             End::Exited(code) => return Ok(code),
             End::HostLost { stdin_used: true } => return Err("the nested host died or hung".into()),
             End::HostLost { stdin_used: false } => {
-                eprintln!("on-kvm: the background host died or hung; using one of its own");
+                eprintln!("on-kvm: the background host is lost or full; booting another");
             }
         }
     }

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::frame::{self, Kind, Outcome};
+use super::frame::{self, Kind};
 use super::image::{self, Image, ImageError};
 use super::{BOOT_DEADLINE, HostError, NestedHost, session, shares};
 use crate::sys::{self, READABLE, Waiting};
@@ -256,16 +256,11 @@ fn serve_locked(place: &Place) -> Result<(), BackgroundError> {
 fn hand_out(
     host: &NestedHost,
     free: &Arc<Mutex<BTreeSet<usize>>>,
-    mut client: UnixStream,
+    client: UnixStream,
 ) -> io::Result<()> {
     let taken = free.lock().unwrap_or_else(PoisonError::into_inner).pop_first();
-    let Some(index) = taken else {
-        let message = format!("all {} ports of the nested host are in use", host.port_count());
-        let outcome = Outcome { code: 125, message: Some(message) };
-        let mut bytes = Vec::new();
-        frame::encode(&mut bytes, Kind::Exit, &serde_json::to_vec(&outcome)?);
-        return client.write_all(&bytes);
-    };
+    // Without an answer the client boots a host of its own.
+    let Some(index) = taken else { return Err(io::Error::other("all ports are in use")) };
     let port = host.port(index)?;
     let free = Arc::clone(free);
     thread::Builder::new().name(format!("client-{index}")).spawn(move || {

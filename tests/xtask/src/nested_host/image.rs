@@ -12,14 +12,16 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use super::cpio::Archive;
+use super::vmlinux;
 use crate::packages::{self, PackageError};
 use crate::{cache, progress, sys};
 
 /// Programs that must be on the machine to prepare or boot the host.
 const PACKAGES: [&str; 4] = ["qemu-system-x86", "busybox-static", "kmod", "xz-utils"];
 
-/// Loaded in this order, each after what it depends on.
-const MODULES: [&str; 30] = [
+/// Loaded at boot in this order, each after what it depends on: what the host needs to come up,
+/// and what only a device node would ask for. The kernel loads everything else when it is used.
+const MODULES: [&str; 9] = [
     "virtio_pci",
     "virtio_console",
     "9pnet_virtio",
@@ -27,35 +29,32 @@ const MODULES: [&str; 30] = [
     "overlay",
     "kvm_amd",
     "tun",
-    "vsock",
     "vhost_vsock",
-    "vhost_net",
-    "virtio_blk",
-    "virtio_net",
-    "ext4",
-    "xfs",
-    "squashfs",
-    "erofs",
-    "fuse",
     "loop",
-    "veth",
-    "bridge",
-    "nf_tables",
-    "nft_chain_nat",
-    "nft_ct",
-    "nft_masq",
-    "nft_nat",
-    "nft_limit",
-    "nft_log",
-    "nft_reject_inet",
-    "virtio_rng",
-    "userfaultfd",
+];
+
+/// Module directories that stay available for later; sound and graphics are not among them.
+const KEPT: [&str; 13] = [
+    "arch",
+    "crypto",
+    "drivers/block",
+    // kvm_amd needs it.
+    "drivers/crypto/ccp",
+    "drivers/md",
+    "drivers/net",
+    "drivers/vhost",
+    "drivers/virtio",
+    "drivers/char",
+    "fs",
+    "lib",
+    "net",
+    "virt",
 ];
 
 const INIT: &str = include_str!("../../../nested-host/init");
 
 /// Raised when this file changes what it builds from the same inputs.
-const RECIPE: u32 = 1;
+const RECIPE: u32 = 4;
 
 /// Another process may be preparing the same image; it needs a download and a minute.
 const LOCK_DEADLINE: Duration = Duration::from_secs(900);
@@ -81,6 +80,8 @@ pub enum ImageError {
 pub struct Image {
     pub kernel: PathBuf,
     pub initramfs: PathBuf,
+    /// Holds `lib/modules/VERSION`.
+    pub modules: PathBuf,
     /// Names this image's recipe; a running host with another key is another host.
     pub key: String,
 }
@@ -91,7 +92,12 @@ pub fn prepare() -> Result<Image, ImageError> {
     let key = key();
     let base = cache::dir().join("nested-host");
     let dir = base.join(&key);
-    let image = Image { kernel: dir.join("vmlinuz"), initramfs: dir.join("initramfs"), key };
+    let image = Image {
+        kernel: dir.join("kernel"),
+        initramfs: dir.join("initramfs"),
+        modules: dir.join("modules"),
+        key,
+    };
     if dir.exists() {
         return Ok(image);
     }
@@ -143,17 +149,49 @@ fn build(dir: &Path) -> Result<(), ImageError> {
     let unpacked = packages::unpack(&kernel_package, dir)?;
     let version = only_entry(&unpacked.join("lib/modules"))?;
 
+    progress::step("unpacking the kernel image");
+    let packed = unpacked.join(format!("boot/vmlinuz-{version}"));
+    let packed = fs::read(&packed).map_err(|e| ImageError::Read(packed, e))?;
+    let kernel = dir.join("kernel");
+    // A kernel packed another way boots as it is, only later.
+    fs::write(&kernel, vmlinux::extract(&packed).unwrap_or(packed))
+        .map_err(|e| ImageError::Write(kernel, e))?;
+
     progress::step("packing the initramfs");
-    run("depmod", Command::new("depmod").arg("-b").arg(&unpacked).arg(&version))?;
-    let kernel = unpacked.join(format!("boot/vmlinuz-{version}"));
-    fs::rename(&kernel, dir.join("vmlinuz")).map_err(|e| ImageError::Write(kernel, e))?;
-    pack(&dir.join("initramfs"), &unpacked, &version)?;
+    let modules = dir.join("modules");
+    keep_modules(&unpacked, &modules, &version)?;
+    run("depmod", Command::new("depmod").arg("-b").arg(&modules).arg(&version))?;
+    pack(&dir.join("initramfs"), &modules, &version)?;
     fs::write(dir.join("kernel-package"), kernel_package)
         .map_err(|e| ImageError::Write(dir.to_path_buf(), e))?;
     fs::remove_dir_all(&unpacked).map_err(|e| ImageError::Write(unpacked, e))
 }
 
-fn pack(path: &Path, unpacked: &Path, version: &str) -> Result<(), ImageError> {
+/// Moves the modules worth keeping from the unpacked package to `to`.
+fn keep_modules(unpacked: &Path, to: &Path, version: &str) -> Result<(), ImageError> {
+    let tree = Path::new("lib/modules").join(version);
+    let (from, to) = (unpacked.join(&tree), to.join(&tree));
+    let mut kept: Vec<PathBuf> = KEPT.iter().map(|dir| Path::new("kernel").join(dir)).collect();
+    kept.extend(["modules.builtin", "modules.builtin.modinfo", "modules.order"].map(PathBuf::from));
+    for name in kept {
+        let (from, to) = (from.join(&name), to.join(&name));
+        let parent = to.parent().unwrap_or(&to);
+        fs::create_dir_all(parent).map_err(|e| ImageError::Write(parent.to_path_buf(), e))?;
+        match fs::rename(&from, &to) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(ImageError::Write(to, e)),
+            _ => {}
+        }
+    }
+    // Below it are drivers for network cards, more than everything else together.
+    let nics = to.join("kernel/drivers/net");
+    let entries = fs::read_dir(&nics).map_err(|e| ImageError::Read(nics.clone(), e))?;
+    for entry in entries.flatten().filter(|e| e.file_type().is_ok_and(|kind| kind.is_dir())) {
+        fs::remove_dir_all(entry.path()).map_err(|e| ImageError::Write(entry.path(), e))?;
+    }
+    Ok(())
+}
+
+fn pack(path: &Path, modules: &Path, version: &str) -> Result<(), ImageError> {
     let failed = |e| ImageError::Write(path.to_path_buf(), e);
     let file = BufWriter::new(File::create(path).map_err(failed)?);
     let mut archive = Archive::new(file);
@@ -165,7 +203,7 @@ fn pack(path: &Path, unpacked: &Path, version: &str) -> Result<(), ImageError> {
     archive.file("bin/busybox", &content).map_err(failed)?;
     archive.file("init", INIT.as_bytes()).map_err(failed)?;
     let mut order = String::new();
-    for file in module_files(unpacked, version)? {
+    for file in module_files(modules, version)? {
         let name = module_name(&file);
         archive.file(&format!("modules/{name}"), &read_module(&file)?).map_err(failed)?;
         order.push_str(&name);
@@ -177,15 +215,14 @@ fn pack(path: &Path, unpacked: &Path, version: &str) -> Result<(), ImageError> {
 }
 
 /// The files of `MODULES` and of everything they need, in the order to load them.
-fn module_files(unpacked: &Path, version: &str) -> Result<Vec<PathBuf>, ImageError> {
+fn module_files(modules: &Path, version: &str) -> Result<Vec<PathBuf>, ImageError> {
     let mut files: Vec<PathBuf> = Vec::new();
     for module in MODULES {
         let mut modprobe = Command::new("modprobe");
-        modprobe.arg("-d").arg(unpacked).args(["-S", version, "--show-depends", module]);
-        // A module that this kernel has built in, or does not have, prints no file.
-        let output =
-            modprobe.stderr(Stdio::null()).output().map_err(|e| ImageError::Run("modprobe", e))?;
-        for line in String::from_utf8_lossy(&output.stdout).lines() {
+        modprobe.arg("-d").arg(modules).args(["-S", version, "--show-depends", module]);
+        // A module that is built in is named without a file.
+        let output = run("modprobe", &mut modprobe)?;
+        for line in String::from_utf8_lossy(&output).lines() {
             let Some(file) = line.strip_prefix("insmod ") else { continue };
             let file = PathBuf::from(file.split_whitespace().next().unwrap_or(file));
             if !files.contains(&file) {
