@@ -19,17 +19,19 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-env-changed=PVMM_AGENT_BIN");
     println!("cargo::rerun-if-changed=build.rs");
     let agent = match env::var_os("PVMM_AGENT_BIN") {
-        Some(ready) => PathBuf::from(ready),
+        Some(ready) => {
+            println!("cargo::rerun-if-changed={}", Path::new(&ready).display());
+            PathBuf::from(ready)
+        }
         None => build(&workspace, &out)?,
     };
-    println!("cargo::rerun-if-changed={}", agent.display());
     fs::copy(&agent, out.join("pvmm-agent"))
         .map_err(|err| format!("cannot copy the agent from {}: {err}", agent.display()))?;
     Ok(())
 }
 
 fn build(workspace: &Path, out: &Path) -> Result<PathBuf, Box<dyn Error>> {
-    for source in ["guest-agent/src", "guest-agent/Cargo.toml", "Cargo.toml"] {
+    for source in ["guest-agent/src", "guest-agent/Cargo.toml", "Cargo.toml", "Cargo.lock"] {
         println!("cargo::rerun-if-changed={}", workspace.join(source).display());
     }
     let target_dir = target_dir(out);

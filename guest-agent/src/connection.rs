@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
-use pvmm_guest_agent::Decoder;
+use pvmm_guest_agent::message::{Code, Goodbye};
+use pvmm_guest_agent::{Decoder, Kind};
 
 use crate::outbox::Outbox;
 
@@ -39,5 +40,12 @@ impl Connection {
             last_stream: 0,
             deadline: None,
         }
+    }
+
+    /// Says why and sends what can be sent at once; the connection is over.
+    pub fn say_goodbye(&mut self, code: Code, message: &str) {
+        let goodbye = Goodbye { code, message: message.to_owned() };
+        self.out.control(Kind::Goodbye, 0, &goodbye);
+        let _ = self.out.flush(&self.socket);
     }
 }

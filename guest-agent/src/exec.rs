@@ -15,9 +15,10 @@ use pvmm_guest_agent::{Channel, Kind};
 use crate::cgroup::{self, Cgroup};
 use crate::channel::{Sink, Source};
 use crate::job::{Death, Job, Phase, Process, Work};
-use crate::server::{Server, Token};
+use crate::server::Server;
 use crate::spawn::{Plan, SpawnError};
 use crate::sys::{self, Reaped};
+use crate::token::Token;
 use crate::users::{self, User};
 
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";

@@ -8,7 +8,7 @@ use pvmm_guest_agent::message::{ExecStatus, Outcome, Usage};
 
 use crate::cgroup::Cgroup;
 use crate::channel::{Sink, Source};
-use crate::server::Token;
+use crate::token::Token;
 
 pub struct Job {
     /// `None` once the client has gone.

@@ -34,9 +34,11 @@ pub const MAX_CONNECTIONS: usize = 32;
 /// Streams open at once on one connection.
 pub const MAX_STREAMS: usize = 256;
 /// Threads that do file work at once; more requests wait their turn.
-pub const MAX_FILE_WORKERS: usize = 8;
+pub const MAX_FILE_WORKERS: usize = 128;
 /// Names, values, arguments and their terminators, together.
 pub const MAX_ARGS: usize = 768 << 10;
+/// Longest MessagePack map of one directory entry.
+pub const MAX_ENTRY: usize = 16 << 10;
 /// Longest path, as the kernel has it.
 pub const MAX_PATH: usize = 4095;
 /// Longest tail of capped output that the agent will hold back.

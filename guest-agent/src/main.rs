@@ -7,15 +7,18 @@ mod channel;
 mod connection;
 mod entry;
 mod exec;
+mod file_work;
 mod files;
 mod init;
 mod job;
+mod listener;
 mod outbox;
 mod pool;
 mod requests;
 mod server;
 mod spawn;
 mod sys;
+mod token;
 mod users;
 
 use std::path::PathBuf;
@@ -23,7 +26,8 @@ use std::path::PathBuf;
 use pvmm_guest_agent::limits::AGENT_PORT;
 
 use crate::cgroup::Cgroups;
-use crate::server::{Listener, Server, Settings};
+use crate::listener::Listener;
+use crate::server::{Server, Settings};
 
 const USAGE: &str = "usage: pvmm-agent serve [--listen vsock:PORT|unix:PATH] [--cgroup DIR|none]";
 /// Descriptors for every stream of every connection.

@@ -43,8 +43,10 @@ pub fn encode<T: Serialize>(
     let written = message.serialize(&mut writer).map_err(MessageError::Encode);
     let len = out.len() - start - HEADER_LEN;
     let most = kind.payload_bounds().1;
-    let checked = written
-        .and_then(|()| if len > most { Err(MessageError::TooLarge { len, most }) } else { Ok(()) });
+    let checked = match written {
+        Ok(()) if len > most => Err(MessageError::TooLarge { len, most }),
+        other => other,
+    };
     if checked.is_err() {
         out.truncate(start);
         return checked;
@@ -447,7 +449,8 @@ pub struct Metadata {
     pub target: Option<ByteBuf>,
 }
 
-/// One directory entry. Each data frame of a listing is a MessagePack array of these.
+/// One directory entry. A listing's output channel is a row of these, each after its length (u32,
+/// little-endian); frames may cut them anywhere.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
     pub name: ByteBuf,

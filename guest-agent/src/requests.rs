@@ -12,7 +12,8 @@ use pvmm_guest_agent::{Channel, decode};
 
 use crate::channel::Step;
 use crate::job::Work;
-use crate::server::{Ended, Server, Token};
+use crate::server::{Ended, Server};
+use crate::token::Token;
 use crate::{files, sys};
 
 /// Bytes read from a socket at once.
@@ -193,16 +194,17 @@ impl Server {
     }
 
     fn open(&mut self, id: u64, stream: u32, payload: &[u8]) {
-        if !self.has_stream_left(id) {
-            let why = "the connection has all the streams it may have";
-            return self.refuse(id, stream, Code::TooMany, why);
-        }
         let request = match decode::<Request>(payload) {
             Ok(request) => request,
             Err(e) => return self.refuse(id, stream, Code::BadRequest, &cause(&e)),
         };
         if let Err(why) = check(&request) {
             return self.refuse(id, stream, Code::BadRequest, why);
+        }
+        let brief = matches!(request, Request::Ping {} | Request::Info {} | Request::Shutdown(_));
+        if !brief && !self.has_stream_left(id) {
+            let why = "the connection has all the streams it may have";
+            return self.refuse(id, stream, Code::TooMany, why);
         }
         match request {
             Request::Exec(exec) => self.start_exec(id, stream, exec),

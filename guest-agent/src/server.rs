@@ -4,109 +4,26 @@
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pvmm_guest_agent::Kind;
-use pvmm_guest_agent::limits::{
-    FRAME_TIME, HANDSHAKE_TIME, HOST_CID, MAX_CONNECTIONS, MAX_STREAMS,
-};
-use pvmm_guest_agent::message::{Code, Goodbye, Shutdown, ShutdownHow};
+use pvmm_guest_agent::limits::{FRAME_TIME, HANDSHAKE_TIME, MAX_CONNECTIONS, MAX_STREAMS};
+use pvmm_guest_agent::message::{Code, Shutdown, ShutdownHow};
 
 use crate::cgroup::Cgroups;
 use crate::channel::Step;
 use crate::connection::Connection;
 use crate::job::Job;
+use crate::listener::Listener;
 use crate::pool::Pool;
 use crate::spawn::Spawner;
 use crate::sys::{self, Epoll, Ready};
+use crate::token::Token;
 
 /// Reads a job or connection may do before the next has its turn.
 const TURN: usize = 4;
 /// How long a socket that could not be accepted for lack of descriptors is left alone.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-
-/// Where clients come from.
-pub enum Listener {
-    Vsock(OwnedFd),
-    Unix(OwnedFd),
-}
-
-impl Listener {
-    /// Listens on the agent's vsock port.
-    pub fn vsock(port: u32) -> io::Result<Self> {
-        sys::vsock_listen(port).map(Self::Vsock)
-    }
-
-    /// Listens on a Unix socket that only this user can reach.
-    pub fn unix(path: &std::path::Path) -> io::Result<Self> {
-        let listener = UnixListener::bind(path)?;
-        let only_us = std::os::unix::fs::PermissionsExt::from_mode(0o600);
-        std::fs::set_permissions(path, only_us)?;
-        listener.set_nonblocking(true)?;
-        Ok(Self::Unix(listener.into()))
-    }
-
-    fn fd(&self) -> &OwnedFd {
-        let (Self::Vsock(fd) | Self::Unix(fd)) = self;
-        fd
-    }
-
-    /// The next client; `None` in place of one that is not the host.
-    fn accept(&self) -> io::Result<Option<OwnedFd>> {
-        match self {
-            // A process in the guest must not become root by talking to us.
-            Self::Vsock(fd) => {
-                sys::vsock_accept(fd).map(|(socket, cid)| (cid == HOST_CID).then_some(socket))
-            }
-            Self::Unix(fd) => sys::unix_accept(fd).map(Some),
-        }
-    }
-}
-
-/// What an event or deadline is about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Token {
-    Listener,
-    Signals,
-    Workers,
-    Connection(u64),
-    Input(u64),
-    Output(u64),
-    Error(u64),
-    /// The job as a whole; only for deadlines.
-    Job(u64),
-}
-
-impl Token {
-    fn bits(self) -> u64 {
-        match self {
-            Self::Listener => 0,
-            Self::Signals => 1,
-            Self::Workers => 2,
-            Self::Connection(id) => id << 3 | 3,
-            Self::Input(id) => id << 3 | 4,
-            Self::Output(id) => id << 3 | 5,
-            Self::Error(id) => id << 3 | 6,
-            Self::Job(id) => id << 3 | 7,
-        }
-    }
-
-    fn from_bits(bits: u64) -> Self {
-        let id = bits >> 3;
-        match bits & 7 {
-            0 => Self::Listener,
-            1 => Self::Signals,
-            2 => Self::Workers,
-            3 => Self::Connection(id),
-            4 => Self::Input(id),
-            5 => Self::Output(id),
-            6 => Self::Error(id),
-            _ => Self::Job(id),
-        }
-    }
-}
 
 /// What the agent is told when it starts.
 pub struct Settings {
@@ -261,10 +178,8 @@ impl Server {
 
     fn advance(&mut self, token: Token) {
         match token {
-            Token::Connection(id) => {
-                if self.read_connection(id) == Step::More {
-                    self.runnable.push_back(token);
-                }
+            Token::Connection(id) if self.read_connection(id) == Step::More => {
+                self.runnable.push_back(token);
             }
             Token::Input(id) => self.advance_input(id),
             Token::Output(id) | Token::Error(id) => self.advance_output(id, token),
@@ -464,14 +379,5 @@ impl Server {
     /// Whether another stream fits on a connection.
     pub(crate) fn has_stream_left(&self, id: u64) -> bool {
         self.connections.get(&id).is_some_and(|it| it.streams.len() < MAX_STREAMS)
-    }
-}
-
-impl Connection {
-    /// Says why and sends what can be sent at once; the connection is over.
-    pub fn say_goodbye(&mut self, code: Code, message: &str) {
-        let goodbye = Goodbye { code, message: message.to_owned() };
-        self.out.control(Kind::Goodbye, 0, &goodbye);
-        let _ = self.out.flush(&self.socket);
     }
 }

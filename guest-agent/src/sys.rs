@@ -2,9 +2,11 @@
 //! The standard library has no epoll, signalfd, wait4 or vsock; their `unsafe` lives here alone.
 #![allow(unsafe_code)] // system calls on plain data, each with its own note
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString};
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
 use std::time::Duration;
 
 /// Turns the -1 of a system call into its errno.
@@ -259,6 +261,18 @@ pub fn raise_open_files(target: u64) -> libc::rlimit {
 pub fn open(path: &CStr, flags: libc::c_int, mode: libc::mode_t) -> Result<OwnedFd> {
     // SAFETY: `path` is a C string that outlives the call.
     own(unsafe { libc::open(path.as_ptr(), flags | libc::O_CLOEXEC, mode) })
+}
+
+/// Renames; with `no_replace`, not over something that is there.
+pub fn rename(from: &Path, to: &Path, no_replace: bool) -> Result<()> {
+    let from = CString::new(from.as_os_str().as_bytes())?;
+    let to = CString::new(to.as_os_str().as_bytes())?;
+    let flags = if no_replace { libc::RENAME_NOREPLACE } else { 0 };
+    // SAFETY: two C strings that outlive the call.
+    check(unsafe {
+        libc::renameat2(libc::AT_FDCWD, from.as_ptr(), libc::AT_FDCWD, to.as_ptr(), flags)
+    })
+    .map(drop)
 }
 
 /// Listens on a vsock port.

@@ -165,6 +165,9 @@ Examples:
 A target that is an existing folder receives the source inside it; otherwise the target is the copy.
 ")]
 pub struct Cp {
+    // Folders are always copied whole; the flag is taken because fingers type it.
+    #[arg(short, long, hide = true)]
+    pub recursive: bool,
     /// Path here, or VM:PATH
     #[arg(value_name = "SOURCE", value_hint = ValueHint::AnyPath, value_parser = OsStringValueParser::new().try_map(|text| args::place(&text)))]
     pub source: Place,

@@ -5,6 +5,7 @@
 
 use std::error::Error;
 use std::fs::File;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
 use pvmm_sandbox::cache::CacheError;
@@ -17,7 +18,7 @@ use pvmm_sandbox::{AGENT, Cache, Kernel, Recipe, Template};
 use crate::exit::{self, Failure};
 use crate::progress::Steps;
 use crate::rootfs;
-use crate::sys::signals::Signals;
+use crate::sys::{process, signals};
 
 /// What the machine is made from, ready to use.
 pub struct Parts {
@@ -71,13 +72,13 @@ impl Sources {
     }
 
     /// Fetches and builds what is not there yet.
-    pub fn prepare(self, quiet: bool, signals: &Signals) -> Result<Parts, Failure> {
-        let mut steps = Steps::new(quiet, Some(signals));
-        let parts = self.make(&mut steps);
-        or_interrupted(parts, signals)
+    pub fn prepare(self, quiet: bool) -> Result<Parts, Failure> {
+        signals::catch_interrupts();
+        let parts = self.make(&mut Steps::new(quiet));
+        or_interrupted(parts)
     }
 
-    fn make(self, steps: &mut Steps<'_>) -> Result<Parts, Failure> {
+    fn make(self, steps: &mut Steps) -> Result<Parts, Failure> {
         let cache = Cache::open().map_err(refuse)?;
         let kernel = match self.kernel {
             Some(kernel) => kernel,
@@ -91,19 +92,43 @@ impl Sources {
                 (base.rootfs, "ext4")
             }
         };
-        let bytes = self.disk_mib << 20;
-        overlay::pristine(&cache, bytes, steps).map_err(refuse)?;
-        let upper = overlay::create_upper(&cache, cache.root(), bytes).map_err(refuse)?;
+        let upper = writable_disk(&cache, self.disk_mib << 20, steps).map_err(refuse)?;
         let initramfs = kernel.initramfs(AGENT).map_err(refuse)?;
         Ok(Parts { kernel, initramfs, rootfs, rootfs_type, upper })
     }
 }
 
+/// The guest's own disk: in the cache's filesystem, or in a temporary place if that cannot be written.
+fn writable_disk(cache: &Cache, bytes: u64, steps: &mut Steps) -> Result<File, OverlayError> {
+    let made = overlay::pristine(cache, bytes, steps)
+        .and_then(|_| overlay::create_upper(cache, cache.root(), bytes));
+    if !matches!(made, Err(OverlayError::Create { .. } | OverlayError::Cache(_))) {
+        return made;
+    }
+    // A cache on a shared filesystem may also not tell where its holes are, so none of it is copied.
+    let Some(scratch) = scratch_directory() else { return made };
+    let elsewhere = Cache::at(&scratch)
+        .map_err(OverlayError::from)
+        .and_then(|scratch| overlay::create_upper(&scratch, scratch.root(), bytes));
+    // The disk has no name, so it outlives the place it was made in.
+    let _ = std::fs::remove_dir_all(&scratch);
+    elsewhere.or(made)
+}
+
+/// A new directory that nobody else can have put there.
+fn scratch_directory() -> Option<PathBuf> {
+    let random: [u8; 8] = process::random().ok()?;
+    let name = format!("pvmm-disk-{:016x}", u64::from_ne_bytes(random));
+    let path = std::env::temp_dir().join(name);
+    std::fs::DirBuilder::new().mode(0o700).create(&path).ok()?;
+    Some(path)
+}
+
 /// If a signal came meanwhile, that is how it ended, whatever else went wrong because of it.
-pub fn or_interrupted<T>(result: Result<T, Failure>, signals: &Signals) -> Result<T, Failure> {
-    match signals.is_pending() {
-        true => Err(Failure::silent(exit::by_signal(signals.next()?))),
-        false => result,
+pub fn or_interrupted<T>(result: Result<T, Failure>) -> Result<T, Failure> {
+    match signals::caught() {
+        Some(signal) => Err(Failure::silent(exit::by_signal(signal))),
+        None => result,
     }
 }
 

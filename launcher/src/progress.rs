@@ -1,7 +1,6 @@
 //! Long work as the person who waits for it sees it: a moving line on a terminal, plain lines elsewhere.
 //!
-//! Also the place where Ctrl-C reaches that work: the tools it runs are stopped, the library cleans up
-//! and returns, and nothing half-made stays behind.
+//! The libraries tell what they do and never print; how that looks is decided here alone.
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
@@ -10,23 +9,20 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pvmm_sandbox::{Event, Progress};
 
 use crate::output;
-use crate::sys::process;
-use crate::sys::signals::Signals;
+use crate::sys::signals;
 
 /// A step shorter than this is not worth a line.
 const WORTH_A_LINE: Duration = Duration::from_millis(500);
 
 /// Shows the steps of a preparation on standard error.
-pub struct Steps<'a> {
+pub struct Steps {
     quiet: bool,
     bar: Option<ProgressBar>,
     step: Option<(String, Instant)>,
-    signals: Option<&'a Signals>,
 }
 
-impl<'a> Steps<'a> {
-    /// With `signals`, one that arrives stops the tools that the work has started.
-    pub fn new(quiet: bool, signals: Option<&'a Signals>) -> Self {
+impl Steps {
+    pub fn new(quiet: bool) -> Self {
         // No ticker thread: the VMM process is forked later, and a fork needs a single thread.
         let bar = (!quiet && io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new_spinner();
@@ -34,7 +30,7 @@ impl<'a> Steps<'a> {
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
             bar
         });
-        Self { quiet, bar, step: None, signals }
+        Self { quiet, bar, step: None }
     }
 
     fn finish_step(&mut self) {
@@ -47,15 +43,9 @@ impl<'a> Steps<'a> {
             }
         }
     }
-
-    fn stop_if_asked(&self) {
-        if self.signals.is_some_and(Signals::is_pending) {
-            process::stop_children();
-        }
-    }
 }
 
-impl Progress for Steps<'_> {
+impl Progress for Steps {
     fn event(&mut self, event: Event<'_>) {
         match event {
             Event::Step(text) => {
@@ -78,11 +68,54 @@ impl Progress for Steps<'_> {
             }
             Event::Done => self.finish_step(),
         }
-        self.stop_if_asked();
+    }
+
+    fn interrupted(&mut self) -> bool {
+        signals::caught().is_some()
     }
 }
 
-impl Drop for Steps<'_> {
+impl Drop for Steps {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+/// Bytes on their way, as a moving count on a terminal.
+pub struct Transfer {
+    quiet: bool,
+    bar: Option<ProgressBar>,
+}
+
+impl Transfer {
+    pub fn new(quiet: bool) -> Self {
+        let bar = (!quiet && io::stderr().is_terminal()).then(|| {
+            let bar = ProgressBar::new_spinner();
+            let style = ProgressStyle::with_template("{spinner} {bytes} copied ({bytes_per_sec})");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
+            bar
+        });
+        Self { quiet, bar }
+    }
+
+    pub fn add(&self, bytes: u64) {
+        if let Some(bar) = &self.bar {
+            bar.inc(bytes);
+        }
+    }
+
+    /// A remark that does not tear the moving line.
+    pub fn remark(&self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| output::remark(self.quiet, text)),
+            None => output::remark(self.quiet, text),
+        }
+    }
+}
+
+impl Drop for Transfer {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

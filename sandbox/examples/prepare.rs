@@ -1,5 +1,5 @@
 //! Prepares kernel, template and disk, and says where they are and how long each took.
-//! It is an example of the whole crate in one page.
+//! It is an example of the whole crate in one page; the initramfs goes to the path it is given.
 
 use std::time::Instant;
 
@@ -20,7 +20,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let kernel = Kernel::default_in(&cache, &mut progress)?;
     println!("{} in {:.1?}: {}", kernel.label, start.elapsed(), kernel.vmlinux.display());
     let start = Instant::now();
-    let bytes = kernel.initramfs(AGENT)?.len();
+    let initramfs = kernel.initramfs(AGENT)?;
+    if let Some(path) = std::env::args_os().nth(1) {
+        std::fs::write(path, &initramfs)?;
+    }
+    let bytes = initramfs.len();
     println!("initramfs of {bytes} bytes, agent {}, in {:.1?}", AGENT.len(), start.elapsed());
     let start = Instant::now();
     let template = Template::ensure(&cache, &Recipe::base(), &mut progress)?;

@@ -8,7 +8,6 @@ use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 
-use crate::interrupt;
 use crate::progress::Progress;
 use crate::sys;
 
@@ -28,6 +27,8 @@ pub enum CacheError {
     Lock { path: PathBuf, source: io::Error },
     #[error("{} has been locked for {seconds} s: end the process that builds there, then retry", path.display())]
     Locked { path: PathBuf, seconds: u64 },
+    #[error("{} has {free_mib} MiB free and {needed_mib} are needed: free some, or set XDG_CACHE_HOME", path.display())]
+    Full { path: PathBuf, free_mib: u64, needed_mib: u64 },
     #[error("interrupted while waiting for {}", path.display())]
     Interrupted { path: PathBuf },
     #[error("cannot write {} to disk", path.display())]
@@ -103,7 +104,7 @@ impl Cache {
             if Instant::now() >= end {
                 return Err(CacheError::Locked { path, seconds: deadline.as_secs() });
             }
-            if interrupt::requested() {
+            if progress.interrupted() {
                 return Err(CacheError::Interrupted { path });
             }
             if !told {
@@ -147,6 +148,16 @@ impl Cache {
         put_in_place(temp.path(), &path)?;
         sync_dir(&parent)?;
         Ok(path)
+    }
+
+    /// Refuses work that would fill the disk, before it has taken a minute to find out.
+    pub fn need_mib(&self, needed_mib: u64) -> Result<(), CacheError> {
+        // A filesystem that cannot tell is given the benefit of the doubt.
+        let free_mib = sys::free_bytes(&self.root).map_or(u64::MAX, |bytes| bytes >> 20);
+        if free_mib < needed_mib {
+            return Err(CacheError::Full { path: self.root.clone(), free_mib, needed_mib });
+        }
+        Ok(())
     }
 
     /// Removes `kind/name`; false if it was not there.

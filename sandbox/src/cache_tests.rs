@@ -141,6 +141,14 @@ fn lock_held_past_the_deadline_says_so() {
 }
 
 #[test]
+fn need_of_more_than_the_disk_has_is_refused() {
+    let (_dir, cache) = cache();
+    cache.need_mib(0).unwrap();
+    let err = cache.need_mib(u64::MAX - 1).unwrap_err();
+    assert!(matches!(err, CacheError::Full { .. }), "{err}");
+}
+
+#[test]
 fn remove_of_entry_tells_whether_it_was_there() {
     let (_dir, cache) = cache();
     put(&cache, "one", "1").unwrap();

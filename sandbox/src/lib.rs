@@ -5,7 +5,6 @@ pub mod agent;
 pub mod cache;
 mod deb;
 pub mod initramfs;
-pub mod interrupt;
 pub mod kernel;
 pub mod overlay;
 pub mod packages;

@@ -86,7 +86,7 @@ fn make(image: &Path, bytes: u64) -> Result<(), OverlayError> {
         .args(["-E", "packed_meta_blocks=1,nodiscard,assume_storage_prezeroed=1,root_owner=0:0"])
         .arg(image)
         .arg(format!("{}k", bytes / 1024));
-    tool::run(command, "e2fsprogs", DEADLINE, |_| ())
+    tool::run_quietly(command, "e2fsprogs", DEADLINE)
         .map(drop)
         .map_err(|source| OverlayError::Make { source })
 }
@@ -147,7 +147,7 @@ mod tests {
     fn fsck(path: &Path) -> Vec<String> {
         let mut command = Command::new("e2fsck");
         command.arg("-fn").arg(path);
-        tool::run(command, "e2fsprogs", DEADLINE, |_| ()).unwrap().out
+        tool::run_quietly(command, "e2fsprogs", DEADLINE).unwrap().out
     }
 
     #[test]
@@ -186,7 +186,7 @@ mod tests {
         let (_dir, cache) = cache();
         let mut command = Command::new("dumpe2fs");
         command.arg(pristine(&cache, DEFAULT_BYTES, &mut Silent).unwrap());
-        let said = tool::run(command, "e2fsprogs", DEADLINE, |_| ()).unwrap().out;
+        let said = tool::run_quietly(command, "e2fsprogs", DEADLINE).unwrap().out;
         let groups = said.iter().filter(|line| line.contains(": (Blocks ")).count();
         let zeroed = said.iter().filter(|line| line.contains("ITABLE_ZEROED")).count();
         assert_eq!((groups, zeroed), (64, 64));

@@ -15,6 +15,8 @@ use crate::tool::{self, Said, ToolError};
 
 /// Package lists younger than this are not fetched again.
 const LISTS_FRESH: Duration = Duration::from_secs(60 * 60);
+/// Lists and apt's index of them, with room for a few packages.
+const LISTS_MIB: u64 = 256;
 const UPDATE_DEADLINE: Duration = Duration::from_secs(5 * 60);
 const RESOLVE_DEADLINE: Duration = Duration::from_secs(60);
 const DOWNLOAD_DEADLINE: Duration = Duration::from_secs(20 * 60);
@@ -89,6 +91,7 @@ impl Apt {
         let apt = Apt { dir: cache.root().join("apt"), _lock: lock };
         apt.prepare()?;
         if !apt.lists_fresh() {
+            cache.need_mib(LISTS_MIB)?;
             apt.update(progress)?;
         }
         Ok(apt)
@@ -129,10 +132,10 @@ impl Apt {
         progress.step("Fetching Debian package lists");
         let mut command = self.command("apt-get");
         command.args(["--quiet", "update"]);
-        let updated = tool::run(command, "apt", UPDATE_DEADLINE, |line| fetched(line, progress));
-        let said = match updated {
-            Ok(said) => said.err,
-            Err(ToolError::Failed { lines, .. }) => lines,
+        let updated = tool::run(command, "apt", UPDATE_DEADLINE, progress, fetched);
+        let (said, whole) = match updated {
+            Ok(said) => (said.err, true),
+            Err(ToolError::Failed { lines, .. }) => (lines, false),
             Err(err) => return Err(tool_error(err)),
         };
         let failed = said.iter().find(|line| line.contains("Failed to fetch"));
@@ -145,7 +148,7 @@ impl Apt {
                 return Err(PackagesError::Unreachable { said });
             }
             // Stale lists are better than none, but are tried again the next time.
-            Some(line) if failed.is_some() => log::warn!("apt-get update: {line}"),
+            Some(line) if failed.is_some() || !whole => log::warn!("apt-get update: {line}"),
             _ => {
                 let path = self.stamp();
                 fs::write(&path, "").map_err(|source| PackagesError::Prepare { path, source })?;
@@ -225,13 +228,11 @@ impl Apt {
         // `download` writes into the current directory, and only there after checking the digest.
         command.current_dir(&archives).args(["--quiet", "download"]);
         command.args(absent.iter().map(|p| format!("{}={}", p.name, p.version)));
-        tool::run(command, "apt", DOWNLOAD_DEADLINE, |line| fetched(line, progress)).map_err(
-            |err| {
-                // The mirrors may have moved on from what our lists say: next time, ask them anew.
-                let _ = fs::remove_file(self.stamp());
-                download_error(err)
-            },
-        )?;
+        tool::run(command, "apt", DOWNLOAD_DEADLINE, progress, fetched).map_err(|err| {
+            // The mirrors may have moved on from what our lists say: next time, ask them anew.
+            let _ = fs::remove_file(self.stamp());
+            download_error(err)
+        })?;
         if let Some(path) = paths.iter().find(|path| !path.exists()) {
             return Err(PackagesError::NotDownloaded { path: path.clone() });
         }
@@ -246,7 +247,7 @@ impl Apt {
     }
 
     fn run(&self, command: Command, deadline: Duration) -> Result<Said, ToolError> {
-        tool::run(command, "apt", deadline, |_| ())
+        tool::run_quietly(command, "apt", deadline)
     }
 }
 
@@ -320,15 +321,12 @@ fn parse_inst(line: &str) -> Option<Package> {
 }
 
 /// `Get:12 MIRROR SUITE ARCH NAME ARCH VERSION [SIZE]`: tells which file is on its way.
-fn fetched(line: &str, progress: &mut dyn Progress) {
-    if !line.starts_with("Get:") {
-        return;
-    }
-    let mut words = line.split_whitespace().skip(2);
-    let suite = words.next().unwrap_or_default();
+fn fetched(line: &str) -> Option<String> {
+    let mut words = line.strip_prefix("Get:")?.split_whitespace().skip(2);
+    let suite = words.next()?;
     match (words.nth(1), words.nth(1)) {
-        (Some(name), Some(version)) => progress.detail(&format!("{name} {version}")),
-        _ => progress.detail(suite),
+        (Some(name), Some(version)) => Some(format!("{name} {version}")),
+        _ => Some(suite.to_owned()),
     }
 }
 
@@ -408,11 +406,10 @@ mod tests {
 
     #[test]
     fn fetched_line_tells_name_and_version() {
-        let mut seen = Vec::new();
-        let mut progress = |event: crate::progress::Event<'_>| seen.push(format!("{event:?}"));
-        fetched("Get:2 http://m/debian bookworm/main amd64 bash amd64 5.2 [1 kB]", &mut progress);
-        fetched("Get:1 http://m/debian bookworm InRelease [151 kB]", &mut progress);
-        fetched("Reading package lists...", &mut progress);
-        assert_eq!(seen, ["Detail(\"bash 5.2\")", "Detail(\"bookworm\")"]);
+        let package = "Get:2 http://m/debian bookworm/main amd64 bash amd64 5.2 [1 kB]";
+        assert_eq!(fetched(package).as_deref(), Some("bash 5.2"));
+        let list = "Get:1 http://m/debian bookworm InRelease [151 kB]";
+        assert_eq!(fetched(list).as_deref(), Some("bookworm"));
+        assert_eq!(fetched("Reading package lists..."), None);
     }
 }

@@ -16,6 +16,12 @@ pub enum Event<'a> {
 pub trait Progress {
     fn event(&mut self, event: Event<'_>);
 
+    /// Whether the person has stopped waiting; asked several times a second. Work then ends with an
+    /// error and removes what it had half built.
+    fn interrupted(&mut self) -> bool {
+        false
+    }
+
     fn step(&mut self, text: &str) {
         self.event(Event::Step(text));
     }

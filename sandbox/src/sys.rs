@@ -1,6 +1,6 @@
 //! The few system calls that the standard library does not offer.
 //! They are together so that the rest of the crate needs no unsafe code.
-#![allow(unsafe_code)] // flock, renameat2, FICLONE and SEEK_DATA have no safe form in std.
+#![allow(unsafe_code)] // flock, renameat2, FICLONE, SEEK_DATA and statvfs have no safe form in std.
 
 use std::ffi::CString;
 use std::fs::File;
@@ -62,6 +62,19 @@ fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> 
             err => Err(err),
         },
     }
+}
+
+/// What an ordinary user may still write to the filesystem of `path`.
+pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
+    let path = c_path(path)?;
+    let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();
+    // SAFETY: the string ends in NUL, and statvfs writes one whole structure or fails.
+    if unsafe { libc::statvfs(path.as_ptr(), found.as_mut_ptr()) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call succeeded, so the structure is filled.
+    let found = unsafe { found.assume_init() };
+    Ok(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
 fn c_path(path: &Path) -> io::Result<CString> {

@@ -21,11 +21,15 @@ const RECIPE_VERSION: u32 = 1;
 const KIND: &str = "templates";
 const IMAGE: &str = "rootfs.ext4";
 const MANIFEST: &str = "template.json";
+/// Only while it is being built.
+const PACKAGES: &str = "packages";
 const NAME_CAP: usize = 63;
+/// The packages, the unpacked tree and the image of `base` together.
+const BUILD_MIB: u64 = 320;
 
-/// Python with pip, a shell, the usual small tools, certificates. No tzdata: without it the zone is
+/// Python with pip and venv, a shell, the usual small tools, certificates. No tzdata: without it the zone is
 /// UTC, which is what a sandbox should be in, and it would add 3 MB.
-const BASE_PACKAGES: [&str; 19] = [
+const BASE_PACKAGES: [&str; 20] = [
     "base-files",
     "base-passwd",
     "bash",
@@ -43,6 +47,7 @@ const BASE_PACKAGES: [&str; 19] = [
     "procps",
     "python3",
     "python3-pip",
+    "python3-venv",
     "sed",
     "tar",
 ];
@@ -194,14 +199,13 @@ impl Template {
     ) -> Result<Template, TemplateError> {
         check_name(&recipe.name)?;
         let path = cache.publish(KIND, &recipe.name, progress, current, |dir, progress| {
-            let apt = Apt::open(cache, progress)?;
-            let packages = apt.resolve(&recipe.all_packages())?;
-            let debs = apt.download(&packages, progress)?;
-            let image = dir.join(IMAGE);
-            let rootfs = rootfs::build(&debs, dir, &image, progress).map_err(|source| {
-                TemplateError::Build { name: recipe.name.clone(), source: Box::new(source) }
-            })?;
-            drop(apt);
+            let (packages, debs) = fetch(cache, recipe, dir, progress)?;
+            let rootfs =
+                rootfs::build(&debs, dir, &dir.join(IMAGE), progress).map_err(|source| {
+                    TemplateError::Build { name: recipe.name.clone(), source: Box::new(source) }
+                })?;
+            let path = dir.join(PACKAGES);
+            fs::remove_dir_all(&path).map_err(|source| TemplateError::Write { path, source })?;
             write_manifest(dir, recipe, rootfs.release, packages)
         })?;
         load(&path).ok_or_else(|| TemplateError::Damaged { name: recipe.name.clone() })
@@ -266,6 +270,30 @@ pub fn check_name(name: &str) -> Result<(), TemplateError> {
         && plain(bytes[0])
         && bytes.iter().all(|&c| plain(c) || b"._-".contains(&c));
     if valid { Ok(()) } else { Err(TemplateError::Name { name: name.to_owned() }) }
+}
+
+/// Downloads all that the recipe needs, and links it into `dir`: from there it cannot vanish, so apt
+/// is free for the next builder while this one unpacks.
+fn fetch(
+    cache: &Cache,
+    recipe: &Recipe,
+    dir: &Path,
+    progress: &mut dyn Progress,
+) -> Result<(Vec<Package>, Vec<PathBuf>), TemplateError> {
+    let apt = Apt::open(cache, progress)?;
+    cache.need_mib(BUILD_MIB)?;
+    let packages = apt.resolve(&recipe.all_packages())?;
+    let downloaded = apt.download(&packages, progress)?;
+    let path = dir.join(PACKAGES);
+    fs::create_dir(&path).map_err(|source| TemplateError::Write { path: path.clone(), source })?;
+    let mut debs = Vec::new();
+    for deb in downloaded {
+        let linked = path.join(deb.file_name().unwrap_or_default());
+        fs::hard_link(&deb, &linked)
+            .map_err(|source| TemplateError::Write { path: linked.clone(), source })?;
+        debs.push(linked);
+    }
+    Ok((packages, debs))
 }
 
 fn load(dir: &Path) -> Option<Template> {

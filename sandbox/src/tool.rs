@@ -6,7 +6,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
-use crate::interrupt;
+use crate::progress::{Progress, Silent};
 
 /// Tools talk in lines; one longer than this is cut, so a mad tool cannot fill our memory.
 const LINE_CAP: u64 = 64 * 1024;
@@ -41,12 +41,13 @@ enum Line {
     Err(String),
 }
 
-/// Runs `command` to its end; `on_line` sees every line of its standard output as it comes.
+/// Runs `command` to its end; `detail` picks from its standard output what is worth telling.
 pub(crate) fn run(
     mut command: Command,
     package: &'static str,
     deadline: Duration,
-    mut on_line: impl FnMut(&str),
+    progress: &mut dyn Progress,
+    detail: impl Fn(&str) -> Option<String>,
 ) -> Result<Said, ToolError> {
     let tool = command.get_program().to_string_lossy().into_owned();
     let end = Instant::now() + deadline;
@@ -79,12 +80,14 @@ pub(crate) fn run(
         if left.is_zero() {
             return Err(ToolError::Timeout { tool, seconds: deadline.as_secs() });
         }
-        if interrupt::requested() {
+        if progress.interrupted() {
             return Err(ToolError::Interrupted { tool });
         }
         match incoming.recv_timeout(left.min(INTERRUPT_POLL)) {
             Ok(Line::Out(line)) => {
-                on_line(&line);
+                if let Some(text) = detail(&line) {
+                    progress.detail(&text);
+                }
                 push(&mut said.out, line);
             }
             Ok(Line::Err(line)) => push(&mut said.err, line),
@@ -112,6 +115,15 @@ pub(crate) fn run(
     }
     let message = summary(&said).unwrap_or_else(|| status.to_string());
     Err(ToolError::Failed { tool, said: message, lines: said.err })
+}
+
+/// As [`run`], for tools that are done in a moment and have nothing to tell.
+pub(crate) fn run_quietly(
+    command: Command,
+    package: &'static str,
+    deadline: Duration,
+) -> Result<Said, ToolError> {
+    run(command, package, deadline, &mut Silent, |_| None)
 }
 
 /// A child that is stopped and reaped whenever we stop looking at it.
@@ -172,7 +184,7 @@ mod tests {
     fn shell(script: &str, deadline: Duration) -> Result<Said, ToolError> {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        run(command, "dash", deadline, |_| ())
+        run_quietly(command, "dash", deadline)
     }
 
     #[test]
@@ -199,6 +211,21 @@ mod tests {
     }
 
     #[test]
+    fn tool_that_is_interrupted_is_stopped_at_once() {
+        struct Impatient;
+        impl Progress for Impatient {
+            fn event(&mut self, _event: crate::Event<'_>) {}
+            fn interrupted(&mut self) -> bool {
+                true
+            }
+        }
+        let mut command = Command::new("sleep");
+        command.arg("30");
+        let err = run(command, "coreutils", Duration::from_secs(20), &mut Impatient, |_| None);
+        assert!(matches!(err, Err(ToolError::Interrupted { .. })));
+    }
+
+    #[test]
     fn tool_that_talks_without_end_is_stopped_at_its_deadline() {
         let err = shell("exec yes", Duration::from_millis(200)).unwrap_err();
         assert!(matches!(err, ToolError::Timeout { .. }), "{err}");
@@ -206,7 +233,7 @@ mod tests {
 
     #[test]
     fn tool_that_is_missing_names_its_package() {
-        let err = run(Command::new("pvmm-no-such-tool"), "apt", Duration::from_secs(1), |_| ());
+        let err = run_quietly(Command::new("pvmm-no-such-tool"), "apt", Duration::from_secs(1));
         assert_eq!(
             err.unwrap_err().to_string(),
             "pvmm-no-such-tool is not installed: apt-get install apt"

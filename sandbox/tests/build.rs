@@ -1,6 +1,8 @@
 //! Really fetches Debian's kernel and builds templates, into a cache of its own.
 //! It is apart from the unit tests because it needs package mirrors and about half a minute.
 
+#![allow(clippy::unwrap_used)] // Clippy does not see that helpers of tests are tests too.
+
 use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;

@@ -2,4 +2,9 @@
 //!
 //! One binary, so that it can be carried into a host with KVM and run there once.
 
+mod boot;
+mod detached;
+mod exec;
 mod outcomes;
+mod run;
+mod vsock;

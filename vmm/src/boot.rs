@@ -9,6 +9,7 @@ use pvmm_devices::virtio::block::{Block, BlockConfig};
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
 
+use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
 use crate::config::{self, Console, Drive, DriveSource, VmConfig};
 use crate::error::{Error, ErrorKind};
@@ -26,6 +27,7 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
 
     // What the host must supply.
     let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
+    let ready = vsock_path.as_deref().map(ReadyListener::bind).transpose()?;
     let devices = open_devices(config.drives, config.vsock, config.rng)?;
     let memory = allocate_memory(config.memory_mib)?;
 
@@ -67,6 +69,7 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
         _console: machine.console,
         ending: machine.ending,
         vsock_path,
+        ready,
         running: false,
         _kvm: kvm,
     })

@@ -7,6 +7,7 @@ use std::fmt;
 
 use pvmm_devices::virtio::device_loop::DeviceError;
 
+use crate::agent::AgentError;
 use crate::arch::x86_64::kernel::KernelError;
 use crate::arch::x86_64::tables::TablesError;
 use crate::config::ConfigError;
@@ -140,5 +141,22 @@ impl From<ThreadError> for Error {
 impl From<DeviceError> for Error {
     fn from(error: DeviceError) -> Self {
         Self::new(ErrorKind::Bug, "device thread", error)
+    }
+}
+
+impl From<AgentError> for Error {
+    fn from(error: AgentError) -> Self {
+        let kind = match error {
+            AgentError::NotReady | AgentError::NotListening { .. } | AgentError::Overdue => {
+                ErrorKind::Timeout
+            }
+            AgentError::InvalidRequest { .. } => ErrorKind::InvalidConfig,
+            AgentError::Listen { .. } | AgentError::Socket(_) | AgentError::TooMany => {
+                ErrorKind::HostResource
+            }
+            AgentError::Encode(_) => ErrorKind::Bug,
+            _ => ErrorKind::AgentLost,
+        };
+        Self::new(kind, "agent", error)
     }
 }

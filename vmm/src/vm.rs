@@ -1,16 +1,17 @@
 //! A machine in the owner's hands: resume, pause, wait; dropping it ends it.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pvmm_devices::legacy::console::Console;
 use pvmm_devices::virtio::thread::DeviceThread;
 use vmm_sys_util::eventfd::EventFd;
 
+use crate::agent::{Agent, ReadyListener};
 use crate::boot;
 use crate::config::VmConfig;
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmVm;
 use crate::machine::Ending;
 use crate::vcpu::run::Outcome;
@@ -25,6 +26,8 @@ pub struct Vm {
     pub(crate) _console: Console,
     pub(crate) ending: Arc<Ending>,
     pub(crate) vsock_path: Option<PathBuf>,
+    // There until the agent has said that it is ready.
+    pub(crate) ready: Option<ReadyListener>,
     pub(crate) running: bool,
     pub(crate) _kvm: KvmVm,
 }
@@ -72,7 +75,25 @@ impl Vm {
     }
 
     /// The Unix socket that leads into the guest, if it has a vsock device.
-    pub fn vsock_path(&self) -> Option<&std::path::Path> {
+    pub fn vsock_path(&self) -> Option<&Path> {
         self.vsock_path.as_deref()
+    }
+
+    /// What hears the agent's ready signal, for those who wait for it beside other things.
+    pub fn take_ready(&mut self) -> Option<ReadyListener> {
+        self.ready.take()
+    }
+
+    /// A connection to the agent in the guest; the first call waits until the agent is ready.
+    pub fn agent(&mut self, deadline: Instant) -> Result<Agent, Error> {
+        if let Some(ready) = &self.ready {
+            ready.wait(deadline)?;
+            self.ready = None;
+        }
+        let Some(path) = &self.vsock_path else {
+            let act = "vsock: the machine has none, and the agent is reached through it";
+            return Err(Error::plain(ErrorKind::InvalidConfig, act));
+        };
+        Ok(Agent::connect(path, deadline)?)
     }
 }

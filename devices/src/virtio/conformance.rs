@@ -2,7 +2,6 @@
 //!
 //! A device's `tests.rs` supplies a `Specimen` and says `conformance::suite!(its_specimen)`.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use proptest::test_runner::{Config, TestRunner};
@@ -11,8 +10,8 @@ use vm_memory::{Bytes, GuestAddress};
 use super::registry::DeviceState;
 use super::testing::Buffer::{Readable, Writable};
 use super::testing::{
-    HOLE_END, HOLE_START, INDIRECT, MEMORY_END, MEMORY_START, MockDriver, NEXT, WRITE, memory,
-    raw_descriptor,
+    HOLE_END, HOLE_START, INDIRECT, MEMORY_END, MEMORY_START, MockDriver, NEXT, Racer, WRITE,
+    memory, raw_descriptor,
 };
 use super::{DeviceThread, VirtioDevice};
 
@@ -208,26 +207,22 @@ pub fn wrong_order_chain_is_refused_and_the_next_is_served<S: Specimen>(specimen
 pub fn descriptors_flipped_by_another_thread_do_no_harm<S: Specimen>(specimen: &S) {
     let mut driver = MockDriver::new(specimen.fresh());
     let table = driver.descriptor_table(S::QUEUE);
-    let (memory, stop) = (driver.memory.clone(), AtomicBool::new(false));
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let good = raw_descriptor(0x2000, 16, NEXT, 1);
-            let bad = raw_descriptor(HOLE_END - 1, u32::MAX, WRITE | NEXT, 2);
-            while !stop.load(Ordering::Relaxed) {
-                for index in 0..8 {
-                    memory.write_slice(&bad, GuestAddress(table.0 + 16 * index)).unwrap();
-                    memory.write_slice(&good, GuestAddress(table.0 + 16 * index)).unwrap();
-                }
-            }
-        });
-        for _ in 0..200 {
-            driver.start();
-            (0..8).for_each(|head| driver.offer(S::QUEUE, head));
-            driver.kick(S::QUEUE);
-            driver.run();
+    let memory = driver.memory.clone();
+    let good = raw_descriptor(0x2000, 16, NEXT, 1);
+    let bad = raw_descriptor(HOLE_END - 1, u32::MAX, WRITE | NEXT, 2);
+    let racer = Racer::spawn(move || {
+        for index in 0..8 {
+            memory.write_slice(&bad, GuestAddress(table.0 + 16 * index)).unwrap();
+            memory.write_slice(&good, GuestAddress(table.0 + 16 * index)).unwrap();
         }
-        stop.store(true, Ordering::Relaxed);
     });
+    for _ in 0..200 {
+        driver.start();
+        (0..8).for_each(|head| driver.offer(S::QUEUE, head));
+        driver.kick(S::QUEUE);
+        driver.run();
+    }
+    drop(racer);
     driver.start();
     specimen.exercise(&mut driver);
 }

@@ -26,6 +26,8 @@ pub mod registry;
 pub mod rng;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+#[cfg(test)]
+mod tests;
 pub mod thread;
 pub mod vsock;
 

@@ -158,7 +158,8 @@ impl VirtQueue {
     }
 
     /// Gives the most recently popped chain back to the available ring, unused: for a receive queue
-    /// whose data did not come.
+    /// whose data did not come. Several go back last one first. A driver that puts malformed chains between
+    /// good ones loses one for each, since those have gone back already.
     pub fn undo_pop(&mut self, chain: Chain) {
         self.set_in_flight(chain.head(), false);
         self.queue.go_to_previous_position();

@@ -4,8 +4,9 @@
 //! device loop inline, so that a test decides when the device gets its turn.
 #![allow(clippy::unwrap_used, reason = "a mock that cannot do its part should end its test")]
 
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
 
 use vm_memory::{Bytes, GuestAddress};
 
@@ -379,6 +380,34 @@ impl Suspended {
         driver.transport.restore(&state)?;
         driver.devices.handle().resume_all().unwrap();
         Ok(MockDriver { rings, next_buffer, ..driver })
+    }
+}
+
+/// Does something over and over on another thread, until it is dropped: a second vCPU that interferes.
+pub struct Racer {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Racer {
+    pub fn spawn(mut act: impl FnMut() + Send + 'static) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let thread = std::thread::spawn(move || {
+            while !stopped.load(Ordering::Relaxed) {
+                act();
+            }
+        });
+        Self { stop, thread: Some(thread) }
+    }
+}
+
+impl Drop for Racer {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let raced = self.thread.take().map(JoinHandle::join);
+        // A second panic would hide the first.
+        assert!(std::thread::panicking() || matches!(raced, Some(Ok(()))), "the racer panicked");
     }
 }
 

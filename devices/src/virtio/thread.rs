@@ -166,3 +166,83 @@ fn run(devices: &mut DeviceLoop, inbox: &Receiver<Letter>) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::super::registry::{DeviceKind, DeviceState};
+    use super::super::rng::Rng;
+    use super::super::testing::{InlineLoop, memory};
+    use super::super::{Interrupt, Worker};
+    use super::*;
+
+    fn activation() -> Activation {
+        let (memory, interrupt) = (memory(), Interrupt::new().unwrap());
+        Activation { memory, features: 0, queues: Vec::new(), interrupt }
+    }
+
+    /// A device whose activation is a bug.
+    struct Buggy;
+
+    impl VirtioDevice for Buggy {
+        fn kind(&self) -> DeviceKind {
+            DeviceKind::Rng
+        }
+        fn features(&self) -> u64 {
+            0
+        }
+        fn queue_sizes(&self) -> &'static [u16] {
+            &[]
+        }
+        fn config(&self) -> Vec<u8> {
+            Vec::new()
+        }
+        fn activate(self: Box<Self>, _activation: Activation) -> Box<dyn Worker> {
+            panic!("a bug, on purpose")
+        }
+        fn save(&self) -> DeviceState {
+            Rng::default().save()
+        }
+    }
+
+    #[test]
+    fn call_to_a_thread_that_died_answers_gone_at_once() {
+        let thread = DeviceThread::spawn().unwrap();
+        let handle = thread.handle().clone();
+        let (id, start) = (handle.add(Box::new(Buggy)).unwrap(), Instant::now());
+        assert!(matches!(handle.activate(id, 0, activation()), Err(DeviceError::Gone)));
+        assert!(matches!(handle.quiesce_all(), Err(DeviceError::Gone)));
+        assert!(matches!(thread.stop(), Err(DeviceError::Gone)));
+        assert!(start.elapsed() < CALL_DEADLINE / 2);
+    }
+
+    #[test]
+    fn activation_that_a_reset_overtook_is_refused() {
+        let handle = InlineLoop::new().handle();
+        let id = handle.add(Box::new(Rng::default())).unwrap();
+        handle.reset(id, 1).unwrap();
+        assert!(matches!(handle.activate(id, 0, activation()), Err(DeviceError::Superseded)));
+        handle.activate(id, 1, activation()).unwrap();
+        assert!(matches!(handle.activate(id, 1, activation()), Err(DeviceError::AlreadyActive)));
+    }
+
+    #[test]
+    fn call_about_a_device_of_another_thread_is_refused() {
+        let (one, other) = (InlineLoop::new().handle(), InlineLoop::new().handle());
+        let id = one.add(Box::new(Rng::default())).unwrap();
+        assert!(matches!(other.reset(id, 0), Err(DeviceError::Unknown)));
+        assert!(matches!(other.save(id), Err(DeviceError::Unknown)));
+    }
+
+    #[test]
+    fn calls_from_many_threads_are_all_answered() {
+        let thread = DeviceThread::spawn().unwrap();
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| (0..200).for_each(|_| thread.handle().resume_all().unwrap()));
+            }
+        });
+        thread.stop().unwrap();
+    }
+}

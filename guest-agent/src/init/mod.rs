@@ -18,7 +18,8 @@ use pvmm_guest_agent::limits::{AGENT_PORT, HOST_CID, READY_PORT};
 use pvmm_guest_agent::message::{self, Shutdown, ShutdownHow};
 
 use crate::cgroup::Cgroups;
-use crate::server::{Ended, Listener, Server, Settings};
+use crate::listener::Listener;
+use crate::server::{Ended, Server, Settings};
 use crate::{OPEN_FILES, sys};
 
 use boot::System;

@@ -57,6 +57,11 @@ impl Fixture {
         self.cgroup.is_some()
     }
 
+    /// Where the agent makes its control groups.
+    pub fn cgroup_place(&self) -> Option<&Path> {
+        self.cgroup.as_deref()
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.folder.path().join(name)
     }
@@ -71,14 +76,11 @@ impl Fixture {
         self.child.wait().unwrap();
     }
 
-    /// The agent's memory in KiB that is its own.
+    /// The agent's own memory in KiB: its heap and stacks, not the program.
     pub fn private_kib(&self) -> u64 {
         let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", self.pid())).unwrap();
-        let field = |name: &str| {
-            let line = rollup.lines().find_map(|line| line.strip_prefix(name)).unwrap();
-            line.trim().trim_end_matches(" kB").parse::<u64>().unwrap()
-        };
-        field("Private_Clean:") + field("Private_Dirty:")
+        let line = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).unwrap();
+        line.trim().trim_end_matches(" kB").parse().unwrap()
     }
 }
 

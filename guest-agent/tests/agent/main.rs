@@ -2,4 +2,8 @@
 //! No VM is needed: a Unix socket stands in for vsock, and everything behind it is the same.
 
 mod exec;
+mod files;
 mod fixture;
+mod hostile;
+mod streams;
+mod trees;

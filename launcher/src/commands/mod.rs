@@ -4,6 +4,7 @@
 //! was typed.
 
 mod completions;
+mod cp;
 mod doctor;
 mod exec;
 mod kill;
@@ -14,13 +15,14 @@ mod run;
 mod template;
 
 use crate::cli::{Cli, Verb};
-use crate::exit::{Failure, Outcome};
+use crate::exit::Outcome;
 
 /// Runs the verb.
 pub fn dispatch(cli: Cli) -> Outcome {
     match cli.verb {
         Verb::Run(args) => run::run(args, cli.quiet),
         Verb::Exec(args) => exec::exec(args),
+        Verb::Cp(args) => cp::cp(args, cli.quiet),
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),
         Verb::Rm(args) => kill::rm(args),
@@ -29,6 +31,5 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Doctor(args) => doctor::doctor(args),
         Verb::Completions(args) => completions::completions(args),
         Verb::Man(args) => man::man(args),
-        _ => Err(Failure::fault("not wired")),
     }
 }

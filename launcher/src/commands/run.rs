@@ -12,7 +12,7 @@ use crate::attach;
 use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
 use crate::output;
-use crate::prepare::{RootfsSource, Sources};
+use crate::prepare::{self, RootfsSource, Sources};
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::{Base, Claim, Record, now};
 use crate::vmm_process::{self, Mode, Plan, VmmProcess};
@@ -40,9 +40,11 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     });
     let console_copy = console_copy.transpose()?;
 
-    let signals = Signals::hold(&FORWARDED)?;
     let is_base = matches!(sources.rootfs, RootfsSource::Base);
-    let parts = sources.prepare(quiet, &signals)?;
+    let parts = sources.prepare(quiet)?;
+    // From here on signals are for the guest; one that came just before still counts.
+    let signals = Signals::hold(&FORWARDED)?;
+    prepare::or_interrupted(Ok(()))?;
     let started = Instant::now();
     let record = Record {
         name: args.name,

@@ -10,7 +10,7 @@ use crate::exit::{Failure, Outcome};
 use crate::output::{self, Table};
 use crate::prepare;
 use crate::progress::Steps;
-use crate::sys::signals::{FORWARDED, Signals};
+use crate::sys::signals;
 use crate::vm_dir::now;
 
 pub fn template(args: cli::Template, quiet: bool) -> Outcome {
@@ -34,7 +34,7 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
         TemplateVerb::Ls { json } => list(&cache, json)?,
         TemplateVerb::Rm { names } => {
             for name in names {
-                let mut steps = Steps::new(quiet, None);
+                let mut steps = Steps::new(quiet);
                 Template::remove(&cache, &name, &mut steps).map_err(prepare::refuse)?;
             }
         }
@@ -47,13 +47,13 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
 }
 
 fn build(cache: &Cache, recipe: &Recipe, force: bool, quiet: bool) -> Result<Template, Failure> {
-    let signals = Signals::hold(&FORWARDED)?;
-    let mut steps = Steps::new(quiet, Some(&signals));
+    signals::catch_interrupts();
+    let mut steps = Steps::new(quiet);
     let built = match force {
         true => Template::build(cache, recipe, &mut steps),
         false => Template::ensure(cache, recipe, &mut steps),
     };
-    prepare::or_interrupted(built.map_err(prepare::refuse), &signals)
+    prepare::or_interrupted(built.map_err(prepare::refuse))
 }
 
 /// A template for scripts: what `inspect` shows, without the packages.

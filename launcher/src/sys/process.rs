@@ -147,15 +147,6 @@ pub fn leave_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// Asks every process that this one has started to end. Those that have ended already do not mind.
-pub fn stop_children() {
-    let list = std::fs::read_to_string("/proc/thread-self/children").unwrap_or_default();
-    for pid in list.split_whitespace().filter_map(|pid| pid.parse().ok()) {
-        // SAFETY: no pointers. An unreaped child keeps its number, so nobody else can be meant.
-        unsafe { libc::kill(pid, libc::SIGTERM) };
-    }
-}
-
 /// A process that another launcher started, named so that its number cannot come to mean another.
 #[derive(Debug)]
 pub struct Other {

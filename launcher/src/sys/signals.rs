@@ -8,10 +8,41 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 /// The signals that a person or a service sends to end or interrupt a command.
 pub const FORWARDED: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
+
+/// The signal that came while [`catch_interrupts`] was in effect, or 0.
+static CAUGHT: AtomicI32 = AtomicI32::new(0);
+
+/// From now on these signals ask the long work of the sandbox library to stop and clean up after itself.
+///
+/// One that is ignored, as HUP is under nohup, stays ignored.
+pub fn catch_interrupts() {
+    extern "C" fn caught(signal: libc::c_int) {
+        CAUGHT.store(signal, Ordering::Relaxed);
+    }
+    for signal in FORWARDED {
+        // SAFETY: all zero is a valid sigaction; the handler only stores to an atomic, which is allowed at
+        // any moment, and restarts what it interrupted.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            libc::sigaction(signal, std::ptr::null(), &mut action);
+            if action.sa_sigaction != libc::SIG_IGN {
+                action.sa_sigaction = caught as extern "C" fn(libc::c_int) as libc::sighandler_t;
+                action.sa_flags = libc::SA_RESTART;
+                libc::sigaction(signal, &action, std::ptr::null_mut());
+            }
+        }
+    }
+}
+
+/// The signal that was caught, if one was.
+pub fn caught() -> Option<i32> {
+    Some(CAUGHT.load(Ordering::Relaxed)).filter(|signal| *signal != 0)
+}
 
 /// A set of signals, held back from the process and readable instead.
 pub struct Signals {

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, ReadyListener, ShutdownHow};
+use pvmm::agent::{Agent, ShutdownHow};
 use pvmm::exec::ExitStatus;
 use pvmm::{Console, Drive, ErrorKind, Initrd, Outcome, Vm, VmConfig, Vsock};
 
@@ -92,11 +92,11 @@ fn watch(
     reporter: &mut Reporter,
 ) -> Result<End, Failure> {
     let boot_deadline = Instant::now() + plan.boot_patience;
-    let listener = ReadyListener::bind(&dir.vsock()).map_err(fault)?;
     let console = console::start(&dir.console_log(), plan.console_copy.as_ref()).map_err(fault)?;
     let boot_patience = plan.boot_patience;
     let (config, mode) = configure(plan, dir, record, console);
     let mut vm = Vm::boot(config).map_err(boot_failure)?;
+    let listener = vm.take_ready().ok_or_else(|| Failure::fault("the VM has no vsock device"))?;
     vm.resume().map_err(boot_failure)?;
     if lifeline.is_some() {
         // From here on the launcher's end is noticed below, with time to clean up.

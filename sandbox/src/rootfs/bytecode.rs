@@ -43,7 +43,7 @@ fn compile_directory(root: &Path, python: &Path, directory: &Path) {
         .arg(root)
         .args(["-p", "/"])
         .arg(directory);
-    if let Err(err) = tool::run(command, "libc6", DEADLINE, |_| ()) {
+    if let Err(err) = tool::run_quietly(command, "libc6", DEADLINE) {
         // Also when a single file does not compile, such as a template for code.
         log::warn!("not all of {} was compiled: {err}", directory.display());
     }

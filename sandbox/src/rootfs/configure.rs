@@ -212,7 +212,7 @@ fn links(tree: &mut Tree) -> Result<(), RootfsError> {
 fn library_cache(tree: &Tree) -> Result<(), RootfsError> {
     let mut command = Command::new("ldconfig");
     command.arg("-r").arg(tree.root()).arg("-X").arg("-i");
-    tool::run(command, "libc-bin", Duration::from_secs(30), |_| ())
+    tool::run_quietly(command, "libc-bin", Duration::from_secs(30))
         .map_err(|source| RootfsError::Image { source })?;
     match fs::remove_dir_all(tree.path("var/cache/ldconfig")) {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {

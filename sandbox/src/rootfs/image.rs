@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use super::RootfsError;
 use super::tree::Tree;
+use crate::progress::Progress;
 use crate::tool::{self, ToolError};
 
 const BLOCK: u64 = 4096;
@@ -22,21 +23,33 @@ const DEADLINE: Duration = Duration::from_secs(10 * 60);
 
 const MODE_MASK: u32 = 0o7777;
 
-pub(super) fn write(tree: &Tree, image: &Path) -> Result<(), RootfsError> {
+pub(super) fn write(
+    tree: &Tree,
+    image: &Path,
+    progress: &mut dyn Progress,
+) -> Result<(), RootfsError> {
     let entries = walk(tree.root())?;
     let content: u64 = entries.iter().map(|entry| entry.blocks * BLOCK).sum();
     let inodes = entries.len() as u64 + RESERVED_INODES;
     let size = content + content / 50 + inodes * INODE + SLACK;
     // The estimate knows nothing of extent trees; a tree of odd files may need more.
-    match make(tree.root(), image, inodes, size) {
-        Err(ToolError::Failed { .. }) => make(tree.root(), image, inodes, size + size / 2),
+    match make(tree.root(), image, inodes, size, progress) {
+        Err(ToolError::Failed { .. }) => {
+            make(tree.root(), image, inodes, size + size / 2, progress)
+        }
         result => result,
     }
     .map_err(|source| RootfsError::Image { source })?;
-    set_owners(tree, &entries, image)
+    set_owners(tree, &entries, image, progress)
 }
 
-fn make(root: &Path, image: &Path, inodes: u64, size: u64) -> Result<(), ToolError> {
+fn make(
+    root: &Path,
+    image: &Path,
+    inodes: u64,
+    size: u64,
+    progress: &mut dyn Progress,
+) -> Result<(), ToolError> {
     let mut command = Command::new("mke2fs");
     command
         .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-m", "0"])
@@ -46,7 +59,7 @@ fn make(root: &Path, image: &Path, inodes: u64, size: u64) -> Result<(), ToolErr
         .arg(root)
         .arg(image)
         .arg(format!("{}k", size.div_ceil(1024)));
-    tool::run(command, "e2fsprogs", DEADLINE, |_| ()).map(drop)
+    tool::run(command, "e2fsprogs", DEADLINE, progress, |_| None).map(drop)
 }
 
 struct Entry {
@@ -76,7 +89,12 @@ fn walk(root: &Path) -> Result<Vec<Entry>, RootfsError> {
     Ok(entries)
 }
 
-fn set_owners(tree: &Tree, entries: &[Entry], image: &Path) -> Result<(), RootfsError> {
+fn set_owners(
+    tree: &Tree,
+    entries: &[Entry],
+    image: &Path,
+    progress: &mut dyn Progress,
+) -> Result<(), RootfsError> {
     let mut script = String::from("sif / uid 0\nsif / gid 0\n");
     for entry in entries {
         let path = quoted(&entry.inner)?;
@@ -92,7 +110,7 @@ fn set_owners(tree: &Tree, entries: &[Entry], image: &Path) -> Result<(), Rootfs
     wrote.map_err(|source| RootfsError::Write { path: script_path.clone(), source })?;
     let mut command = Command::new("debugfs");
     command.arg("-w").arg("-f").arg(&script_path).arg(image);
-    let said = tool::run(command, "e2fsprogs", DEADLINE, |_| ())
+    let said = tool::run(command, "e2fsprogs", DEADLINE, progress, |_| None)
         .map_err(|source| RootfsError::Image { source })?;
     let _ = fs::remove_file(&script_path);
     // It ends well whatever a command did; only its words tell. The first line is its version.

@@ -14,7 +14,6 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::deb::DebError;
-use crate::interrupt;
 use crate::progress::Progress;
 use crate::tool::ToolError;
 
@@ -65,7 +64,7 @@ pub(crate) fn build(
         if let Some(name) = deb.file_stem().and_then(|name| name.to_str()) {
             progress.detail(name.split('_').next().unwrap_or(name));
         }
-        if interrupt::requested() {
+        if progress.interrupted() {
             return Err(RootfsError::Interrupted);
         }
         tree.unpack(deb)?;
@@ -79,7 +78,7 @@ pub(crate) fn build(
     bytecode::compile(&root);
     progress.done();
     progress.step("Writing the ext4 image");
-    image::write(&tree, image)?;
+    image::write(&tree, image, progress)?;
     let release = configure::release(&tree);
     fs::remove_dir_all(&root).map_err(|source| RootfsError::Write { path: root, source })?;
     progress.done();

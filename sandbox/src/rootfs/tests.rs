@@ -9,6 +9,7 @@ use tar::{Builder, EntryType, Header};
 
 use super::*;
 use crate::deb::tests::write_package;
+use crate::progress::Silent;
 use crate::tool;
 
 /// A package under construction.
@@ -69,7 +70,7 @@ fn tree() -> (tempfile::TempDir, Tree) {
 fn debugfs(image: &Path, request: &str) -> String {
     let mut command = Command::new("debugfs");
     command.arg("-R").arg(request).arg(image);
-    tool::run(command, "e2fsprogs", Duration::from_secs(30), |_| ()).unwrap().out.join("\n")
+    tool::run_quietly(command, "e2fsprogs", Duration::from_secs(30)).unwrap().out.join("\n")
 }
 
 #[test]
@@ -151,7 +152,7 @@ fn image_of_tree_has_owners_modes_and_odd_names() {
     package.unpack(&mut tree, dir.path()).unwrap();
     tree.directory("tmp", 0o1777).unwrap();
     let image = dir.path().join("image");
-    image::write(&tree, &image).unwrap();
+    image::write(&tree, &image, &mut Silent).unwrap();
     let su = debugfs(&image, "stat /usr/bin/su");
     assert!(su.contains("Mode:  04111") && su.contains("Group:    42"), "{su}");
     assert!(su.contains("User:     0 "), "{su}");
@@ -161,13 +162,13 @@ fn image_of_tree_has_owners_modes_and_odd_names() {
     assert_eq!(debugfs(&image, "cat \"/srv/a \"\"b\"\" c\""), "spaced");
     let mut fsck = Command::new("e2fsck");
     fsck.arg("-fn").arg(&image);
-    tool::run(fsck, "e2fsprogs", Duration::from_secs(30), |_| ()).unwrap();
+    tool::run_quietly(fsck, "e2fsprogs", Duration::from_secs(30)).unwrap();
 }
 
 #[test]
 fn image_of_name_with_line_break_is_refused() {
     let (dir, tree) = tree();
     fs::write(tree.path("a\nb"), "").unwrap();
-    let err = image::write(&tree, &dir.path().join("image")).unwrap_err();
+    let err = image::write(&tree, &dir.path().join("image"), &mut Silent).unwrap_err();
     assert!(matches!(err, RootfsError::LineBreak { .. }), "{err}");
 }

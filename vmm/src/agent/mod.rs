@@ -7,8 +7,12 @@
 mod connection;
 mod dial;
 mod error;
+mod files;
 mod ready;
 mod stream;
+
+#[cfg(test)]
+mod tests;
 
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -19,7 +23,8 @@ use pvmm_guest_agent::message::{self, Answer, Outcome, Request};
 
 pub use pvmm_guest_agent::message::{Entry, FileKind, Info, Metadata, Owner, ShutdownHow, Welcome};
 
-pub use error::{AgentError, Lost};
+pub use error::{AgentError, Lost, Refusal};
+pub use files::{FileReader, FileWriter, WriteOptions};
 pub use ready::ReadyListener;
 
 use connection::Connection;

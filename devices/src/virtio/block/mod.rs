@@ -24,6 +24,6 @@ mod worker;
 #[cfg(test)]
 mod tests;
 
-pub use config::{BlockConfig, BlockError, CacheMode};
+pub use config::{BlockConfig, BlockError, CacheMode, Source};
 pub use device::Block;
 pub use state::BlockStateV1;

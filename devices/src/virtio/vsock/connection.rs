@@ -226,7 +226,8 @@ impl Connection {
         }
     }
 
-    fn has_unread(&self) -> bool {
+    /// Whether the host socket may have something that the guest would take.
+    pub fn has_unread(&self) -> bool {
         let done = self.host_done & SHUTDOWN_SEND != 0 || self.is_guest_deaf();
         self.phase == Phase::Open && self.readable && !done
     }

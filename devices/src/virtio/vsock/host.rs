@@ -18,6 +18,9 @@ use crate::virtio::chain::Segment;
 /// The longest request line, newline included.
 pub const MAX_LINE: usize = 32;
 
+/// The most pieces of guest memory that one call takes.
+pub const MAX_PIECES: usize = 64;
+
 /// Where connections come from and go to.
 pub trait Host: Send {
     type Stream: Stream;
@@ -35,7 +38,8 @@ pub trait Stream: Send {
     fn peek(&mut self, buf: &mut [u8]) -> io::Result<usize>;
     /// Takes exactly the bytes that a peek showed.
     fn skip(&mut self, len: usize) -> io::Result<()>;
-    /// Reads into guest memory; zero is the end.
+    /// Reads into guest memory, at most `MAX_PIECES` of it; zero is the end. Less than was asked for means
+    /// that there is no more now.
     fn receive(&mut self, memory: &GuestMemory, into: &[Segment]) -> io::Result<usize>;
     /// Writes from guest memory; returns how much was taken.
     fn send_guest(&mut self, memory: &GuestMemory, from: &[Segment]) -> io::Result<usize>;

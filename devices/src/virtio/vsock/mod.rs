@@ -12,6 +12,7 @@
 //! | `host.rs`, `sys.rs` | the Unix-socket side, and its system calls |
 //! | `wire.rs` | the guest's byte layouts |
 //! | `state.rs` | what a snapshot keeps |
+//! | `testing.rs` | a random walk with scripted sockets |
 
 pub mod config;
 pub mod connection;
@@ -22,6 +23,8 @@ pub mod mux;
 mod resync;
 pub mod state;
 mod sys;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 pub mod wire;
 pub mod worker;
 

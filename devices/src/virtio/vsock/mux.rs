@@ -221,3 +221,21 @@ impl<H: Host> Mux<H> {
         }
     }
 }
+
+/// What tests look at to see that nothing is left lying.
+#[cfg(any(test, feature = "testing"))]
+impl<H: Host> Mux<H> {
+    pub fn host_mut(&mut self) -> &mut H {
+        &mut self.host
+    }
+
+    pub fn knows(&self, pair: Pair) -> bool {
+        self.table.find(pair).is_some()
+    }
+
+    /// Connections whose host socket has bytes that the guest could take.
+    pub fn unread_pairs(&self) -> Vec<Pair> {
+        let unread = self.table.connections().filter(|connection| connection.has_unread());
+        unread.map(|connection| connection.pair).collect()
+    }
+}

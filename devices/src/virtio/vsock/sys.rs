@@ -16,11 +16,12 @@ use std::ptr;
 use vm_memory::bitmap::Bitmap;
 use vm_memory::{GuestMemory as _, Permissions};
 
+use super::host::MAX_PIECES;
 use crate::GuestMemory;
 use crate::virtio::chain::Segment;
 
-/// More pieces than this are left for the next call.
-const MAX_PIECES: usize = 64;
+/// A piece that crosses from one region of memory into the next becomes two, which there is room for.
+const MAX_SLICES: usize = MAX_PIECES + 16;
 const NO_PIECE: libc::iovec = libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 };
 
 /// Reads from a socket into guest memory, in order; zero is the end of the stream.
@@ -108,16 +109,16 @@ fn pieces(
     memory: &GuestMemory,
     segments: &[Segment],
     access: Permissions,
-) -> io::Result<([libc::iovec; MAX_PIECES], usize)> {
-    let mut pieces = [NO_PIECE; MAX_PIECES];
+) -> io::Result<([libc::iovec; MAX_SLICES], usize)> {
+    let mut pieces = [NO_PIECE; MAX_SLICES];
     let mut count = 0;
-    for segment in segments {
+    for segment in segments.iter().take(MAX_PIECES) {
         let slices = memory
             .get_slices(segment.address, segment.len as usize, access)
             .map_err(io::Error::other)?;
         for slice in slices {
             let slice = slice.map_err(io::Error::other)?;
-            if count == MAX_PIECES {
+            if count == MAX_SLICES {
                 return Ok((pieces, count));
             }
             let iov_base = slice.ptr_guard_mut().as_ptr().cast();

@@ -204,7 +204,9 @@ impl VsockWorker {
                 return Ok(false);
             };
             bytes += chain::total_len(chain.readable());
-            self.mux.take_packet(now, &self.memory, chain.readable());
+            if !self.mux.take_packet(now, &self.memory, chain.readable()) {
+                queue.counters().add_refused();
+            }
             queue.push(chain.head(), 0)?;
         }
         Ok(true)
@@ -253,6 +255,7 @@ fn collect(
         if chain::total_len(chain.writable()) >= MIN_BUFFER {
             chains.push(chain);
         } else if chains.is_empty() {
+            queue.counters().add_refused();
             queue.push(chain.head(), 0)?;
             return Ok(true);
         } else {

@@ -22,8 +22,19 @@ impl<H: Host> Mux<H> {
         self.resets.len() < self.limits.resets
     }
 
-    /// Takes one packet, which is all of `segments`.
-    pub fn take_packet(&mut self, now: Instant, memory: &GuestMemory, segments: &[Segment]) {
+    /// Takes one packet, which is all of `segments`; false if the guest should not have sent it.
+    pub fn take_packet(
+        &mut self,
+        now: Instant,
+        memory: &GuestMemory,
+        segments: &[Segment],
+    ) -> bool {
+        let before = self.counts;
+        self.judge_packet(now, memory, segments);
+        (before.dropped, before.refused) == (self.counts.dropped, self.counts.refused)
+    }
+
+    fn judge_packet(&mut self, now: Instant, memory: &GuestMemory, segments: &[Segment]) {
         let mut raw = [0; HEADER_LEN];
         if chain::read_at(memory, segments, 0, &mut raw) < HEADER_LEN {
             self.counts.dropped += 1;

@@ -14,7 +14,7 @@ use crate::virtio::vsock::host::{Host, Line, MAX_LINE, Stream, parse_line};
 
 /// Clients accepted and slots looked at before other devices get their turn.
 const MAX_CLIENTS: usize = 64;
-const MAX_TOUCHED: usize = 256;
+const MAX_TOUCHED: usize = 64;
 
 /// What the event loop saw of a host socket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use super::Mux;
 use super::table::{Entry, Stage};
 use crate::GuestMemory;
 use crate::virtio::chain::{self, Segment};
-use crate::virtio::vsock::host::{Host, Stream};
+use crate::virtio::vsock::host::{Host, MAX_PIECES, Stream};
 use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, MAX_PAYLOAD, Op};
 
 /// The smallest receive buffer that is of any use: a header and one byte.
@@ -90,12 +90,13 @@ impl<H: Host> Mux<H> {
         }
         let mut credit = connection.credit.available();
         let mut rooms = [0; MAX_BURST];
-        let mut pieces = Vec::with_capacity(2 * MAX_BURST);
+        let mut pieces = Vec::with_capacity(MAX_PIECES);
         for (buffer, room) in buffers.iter().zip(&mut rooms) {
-            let len = chain::total_len(buffer) - HEADER_LEN as u64;
-            *room = len.min(u64::from(MAX_PAYLOAD.min(credit))) as u32;
+            let (first, most) = (pieces.len(), u64::from(MAX_PAYLOAD.min(credit)));
+            let payload = chain::slice(buffer, HEADER_LEN as u64, most);
+            pieces.extend(payload.take(MAX_PIECES - first));
+            *room = chain::total_len(&pieces[first..]) as u32;
             credit -= *room;
-            pieces.extend(chain::slice(buffer, HEADER_LEN as u64, u64::from(*room)));
         }
         let wanted: u32 = rooms.iter().sum();
         let mut left = match entry.stream.receive(memory, &pieces) {
@@ -117,26 +118,27 @@ impl<H: Host> Mux<H> {
                 return;
             }
         };
-        if left == wanted {
-            connection.burst = (connection.burst * 2).min(MAX_BURST);
-        } else if !ended {
-            // A stream that gave less than it was asked for has no more, and will say when it has.
-            // Only its end would then go unseen, so it is read on once that was announced.
-            connection.readable = false;
-        }
+        let full = left == wanted;
+        let mut used = 0;
         for (buffer, room) in buffers.iter().zip(rooms) {
             let len = room.min(left);
             if len == 0 {
                 break;
             }
             left -= len;
+            used += 1;
             let header = connection.data_header(len);
             write_header(self.guest_cid, memory, buffer, header);
             filled.push(HEADER_LEN as u32 + len);
         }
-        if connection.burst > filled.len() {
-            connection.burst = filled.len().max(1);
+        if full {
+            connection.burst = (connection.burst * 2).min(MAX_BURST);
+            return;
         }
+        connection.burst = used;
+        // A stream that gave less than it was asked for has no more, and will say when it has. Only
+        // its end would then go unseen, so it is read on once that was announced.
+        connection.readable = ended;
     }
 
     fn write_header(&self, memory: &GuestMemory, buffer: &[Segment], header: Header) {

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 use vm_memory::{Bytes, GuestAddress};
 
-use crate::virtio::mmio::TransportStateV1;
+use crate::virtio::registry::DeviceState;
 use crate::virtio::testing::{Buffer, HOLE_END, MockDriver, WRITE};
 use crate::virtio::vsock::mux::Limits;
 use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, Op, TYPE_STREAM};
@@ -228,15 +228,16 @@ impl Guest {
         self.driver.send(EVENT, &[Buffer::Writable(4)]);
     }
 
-    /// This guest on a restored copy of its device, which has sockets of its own.
-    pub fn restored(&self, state: &TransportStateV1) -> Self {
-        let crate::virtio::registry::DeviceState::Vsock(vsock) = state.device.clone() else {
+    /// This guest on a restored copy of its device, with sockets elsewhere; its old host side is gone.
+    pub fn restored(self) -> Self {
+        let Self { driver, free_rx, .. } = self;
+        let suspended = driver.suspend();
+        let DeviceState::Vsock(state) = suspended.state.device.clone() else {
             panic!("not a vsock state")
         };
         let dir = tempfile::tempdir().unwrap();
-        let device = open(&dir, Limits::default()).restore(vsock).unwrap();
-        let driver = self.driver.move_to(device, state);
-        Self { driver, dir, free_rx: self.free_rx.clone() }
+        let device = open(&dir, Limits::default()).restore(state).unwrap();
+        Self { driver: suspended.resume(device).unwrap(), dir, free_rx }
     }
 }
 

@@ -1,14 +1,20 @@
 //! Floods, starvation and lies: what grows has a cap, what waits has a deadline, what has nothing to do sleeps.
 
 use std::io::Write;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::guest::{EVENT, GUEST_WINDOW, Guest, Ports, is_closed, pattern};
-use crate::virtio::vsock::mux::Limits;
-use crate::virtio::vsock::wire::{Header, Op};
+use vm_memory::{Bytes, GuestAddress};
 
+use super::guest::{CID, EVENT, GUEST_WINDOW, Guest, Ports, is_closed, pattern};
+use crate::virtio::chain::Segment;
+use crate::virtio::testing::memory;
+use crate::virtio::vsock::mux::{FIRST_HOST_PORT, Limits, Mux};
+use crate::virtio::vsock::testing::ScriptedHost;
+use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, Op, TYPE_STREAM};
+
+/// Caps that a test can reach, and deadlines that it can wait for even on a busy machine.
 fn small() -> Limits {
-    let half_open = Duration::from_millis(50);
+    let half_open = Duration::from_millis(500);
     Limits { connections: 8, resets: 16, half_open, ..Limits::default() }
 }
 
@@ -73,7 +79,7 @@ fn e8_guest_that_corrects_itself_in_time_goes_on() {
     guest.expect_silence();
     guest.send_credit(ports, 0);
     assert_eq!(guest.expect(Op::Data).1, b"patience");
-    std::thread::sleep(Duration::from_millis(80));
+    std::thread::sleep(Duration::from_millis(600));
     guest.expect_silence();
 }
 
@@ -225,4 +231,70 @@ fn burst_for_one_connection_does_not_starve_another() {
     let packets: Vec<_> = std::iter::from_fn(|| guest.receive()).collect();
     let heard = packets.iter().position(|(header, _)| header.src_port == ports.host).unwrap();
     assert!(heard <= 16, "heard after {heard} packets");
+}
+
+#[test]
+fn e5_hundred_thousand_requests_at_once_leave_only_the_capped_ones() {
+    let limits = Limits::default();
+    let (mut host, now) = (ScriptedHost::default(), Instant::now());
+    host.serve(1025);
+    let mut mux = Mux::new(CID, host, FIRST_HOST_PORT, limits);
+    let memory = memory();
+    let packet = Segment { address: GuestAddress(0x2000), len: HEADER_LEN as u32 };
+    let mut taken = 0;
+    for src_port in 0..100_000 {
+        let header = Header {
+            src_cid: CID,
+            dst_cid: HOST_CID,
+            src_port,
+            dst_port: 1025,
+            kind: TYPE_STREAM,
+            op: Op::Request as u16,
+            ..Header::default()
+        };
+        memory.write_slice(&header.encode(), packet.address).unwrap();
+        if mux.can_take_packet() {
+            mux.take_packet(now, &memory, &[packet]);
+            taken += 1;
+        }
+    }
+    assert_eq!((mux.len(), taken), (limits.connections, limits.connections + limits.resets));
+    // None of them is answered, so all are gone at the deadline.
+    mux.serve_host(now + limits.half_open);
+    assert_eq!(mux.len(), 0);
+}
+
+#[test]
+fn reads_of_a_full_stream_grow_and_of_a_quiet_one_shrink() {
+    let (mut host, now) = (ScriptedHost::default(), Instant::now());
+    let client = host.client(b"CONNECT 1\n");
+    let mut mux = Mux::new(CID, host, FIRST_HOST_PORT, Limits::default());
+    let (memory, mut filled) = (memory(), Vec::new());
+    let buffer = [Segment { address: GuestAddress(0x2000), len: HEADER_LEN as u32 + 10 }];
+    let mut fill = |mux: &mut Mux<ScriptedHost>| {
+        let wanted = mux.buffers_wanted();
+        mux.fill(now, &memory, &vec![&buffer[..]; wanted], &mut filled);
+        std::mem::take(&mut filled).len()
+    };
+    mux.note_clients();
+    mux.serve_host(now);
+    mux.serve_host(now);
+    assert_eq!(fill(&mut mux), 1);
+    let response = Header {
+        src_cid: CID,
+        dst_cid: HOST_CID,
+        src_port: 1,
+        dst_port: FIRST_HOST_PORT,
+        kind: TYPE_STREAM,
+        op: Op::Response as u16,
+        buf_alloc: 1 << 20,
+        ..Header::default()
+    };
+    let packet = Segment { address: GuestAddress(0x3000), len: HEADER_LEN as u32 };
+    memory.write_slice(&response.encode(), packet.address).unwrap();
+    mux.take_packet(now, &memory, &[packet]);
+    client.write(10 * (1 + 2 + 4 + 8 + 16 + 16 + 3));
+    let reads: Vec<usize> = (0..7).map(|_| fill(&mut mux)).collect();
+    assert_eq!(reads, [1, 2, 4, 8, 16, 16, 3]);
+    assert_eq!(mux.buffers_wanted(), 0);
 }

@@ -24,8 +24,7 @@ fn e15_restored_guest_hears_the_transport_reset_before_anything_else() {
     let (mut client, ports) = guest.connected_client();
     client.write_all(b"in flight").unwrap();
     guest.send_data(ports, b"in flight too");
-    let saved = guest.driver.save();
-    let mut copy = guest.restored(&saved);
+    let mut copy = guest.restored();
     let _new_client = copy.client("CONNECT 1024\n");
     copy.run();
     // Told, but nothing is sent until the guest has acted and offers its event buffer again.
@@ -44,7 +43,7 @@ fn e15_restored_guest_hears_the_transport_reset_before_anything_else() {
 fn e15_restored_guest_that_never_answers_the_event_is_not_waited_for_long() {
     let mut guest = Guest::new();
     guest.post_event();
-    let mut copy = guest.restored(&guest.driver.save());
+    let mut copy = guest.restored();
     let _client = copy.client("CONNECT 1024\n");
     copy.run_until(|guest| {
         guest.receive().is_some_and(|(header, _)| header.op == Op::Request as u16)
@@ -58,7 +57,7 @@ fn e15_restored_guest_that_was_connecting_is_reset() {
     let _listener = guest.listen(DIAL.host);
     guest.send(DIAL, Op::Request);
     guest.run();
-    let mut copy = guest.restored(&guest.driver.save());
+    let mut copy = guest.restored();
     copy.post_all();
     copy.run();
     copy.post_event();
@@ -71,7 +70,7 @@ fn e15_restored_guest_that_was_connecting_is_reset() {
 fn e15_connect_storm_after_restore_is_answered_in_full() {
     let mut guest = Guest::new();
     guest.post_event();
-    let mut copy = guest.restored(&guest.driver.save());
+    let mut copy = guest.restored();
     let clients: Vec<_> = (0..100).map(|_| copy.client("CONNECT 1024\n")).collect();
     copy.run();
     copy.post_event();
@@ -91,10 +90,32 @@ fn e15_connect_storm_after_restore_is_answered_in_full() {
 }
 
 #[test]
+fn e15_hundred_restores_in_a_row_each_serve_the_next_client() {
+    let mut guest = Guest::new();
+    guest.post_event();
+    for round in 0..100 {
+        // Taken down with bytes on the way in both directions.
+        let (mut client, ports) = guest.connected_client();
+        client.write_all(b"in flight").unwrap();
+        guest.send_data(ports, b"in flight too");
+        guest = guest.restored();
+        guest.run();
+        assert_eq!(guest.driver.used(EVENT).unwrap().len, 4, "round {round}");
+        guest.post_event();
+        guest.expect(Op::Reset);
+    }
+    let (mut client, ports) = guest.connected_client();
+    assert_eq!(ports.host, FIRST_HOST_PORT + 100);
+    client.write_all(b"still here").unwrap();
+    assert_eq!(guest.expect(Op::Data).1, b"still here");
+}
+
+#[test]
 fn source_of_a_snapshot_keeps_its_connections() {
     let mut guest = Guest::new();
     let (mut client, ports) = guest.connected_client();
-    guest.driver.save();
+    guest.driver.devices.handle().quiesce_all().unwrap();
+    guest.driver.transport.save().unwrap();
     client.write_all(b"while quiet").unwrap();
     guest.send_data(ports, b"from the ring");
     guest.expect_silence();
@@ -108,7 +129,7 @@ fn source_of_a_snapshot_keeps_its_connections() {
 #[test]
 fn quiet_device_neither_spins_nor_loses_a_client() {
     let mut guest =
-        Guest::with_limits(Limits { half_open: Duration::from_millis(50), ..Limits::default() });
+        Guest::with_limits(Limits { half_open: Duration::from_millis(500), ..Limits::default() });
     let mut waiting = guest.client("CONNECT 1024\n");
     let (request, _) = guest.expect(Op::Request);
     guest.driver.devices.handle().quiesce_all().unwrap();
@@ -116,7 +137,7 @@ fn quiet_device_neither_spins_nor_loses_a_client() {
     guest.run();
     assert_eq!(guest.driver.devices.run(100), 0);
     // A pause longer than the deadline is nobody's fault.
-    std::thread::sleep(Duration::from_millis(80));
+    std::thread::sleep(Duration::from_millis(600));
     guest.driver.devices.handle().resume_all().unwrap();
     guest.expect(Op::Request);
     assert!(!is_closed(&mut waiting));
@@ -155,7 +176,7 @@ fn device_dropped_while_active_removes_its_socket() {
 fn state_of_an_active_device_round_trips() {
     let mut guest = Guest::new();
     guest.connected_client();
-    let saved = guest.driver.save();
+    let saved = guest.driver.suspend().state;
     let next_host_port = FIRST_HOST_PORT + 1;
     assert_eq!(saved.device, DeviceState::Vsock(VsockStateV1 { next_host_port, ..state() }));
 }

@@ -1,11 +1,13 @@
 //! Streams that work: both directions, both initiators, half-closed, long, many.
 
+use std::collections::VecDeque;
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::thread;
 
-use super::guest::{GUEST_WINDOW, Guest, Ports, TX, pattern, read_line, read_rest};
+use super::guest::{GUEST_WINDOW, Guest, Ports, RX, TX, pattern, read_line, read_rest};
 use crate::virtio::testing::Buffer;
+use crate::virtio::vsock::mux::Limits;
 use crate::virtio::vsock::wire::{
     HEADER_LEN, Header, Op, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND,
 };
@@ -244,6 +246,36 @@ fn packet_in_one_buffer_or_in_many_is_the_same() {
         client.read_exact(&mut heard).unwrap();
         assert_eq!(&heard, b"abcdef");
     }
+}
+
+#[test]
+fn host_bytes_fill_receive_buffers_of_any_shape() {
+    let mut guest = Guest::bare(Limits::default());
+    let sent = pattern(12_000);
+    let mut client = guest.client([b"CONNECT 1024\n", &sent[..]].concat());
+    // Nothing but small pieces, more than one call can take.
+    let shape = [Buffer::Writable(7), Buffer::Writable(40), Buffer::Writable(1)];
+    let shape: Vec<Buffer> = shape.into_iter().cycle().take(30).collect();
+    let mut offered = VecDeque::new();
+    let (mut heard, mut ports) = (Vec::<u8>::new(), None);
+    while heard.len() < sent.len() {
+        while offered.len() < 8 {
+            offered.push_back(guest.driver.send(RX, &shape));
+        }
+        guest.run();
+        let used = guest.driver.used(RX).expect("nothing more comes");
+        let packet = guest.driver.contents(&offered.pop_front().unwrap()).concat();
+        let header = Header::decode(packet[..HEADER_LEN].try_into().unwrap());
+        assert_eq!(used.len, HEADER_LEN as u32 + header.len);
+        heard.extend(&packet[HEADER_LEN..used.len as usize]);
+        ports.get_or_insert_with(|| {
+            let ports = Ports { host: header.src_port, guest: 1024 };
+            guest.send(ports, Op::Response);
+            ports
+        });
+    }
+    assert!(heard == sent);
+    read_line(&mut client);
 }
 
 #[test]

@@ -1,0 +1,360 @@
+//! File work: read, write, stat, list, remove, mkdir, move.
+//! Bytes stream through a pipe, so no file is ever held in memory, however large.
+
+use std::ffi::OsStr;
+use std::fs::{self, File, Metadata as FsMetadata, OpenOptions};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::{
+    DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown,
+};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use pvmm_guest_agent::message::{
+    Answer, ByteBuf, Code, Entry, Failure, FileKind, Metadata, Outcome, ReadFile, Remove, Request,
+    WriteFile,
+};
+
+use crate::pool::{Report, Reporter};
+use crate::sys;
+
+const CHUNK: usize = 64 << 10;
+/// Names tried for a temporary file before giving up.
+const TEMPORARY_NAMES: u32 = 100;
+
+/// What a worker has besides the request.
+pub struct Context {
+    pub id: u64,
+    /// The worker's end of the stream's pipe.
+    pub pipe: Option<File>,
+    /// Raised when the input ended because the client ended it.
+    pub committed: Arc<AtomicBool>,
+}
+
+/// A request that failed: the error, at which path, doing what.
+struct Fault {
+    error: io::Error,
+    path: PathBuf,
+    doing: &'static str,
+}
+
+type Result<T> = std::result::Result<T, Fault>;
+
+trait At<T> {
+    fn at(self, path: &Path, doing: &'static str) -> Result<T>;
+}
+
+impl<T> At<T> for io::Result<T> {
+    fn at(self, path: &Path, doing: &'static str) -> Result<T> {
+        self.map_err(|error| Fault { error, path: path.to_owned(), doing })
+    }
+}
+
+/// Carries a file request out and reports its outcome.
+pub fn carry_out(request: Request, mut context: Context, reporter: &Reporter) {
+    let id = context.id;
+    let pipe = context.pipe.take();
+    let result = match (request, pipe) {
+        (Request::ReadFile(request), Some(pipe)) => read(&request, pipe, |metadata| {
+            reporter.send(Report::Started(id, metadata));
+        })
+        .map(Answer::Transferred),
+        (Request::WriteFile(request), Some(pipe)) => {
+            write(&request, pipe, &context).map(Answer::Transferred)
+        }
+        (Request::List(request), Some(pipe)) => {
+            list(path(&request.path), pipe).map(Answer::Transferred)
+        }
+        (Request::Stat(request), _) => {
+            stat(path(&request.path), request.follow).map(Answer::Metadata)
+        }
+        (Request::Remove(request), _) => remove(&request).map(|()| Answer::Done {}),
+        (Request::Mkdir(request), _) => {
+            make_directory(path(&request.path), request.mode, request.parents)
+                .map(|()| Answer::Done {})
+        }
+        (Request::Move(request), _) => {
+            let (from, to) = (path(&request.from), path(&request.to));
+            sys::rename(from, to, request.no_replace).at(from, "rename").map(|()| Answer::Done {})
+        }
+        _ => Err(Fault {
+            error: ErrorKind::Unsupported.into(),
+            path: PathBuf::new(),
+            doing: "unknown",
+        }),
+    };
+    let outcome = match result {
+        Ok(answer) => Outcome::Ok(answer),
+        Err(fault) => Outcome::Failed(failure(fault)),
+    };
+    reporter.send(Report::Done(id, outcome));
+}
+
+fn failure(fault: Fault) -> Failure {
+    let cancelled = fault.error.kind() == ErrorKind::BrokenPipe;
+    Failure {
+        code: if cancelled { Code::Cancelled } else { Code::Io },
+        errno: fault.error.raw_os_error(),
+        path: Some(ByteBuf::from(fault.path.as_os_str().as_bytes())),
+        message: fault.doing.into(),
+    }
+}
+
+fn path(bytes: &[u8]) -> &Path {
+    Path::new(OsStr::from_bytes(bytes))
+}
+
+fn errno(number: i32) -> io::Error {
+    io::Error::from_raw_os_error(number)
+}
+
+fn read(request: &ReadFile, mut pipe: File, started: impl FnOnce(Metadata)) -> Result<u64> {
+    let path = path(&request.path);
+    // Not blocking: opening a FIFO must not wait for somebody to write it.
+    let flags = libc::O_NONBLOCK | libc::O_NOCTTY;
+    let mut file = OpenOptions::new().read(true).custom_flags(flags).open(path).at(path, "open")?;
+    let facts = file.metadata().at(path, "stat")?;
+    if facts.is_dir() {
+        return Err(errno(libc::EISDIR)).at(path, "read");
+    }
+    if facts.file_type().is_fifo() || facts.file_type().is_socket() {
+        return Err(errno(libc::EINVAL)).at(path, "read");
+    }
+    if request.offset > 0 {
+        file.seek(SeekFrom::Start(request.offset)).at(path, "seek")?;
+    }
+    started(metadata(path, &facts));
+    let mut rest = file.take(request.len.unwrap_or(u64::MAX));
+    let mut buffer = vec![0; CHUNK];
+    let mut total = 0;
+    loop {
+        let count = match rest.read(&mut buffer) {
+            Ok(0) => return Ok(total),
+            Ok(count) => count,
+            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e).at(path, "read"),
+        };
+        pipe.write_all(&buffer[..count]).at(path, "send")?;
+        total += count as u64;
+    }
+}
+
+fn write(request: &WriteFile, pipe: File, context: &Context) -> Result<u64> {
+    let path = path(&request.path);
+    if request.parents
+        && let Some(parent) = path.parent()
+    {
+        make_directory(parent, None, true)?;
+    }
+    if request.in_place {
+        write_in_place(request, path, pipe, context)
+    } else {
+        replace(request, path, pipe, context)
+    }
+}
+
+/// Writes a new file beside the old one and puts it in its place at the end.
+fn replace(request: &WriteFile, path: &Path, pipe: File, context: &Context) -> Result<u64> {
+    // Through a link to what it means, as writing to it would go.
+    let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    let old = match fs::symlink_metadata(&target) {
+        Ok(facts) if facts.is_dir() => return Err(errno(libc::EISDIR)).at(path, "write"),
+        Ok(facts) if facts.is_file() => Some(facts),
+        Ok(facts) if !facts.is_symlink() => {
+            // A device or a FIFO is not to be replaced by a file.
+            return Err(errno(libc::EINVAL)).at(path, "replace");
+        }
+        _ => None,
+    };
+    let (temporary, mut file) = make_temporary(&target, context.id)?;
+    let written = fill(&mut file, pipe, path, context)
+        .and_then(|total| dress(request, &file, old.as_ref(), path).map(|()| total))
+        .and_then(|total| {
+            fs::rename(&temporary, &target).at(path, "rename")?;
+            Ok(total)
+        });
+    if written.is_err() {
+        let _ = fs::remove_file(&temporary);
+    }
+    let total = written?;
+    if request.sync
+        && let Some(parent) = target.parent()
+    {
+        File::open(parent).and_then(|folder| folder.sync_all()).at(path, "sync")?;
+    }
+    Ok(total)
+}
+
+fn make_temporary(target: &Path, id: u64) -> Result<(PathBuf, File)> {
+    let folder = target.parent().unwrap_or(Path::new("/"));
+    for attempt in 0..TEMPORARY_NAMES {
+        let name = folder.join(format!(".pvmm-{}-{id}-{attempt}.tmp", std::process::id()));
+        let made = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&name);
+        match made {
+            Ok(file) => return Ok((name, file)),
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+            Err(e) => return Err(e).at(target, "create"),
+        }
+    }
+    Err(errno(libc::EEXIST)).at(target, "create")
+}
+
+fn write_in_place(request: &WriteFile, path: &Path, pipe: File, context: &Context) -> Result<u64> {
+    let mut file = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(request.offset.is_none())
+        .mode(request.mode.unwrap_or(0o644) & 0o7777)
+        .custom_flags(libc::O_NOCTTY | libc::O_NONBLOCK)
+        .open(path)
+        .at(path, "open")?;
+    if let Some(offset) = request.offset.filter(|offset| *offset > 0) {
+        file.seek(SeekFrom::Start(offset)).at(path, "seek")?;
+    }
+    let total = fill(&mut file, pipe, path, context)?;
+    let facts = file.metadata().at(path, "stat")?;
+    dress(request, &file, Some(&facts), path)?;
+    Ok(total)
+}
+
+/// Copies the input into the file; fails unless the client ended it.
+fn fill(file: &mut File, mut pipe: File, path: &Path, context: &Context) -> Result<u64> {
+    let mut buffer = vec![0; CHUNK];
+    let mut total = 0;
+    loop {
+        match pipe.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => {
+                file.write_all(&buffer[..count]).at(path, "write")?;
+                total += count as u64;
+            }
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e).at(path, "receive"),
+        }
+    }
+    if context.committed.load(Ordering::Acquire) {
+        Ok(total)
+    } else {
+        Err(ErrorKind::BrokenPipe.into()).at(path, "receive")
+    }
+}
+
+/// Gives a file the owner and mode it is to have: those asked for, else those of the old file.
+fn dress(request: &WriteFile, file: &File, old: Option<&FsMetadata>, path: &Path) -> Result<()> {
+    let owner = request.owner.map(|owner| (owner.uid, owner.gid));
+    let owner = owner.or(old.map(|old| (old.uid(), old.gid())));
+    if let Some((uid, gid)) = owner {
+        let now = file.metadata().at(path, "stat")?;
+        if (now.uid(), now.gid()) != (uid, gid) {
+            fchown(file, Some(uid), Some(gid)).at(path, "chown")?;
+        }
+    }
+    // After the owner, whose change clears set-id bits.
+    let regular = file.metadata().at(path, "stat")?.is_file();
+    let mode = request.mode.or(old.map(|old| old.mode())).unwrap_or(0o644) & 0o7777;
+    if regular {
+        file.set_permissions(fs::Permissions::from_mode(mode)).at(path, "chmod")?;
+    }
+    if request.sync {
+        file.sync_all().at(path, "sync")?;
+    }
+    Ok(())
+}
+
+fn stat(path: &Path, follow: bool) -> Result<Metadata> {
+    let facts = if follow { fs::metadata(path) } else { fs::symlink_metadata(path) };
+    Ok(metadata(path, &facts.at(path, "stat")?))
+}
+
+/// Sends each entry as a length (u32, little-endian) and a MessagePack map.
+fn list(path: &Path, mut pipe: File) -> Result<u64> {
+    let mut buffer = Vec::with_capacity(CHUNK);
+    let mut total = 0;
+    for entry in fs::read_dir(path).at(path, "open")? {
+        let entry = entry.at(path, "read")?;
+        // One that was removed since it was read is not there any more.
+        let Ok(facts) = entry.metadata() else { continue };
+        let entry = Entry {
+            name: ByteBuf::from(entry.file_name().as_bytes()),
+            metadata: metadata(&entry.path(), &facts),
+        };
+        let Ok(bytes) = rmp_serde::to_vec_named(&entry) else { continue };
+        buffer.extend_from_slice(&(bytes.len() as u32).to_le_bytes());
+        buffer.extend_from_slice(&bytes);
+        total += 1;
+        if buffer.len() >= CHUNK / 2 {
+            pipe.write_all(&buffer).at(path, "send")?;
+            buffer.clear();
+        }
+    }
+    pipe.write_all(&buffer).at(path, "send")?;
+    Ok(total)
+}
+
+fn remove(request: &Remove) -> Result<()> {
+    let path = path(&request.path);
+    let removed = fs::symlink_metadata(path).and_then(|facts| {
+        if !facts.is_dir() {
+            fs::remove_file(path)
+        } else if fs::metadata("/").is_ok_and(|root| is_same(&root, &facts)) {
+            Err(errno(libc::EBUSY))
+        } else if request.recursive {
+            // Never follows a link on its way, also not one put there meanwhile.
+            fs::remove_dir_all(path)
+        } else {
+            fs::remove_dir(path)
+        }
+    });
+    match removed {
+        Err(e) if request.missing_ok && e.kind() == ErrorKind::NotFound => Ok(()),
+        other => other.at(path, "remove"),
+    }
+}
+
+fn is_same(a: &FsMetadata, b: &FsMetadata) -> bool {
+    (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+fn make_directory(path: &Path, mode: Option<u32>, parents: bool) -> Result<()> {
+    let existed = path.is_dir();
+    let mut builder = fs::DirBuilder::new();
+    builder.mode(0o755).recursive(parents).create(path).at(path, "mkdir")?;
+    match mode.filter(|_| !existed) {
+        // Explicitly, since the mode of mkdir is cut by the umask.
+        Some(mode) => {
+            fs::set_permissions(path, fs::Permissions::from_mode(mode & 0o7777)).at(path, "chmod")
+        }
+        None => Ok(()),
+    }
+}
+
+fn metadata(path: &Path, facts: &FsMetadata) -> Metadata {
+    let kind = facts.file_type();
+    let kind = match () {
+        () if kind.is_file() => FileKind::File,
+        () if kind.is_dir() => FileKind::Directory,
+        () if kind.is_symlink() => FileKind::Symlink,
+        () if kind.is_fifo() => FileKind::Fifo,
+        () if kind.is_socket() => FileKind::Socket,
+        () if kind.is_char_device() => FileKind::CharDevice,
+        () if kind.is_block_device() => FileKind::BlockDevice,
+        () => FileKind::Other,
+    };
+    let target = (kind == FileKind::Symlink)
+        .then(|| fs::read_link(path).ok())
+        .flatten()
+        .map(|target| ByteBuf::from(target.as_os_str().as_bytes()));
+    Metadata {
+        kind,
+        mode: facts.mode() & 0o7777,
+        uid: facts.uid(),
+        gid: facts.gid(),
+        size: facts.size(),
+        nlink: facts.nlink(),
+        mtime_s: facts.mtime(),
+        mtime_ns: facts.mtime_nsec() as u32,
+        target,
+    }
+}

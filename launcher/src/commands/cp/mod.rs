@@ -1,0 +1,172 @@
+//! `pvmm cp`: files and folders into and out of a VM, as `cp -r` would copy them.
+//!
+//! Where a copy goes is decided here, for both directions alike; the two ways of walking are apart,
+//! since one reads a host that is trusted and the other a guest that is not.
+
+mod into_guest;
+mod out_of_guest;
+
+use std::ffi::{OsStr, OsString};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use pvmm::agent::{Agent, AgentError};
+
+use crate::args::Place;
+use crate::attach;
+use crate::cli::Cp;
+use crate::exit::{self, Failure, Outcome};
+use crate::progress::Transfer;
+use crate::sys::signals::{FORWARDED, Signals};
+use crate::vm_dir::Base;
+
+/// How long the agent of a running VM may take to answer.
+const CONNECT_PATIENCE: Duration = Duration::from_secs(20);
+/// How much is moved at a time, and between two looks for Ctrl-C.
+const CHUNK: usize = 64 << 10;
+
+pub fn cp(args: Cp, quiet: bool) -> Outcome {
+    match (args.source, args.target) {
+        (Place::Host(source), Place::Guest { vm, path }) => {
+            into_guest::check(&source)?;
+            let mut copy = Copy::open(&vm, quiet)?;
+            into_guest::copy(&mut copy, &source, &from_root(path))?;
+        }
+        (Place::Guest { vm, path }, Place::Host(target)) => {
+            let mut copy = Copy::open(&vm, quiet)?;
+            out_of_guest::copy(&mut copy, &from_root(path), &target)?;
+        }
+        (Place::Host(_), Place::Host(_)) => {
+            return Err(Failure::usage("neither SOURCE nor TARGET names a VM")
+                .hint("write one of them as VM:PATH, as in: pvmm cp notes.txt web:/root/"));
+        }
+        (Place::Guest { .. }, Place::Guest { .. }) => {
+            return Err(Failure::usage("SOURCE and TARGET both name a VM")
+                .hint("copy to a path on this host first, and from there to the other VM"));
+        }
+    }
+    Ok(0)
+}
+
+/// A guest path without a slash at its start begins at the root, since a VM has no other place to be in.
+fn from_root(path: PathBuf) -> PathBuf {
+    Path::new("/").join(path)
+}
+
+/// What both directions need.
+struct Copy {
+    agent: Agent,
+    signals: Signals,
+    transfer: Transfer,
+}
+
+impl Copy {
+    fn open(vm: &str, quiet: bool) -> Result<Self, Failure> {
+        let vm = Base::open()?.find(vm)?;
+        vm.require_running()?;
+        let signals = Signals::hold(&FORWARDED)?;
+        let agent = attach::connect(&vm.dir, CONNECT_PATIENCE).map_err(attach::refuse_agent)?;
+        Ok(Self { agent, signals, transfer: Transfer::new(quiet) })
+    }
+
+    /// Moves one file's bytes; Ctrl-C ends it between two chunks.
+    fn pump(
+        &mut self,
+        mut from: impl Read,
+        mut to: impl Write,
+        read_failed: impl Fn(io::Error) -> Failure,
+        write_failed: impl Fn(io::Error) -> Failure,
+    ) -> Result<(), Failure> {
+        let mut buffer = vec![0; CHUNK];
+        loop {
+            self.stop_if_interrupted()?;
+            let count = match from.read(&mut buffer) {
+                Ok(0) => return Ok(()),
+                Ok(count) => count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                Err(error) => return Err(read_failed(error)),
+            };
+            to.write_all(&buffer[..count]).map_err(&write_failed)?;
+            self.transfer.add(count as u64);
+        }
+    }
+
+    fn stop_if_interrupted(&self) -> Result<(), Failure> {
+        match self.signals.is_pending() {
+            true => Err(Failure::silent(exit::by_signal(self.signals.next()?))),
+            false => Ok(()),
+        }
+    }
+}
+
+/// What the copy of `source` is called, and whether only its contents are meant (`dir/.`).
+fn name_of(source: &Path) -> Option<OsString> {
+    let text = source.as_os_str().as_encoded_bytes();
+    let contents = text == b"." || text.ends_with(b"/.") || text.ends_with(b"/..") || text == b"..";
+    match contents {
+        true => None,
+        false => source.file_name().map(OsStr::to_owned),
+    }
+}
+
+/// Where the copy goes: into a directory that is there, or to the very path.
+fn destination(source: &Path, target: &Path, target_is_directory: bool) -> PathBuf {
+    match (target_is_directory, name_of(source)) {
+        (true, Some(name)) => target.join(name),
+        _ => target.to_owned(),
+    }
+}
+
+fn ends_with_slash(path: &Path) -> bool {
+    path.as_os_str().as_encoded_bytes().ends_with(b"/")
+}
+
+fn on_host(act: &str, path: &Path) -> impl Fn(io::Error) -> Failure {
+    let what = format!("cannot {act} {}", path.display());
+    move |error| match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => {
+            Failure::usage(format!("{what}: {error}"))
+        }
+        _ => Failure::fault(format!("{what}: {error}")),
+    }
+}
+
+/// The failure of a request about `path` in the guest; a kernel's refusal there is about the user's input.
+fn in_guest(act: &str, path: &Path) -> impl Fn(AgentError) -> Failure {
+    let what = format!("cannot {act} {} in the VM", path.display());
+    move |error| match error.errno() {
+        Some(errno) => Failure::usage(format!("{what}: {}", io::Error::from_raw_os_error(errno))),
+        None => {
+            let failure = attach::refuse_agent(error);
+            Failure { message: format!("{what}: {}", failure.message), ..failure }
+        }
+    }
+}
+
+/// The same for an error that came through `Read` or `Write`.
+fn in_guest_io(act: &str, path: &Path) -> impl Fn(io::Error) -> Failure {
+    let what = format!("cannot {act} {} in the VM", path.display());
+    move |error| Failure::fault(format!("{what}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn destination_in_existing_directory_is_inside_it() {
+        let inside = |source: &str| destination(Path::new(source), Path::new("/t"), true);
+        assert_eq!(inside("/a/b"), Path::new("/t/b"));
+        assert_eq!(inside("/a/b/"), Path::new("/t/b"));
+        assert_eq!(inside("/a/b/."), Path::new("/t"));
+        assert_eq!(inside("."), Path::new("/t"));
+        assert_eq!(destination(Path::new("/a/b"), Path::new("/t"), false), Path::new("/t"));
+    }
+
+    #[test]
+    fn from_root_of_relative_path_begins_at_the_root() {
+        assert_eq!(from_root("etc/hosts".into()), Path::new("/etc/hosts"));
+        assert_eq!(from_root("/etc".into()), Path::new("/etc"));
+    }
+}

@@ -1,0 +1,101 @@
+//! Kernels, sizes and endings of real Linux guests.
+
+use pvmm::{BootProtocol, Outcome};
+use pvmm_sandbox::{Kernel, Silent};
+use pvmm_tests::guest::{self, Guest};
+
+#[test]
+fn boot_by_pvh_answers() {
+    let guest = Guest::boot_with(|config| config.boot_protocol = BootProtocol::Pvh);
+    assert_eq!(guest.prints("echo $((6*7))"), "42");
+}
+
+#[test]
+fn boot_by_the_64_bit_protocol_answers() {
+    let guest = Guest::boot_with(|config| config.boot_protocol = BootProtocol::Linux64);
+    assert_eq!(guest.prints("echo $((6*7))"), "42");
+}
+
+#[test]
+fn boot_of_two_vcpus_has_both_in_one_package() {
+    let guest = Guest::boot_with(|config| config.vcpus = 2);
+    assert_eq!(guest.prints("nproc"), "2");
+    let topology = "cat /sys/devices/system/cpu/cpu*/topology/core_id | sort -u | wc -l; \
+                    cat /sys/devices/system/cpu/cpu*/topology/physical_package_id | sort -u | wc -l";
+    assert_eq!(guest.prints(topology), "2\n1");
+}
+
+#[test]
+fn boot_with_memory_above_the_hole_has_all_of_it() {
+    let guest = Guest::boot_with(|config| config.memory_mib = 4096);
+    let mib: u64 = guest.prints("free -m | awk '/Mem:/{print $2}'").parse().unwrap();
+    assert!((3800..=4096).contains(&mib), "{mib} MiB");
+}
+
+#[test]
+fn boot_of_stock_debian_kernel_answers() {
+    let kernel = Kernel::debian(&guest::cache(), &mut Silent).unwrap();
+    let guest = Guest::boot_kernel(&kernel, |_| {});
+    assert!(guest.prints("uname -r").ends_with("-cloud-amd64"));
+    assert_eq!(guest.prints("python3 -c 'print(6*7)'"), "42");
+}
+
+#[test]
+fn clock_and_timer_of_the_guest_are_right() {
+    let guest = Guest::boot();
+    let source = "cat /sys/devices/system/clocksource/clocksource0/current_clocksource";
+    assert!(["kvm-clock", "tsc"].contains(&guest.prints(source).as_str()));
+    let host = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+    let there: u64 = guest.prints("date +%s").parse().unwrap();
+    assert!(there.abs_diff(host.as_secs()) <= 5, "guest {there}, host {}", host.as_secs());
+    let slept = guest.prints("a=$(date +%s%N); sleep 1; echo $(( ($(date +%s%N) - a) / 1000000 ))");
+    assert!((1000..3000).contains(&slept.parse::<u32>().unwrap()), "slept {slept} ms");
+}
+
+#[test]
+fn guest_has_no_virtualization_and_reads_avx_state_back() {
+    let guest = Guest::boot();
+    assert_eq!(guest.shell("grep -cwE 'vmx|svm' /proc/cpuinfo").stdout.bytes, b"0\n");
+    assert_eq!(guest.shell("dmesg | grep -c 'XSAVE consistency'").stdout.bytes, b"0\n");
+}
+
+#[test]
+fn shutdown_by_the_agent_is_poweroff() {
+    let guest = Guest::boot();
+    guest.agent.shutdown(pvmm::agent::ShutdownHow::Poweroff, None).unwrap();
+    assert_eq!(guest.ends(), Outcome::Poweroff);
+}
+
+#[test]
+fn reboot_by_the_agent_is_reboot() {
+    let guest = Guest::boot();
+    guest.agent.shutdown(pvmm::agent::ShutdownHow::Reboot, None).unwrap();
+    assert_eq!(guest.ends(), Outcome::Reboot);
+}
+
+#[test]
+fn kernel_panic_is_reboot() {
+    let guest = Guest::boot();
+    // The machine may be gone before the shell's exit is reported.
+    let _ = guest.agent.exec(&pvmm::exec::ExecRequest::shell("echo c > /proc/sysrq-trigger"));
+    assert_eq!(guest.ends(), Outcome::Reboot);
+}
+
+#[test]
+fn disk_written_by_the_guest_leaves_the_image_alone() {
+    let image = guest::base().rootfs;
+    let before = guest::digest(&image);
+    let guest = Guest::boot();
+    guest.prints("echo changed > /etc/os-release; rm -rf /usr/share/python3; sync");
+    assert_eq!(guest.prints("cat /etc/os-release"), "changed");
+    drop(guest);
+    assert_eq!(guest::digest(&image), before);
+}
+
+#[test]
+fn entropy_device_gives_bytes() {
+    let guest = Guest::boot();
+    let current = "cat /sys/class/misc/hw_random/rng_current";
+    assert!(guest.prints(current).starts_with("virtio_rng"));
+    assert_eq!(guest.prints("head -c 4096 /dev/hwrng | wc -c"), "4096");
+}

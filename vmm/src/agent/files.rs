@@ -1,0 +1,367 @@
+//! Files in the guest: read and write as streams or whole, stat, list, remove, mkdir, rename.
+//! Names and sizes come from the guest, so a listing is checked before anybody builds a path of it.
+
+use std::io::{self, Read, Write};
+use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use pvmm_guest_agent::decode;
+use pvmm_guest_agent::limits::{MAX_ENTRY, MAX_PATH};
+use pvmm_guest_agent::message::{
+    self, Answer, ByteBuf, Entry, Metadata, Outcome, Owner, ReadFile, Request,
+};
+
+use super::error::{AgentError, Lost};
+use super::stream::{Event, StreamRef};
+use super::{ANSWER_TIME, Agent};
+
+/// How long a transfer may stand still because of the guest.
+const STALL: Duration = Duration::from_secs(60);
+/// How long removing a whole tree may take.
+const REMOVE_TIME: Duration = Duration::from_secs(600);
+/// Entries of one directory that are taken.
+const MAX_ENTRIES: usize = 1 << 20;
+
+/// How a file is to be written.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct WriteOptions {
+    /// Permission bits; those of the file that is replaced, or 0644.
+    pub mode: Option<u32>,
+    /// Owner; that of the file that is replaced, or root.
+    pub owner: Option<Owner>,
+    /// Make missing parent directories.
+    pub parents: bool,
+    /// Write into the file instead of replacing it as a whole; for devices and the like.
+    pub in_place: bool,
+    /// With `in_place`: begin here and keep what lies beyond.
+    pub offset: Option<u64>,
+    /// Wait until the contents are on the guest's disk.
+    pub sync: bool,
+}
+
+impl Agent {
+    /// Opens a file, or a part of it, for reading.
+    pub fn open_read(
+        &self,
+        path: impl AsRef<Path>,
+        range: Option<Range<u64>>,
+    ) -> Result<FileReader, AgentError> {
+        let range = range.unwrap_or(0..u64::MAX);
+        let len = (range.end != u64::MAX).then(|| range.end.saturating_sub(range.start));
+        let path = guest_path("path", path.as_ref())?;
+        let stream = self.open(&Request::ReadFile(ReadFile { path, offset: range.start, len }))?;
+        let started = stream.started(Some(Instant::now() + ANSWER_TIME))?;
+        let metadata = started.and_then(|started| started.metadata);
+        let mut reader =
+            FileReader { stream, metadata, chunk: Vec::new(), taken: 0, total: 0, ended: false };
+        if reader.metadata.is_none() {
+            // It is over without having begun: the outcome says why.
+            reader.fill()?;
+            return Err(AgentError::WrongAnswer);
+        }
+        Ok(reader)
+    }
+
+    /// Reads a whole file of at most `limit` bytes.
+    pub fn read_file(&self, path: impl AsRef<Path>, limit: u64) -> Result<Vec<u8>, AgentError> {
+        let mut reader = self.open_read(path, None)?;
+        let mut bytes = Vec::new();
+        while reader.fill()? {
+            if (bytes.len() + reader.chunk.len()) as u64 > limit {
+                return Err(AgentError::TooLarge { what: "bytes in the file", limit });
+            }
+            bytes.append(&mut reader.chunk);
+        }
+        Ok(bytes)
+    }
+
+    /// Opens a file for writing. Unless written in place it appears whole, when `finish` returns.
+    pub fn open_write(
+        &self,
+        path: impl AsRef<Path>,
+        options: &WriteOptions,
+    ) -> Result<FileWriter, AgentError> {
+        let request = Request::WriteFile(message::WriteFile {
+            path: guest_path("path", path.as_ref())?,
+            mode: options.mode,
+            owner: options.owner,
+            parents: options.parents,
+            in_place: options.in_place,
+            offset: options.offset,
+            sync: options.sync,
+        });
+        Ok(FileWriter { stream: self.open(&request)?, sent: 0 })
+    }
+
+    /// Writes a whole file.
+    pub fn write_file(
+        &self,
+        path: impl AsRef<Path>,
+        bytes: &[u8],
+        options: &WriteOptions,
+    ) -> Result<(), AgentError> {
+        let mut writer = self.open_write(path, options)?;
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            let count = writer.send(rest)?;
+            rest = &rest[count..];
+        }
+        writer.finish().map(drop)
+    }
+
+    /// A file's metadata; of a symbolic link itself, unless `follow` is set.
+    pub fn stat(&self, path: impl AsRef<Path>, follow: bool) -> Result<Metadata, AgentError> {
+        let path = guest_path("path", path.as_ref())?;
+        let request = Request::Stat(message::Stat { path, follow });
+        match self.ask(&request, Instant::now() + ANSWER_TIME)? {
+            Answer::Metadata(metadata) => Ok(metadata),
+            _ => Err(AgentError::WrongAnswer),
+        }
+    }
+
+    /// A directory's entries, sorted by name. Each name is one path component, checked here.
+    pub fn list(&self, path: impl AsRef<Path>) -> Result<Vec<Entry>, AgentError> {
+        let path = guest_path("path", path.as_ref())?;
+        let stream = self.open(&Request::List(message::List { path }))?;
+        let mut listing = Listing::default();
+        while let Some(bytes) = next_chunk(&stream, None)? {
+            if let Err(e) = listing.push(&bytes) {
+                stream.cancel();
+                return Err(e);
+            }
+        }
+        listing.finish()
+    }
+
+    /// Removes a file or an empty directory; with `recursive`, a whole tree.
+    pub fn remove(&self, path: impl AsRef<Path>, recursive: bool) -> Result<(), AgentError> {
+        let path = guest_path("path", path.as_ref())?;
+        let request = message::Remove { path, recursive, missing_ok: false };
+        self.tell(&Request::Remove(request), REMOVE_TIME)
+    }
+
+    /// Makes a directory; with `parents`, those that are missing, and it may exist.
+    pub fn mkdir(
+        &self,
+        path: impl AsRef<Path>,
+        mode: Option<u32>,
+        parents: bool,
+    ) -> Result<(), AgentError> {
+        let path = guest_path("path", path.as_ref())?;
+        self.tell(&Request::Mkdir(message::Mkdir { path, mode, parents }), ANSWER_TIME)
+    }
+
+    /// Renames within one filesystem of the guest, replacing what is there.
+    pub fn rename(&self, from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<(), AgentError> {
+        let from = guest_path("from", from.as_ref())?;
+        let to = guest_path("to", to.as_ref())?;
+        let request = Request::Move(message::Move { from, to, no_replace: false });
+        self.tell(&request, ANSWER_TIME)
+    }
+
+    fn tell(&self, request: &Request, patience: Duration) -> Result<(), AgentError> {
+        match self.ask(request, Instant::now() + patience)? {
+            Answer::Done {} => Ok(()),
+            _ => Err(AgentError::WrongAnswer),
+        }
+    }
+}
+
+/// Refuses on this side what the guest could not open.
+fn guest_path(field: &'static str, path: &Path) -> Result<ByteBuf, AgentError> {
+    let bytes = path.as_os_str().as_bytes();
+    let why = match bytes {
+        [] => "is empty",
+        bytes if bytes.contains(&0) => "contains a NUL byte",
+        bytes if bytes.len() > MAX_PATH => "is longer than 4095 bytes",
+        [b'/', ..] => return Ok(ByteBuf::from(bytes)),
+        _ => "is not absolute: begin it with '/'",
+    };
+    Err(AgentError::InvalidRequest { field, why })
+}
+
+/// The next bytes of a stream that only has output; `None` at its good end, which must agree
+/// about the bytes that came before.
+fn next_chunk(stream: &StreamRef, before: Option<u64>) -> Result<Option<Vec<u8>>, AgentError> {
+    match stream.next(Some(Instant::now() + STALL))? {
+        Some(Event::Data(_, bytes)) => Ok(Some(bytes)),
+        Some(Event::Done(Outcome::Ok(Answer::Transferred(total))))
+            if before.is_none_or(|before| before == total) =>
+        {
+            Ok(None)
+        }
+        Some(Event::Done(Outcome::Ok(_))) => Err(AgentError::WrongAnswer),
+        Some(Event::Done(Outcome::Failed(failure))) => Err(failure.into()),
+        None => {
+            stream.cancel();
+            Err(AgentError::Overdue)
+        }
+    }
+}
+
+fn into_io(error: AgentError) -> io::Error {
+    match error.errno() {
+        Some(errno) => io::Error::new(io::Error::from_raw_os_error(errno).kind(), error),
+        None => io::Error::other(error),
+    }
+}
+
+/// A file of the guest being read.
+pub struct FileReader {
+    stream: StreamRef,
+    metadata: Option<Metadata>,
+    chunk: Vec<u8>,
+    taken: usize,
+    total: u64,
+    ended: bool,
+}
+
+impl FileReader {
+    /// What the file was when it was opened.
+    pub fn metadata(&self) -> Option<&Metadata> {
+        self.metadata.as_ref()
+    }
+
+    /// Gets the next chunk; false at the end of the file.
+    fn fill(&mut self) -> Result<bool, AgentError> {
+        if self.ended {
+            return Ok(false);
+        }
+        self.taken = 0;
+        self.chunk = next_chunk(&self.stream, Some(self.total))?.unwrap_or_default();
+        self.total += self.chunk.len() as u64;
+        self.ended = self.chunk.is_empty();
+        Ok(!self.ended)
+    }
+}
+
+impl Read for FileReader {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        if self.taken == self.chunk.len() && !self.fill().map_err(into_io)? {
+            return Ok(0);
+        }
+        let count = buffer.len().min(self.chunk.len() - self.taken);
+        buffer[..count].copy_from_slice(&self.chunk[self.taken..self.taken + count]);
+        self.taken += count;
+        Ok(count)
+    }
+}
+
+impl Drop for FileReader {
+    fn drop(&mut self) {
+        self.stream.cancel();
+    }
+}
+
+/// A file of the guest being written. Dropped without `finish`, the old file stays.
+pub struct FileWriter {
+    stream: StreamRef,
+    sent: u64,
+}
+
+impl FileWriter {
+    /// Completes the file; how many bytes were written.
+    pub fn finish(self) -> Result<u64, AgentError> {
+        self.stream.end_input()?;
+        self.outcome()
+    }
+
+    fn send(&mut self, bytes: &[u8]) -> Result<usize, AgentError> {
+        match self.stream.send_input(bytes, Some(Instant::now() + STALL))? {
+            Some(0) => match self.outcome() {
+                // It ended before all was sent, and calls that well.
+                Ok(_) => Err(AgentError::WrongAnswer),
+                Err(e) => Err(e),
+            },
+            Some(count) => {
+                self.sent += count as u64;
+                Ok(count)
+            }
+            None => Err(AgentError::Overdue),
+        }
+    }
+
+    fn outcome(&self) -> Result<u64, AgentError> {
+        loop {
+            match self.stream.next(Some(Instant::now() + STALL))? {
+                Some(Event::Done(Outcome::Ok(Answer::Transferred(total)))) => {
+                    return if total == self.sent {
+                        Ok(total)
+                    } else {
+                        Err(AgentError::WrongAnswer)
+                    };
+                }
+                Some(Event::Done(Outcome::Ok(_))) => return Err(AgentError::WrongAnswer),
+                Some(Event::Done(Outcome::Failed(failure))) => return Err(failure.into()),
+                Some(Event::Data(..)) => {}
+                None => return Err(AgentError::Overdue),
+            }
+        }
+    }
+}
+
+impl Write for FileWriter {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.is_empty() { Ok(0) } else { self.send(bytes).map_err(into_io) }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for FileWriter {
+    fn drop(&mut self) {
+        self.stream.cancel();
+    }
+}
+
+/// A listing as its bytes come.
+#[derive(Default)]
+struct Listing {
+    bytes: Vec<u8>,
+    entries: Vec<Entry>,
+}
+
+impl Listing {
+    fn push(&mut self, bytes: &[u8]) -> Result<(), AgentError> {
+        const BAD: AgentError = AgentError::Lost(Lost::Protocol("a malformed listing"));
+        self.bytes.extend_from_slice(bytes);
+        let mut rest = &self.bytes[..];
+        while let Some((len, after)) = rest.split_first_chunk() {
+            let len = u32::from_le_bytes(*len) as usize;
+            if len > MAX_ENTRY {
+                return Err(BAD);
+            }
+            let Some((entry, after)) = after.split_at_checked(len) else { break };
+            let entry: Entry = decode(entry).map_err(|_| BAD)?;
+            if !is_component(&entry.name) {
+                return Err(BAD);
+            }
+            if self.entries.len() >= MAX_ENTRIES {
+                let limit = MAX_ENTRIES as u64;
+                return Err(AgentError::TooLarge { what: "entries in the directory", limit });
+            }
+            self.entries.push(entry);
+            rest = after;
+        }
+        let used = self.bytes.len() - rest.len();
+        self.bytes.drain(..used);
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<Vec<Entry>, AgentError> {
+        if !self.bytes.is_empty() {
+            return Err(AgentError::Lost(Lost::Protocol("a listing that is cut short")));
+        }
+        self.entries.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(self.entries)
+    }
+}
+
+/// Whether a name is safe to join to a path: one component that leads nowhere else.
+fn is_component(name: &[u8]) -> bool {
+    !matches!(name, b"" | b"." | b"..") && !name.contains(&b'/') && !name.contains(&0)
+}

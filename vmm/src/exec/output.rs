@@ -1,0 +1,61 @@
+//! Collected output: the first bytes, the last bytes, and how many there were.
+//! However much a guest writes, what is kept stays within the cap.
+
+use pvmm_guest_agent::message::OutputCount;
+use pvmm_guest_agent::output::Tail;
+
+use super::{ExitStatus, OutputCap};
+
+/// What `exec` kept of one output.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Captured {
+    /// The head, and right after it the tail.
+    pub bytes: Vec<u8>,
+    /// Bytes the process wrote.
+    pub total: u64,
+    /// Bytes missing between head and tail.
+    pub dropped: u64,
+}
+
+impl Captured {
+    pub fn truncated(&self) -> bool {
+        self.dropped > 0
+    }
+}
+
+/// The result of `exec`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Output {
+    pub status: ExitStatus,
+    pub stdout: Captured,
+    pub stderr: Captured,
+}
+
+/// Keeps the head and the tail of an output.
+pub(super) struct Capture {
+    head: Vec<u8>,
+    cap: usize,
+    tail: Tail,
+    received: u64,
+}
+
+impl Capture {
+    pub(super) fn new(cap: OutputCap) -> Self {
+        Self { head: Vec::new(), cap: cap.head, tail: Tail::new(cap.tail), received: 0 }
+    }
+
+    pub(super) fn push(&mut self, bytes: &[u8]) {
+        self.received += bytes.len() as u64;
+        let (head, rest) = bytes.split_at(bytes.len().min(self.cap - self.head.len()));
+        self.head.extend_from_slice(head);
+        self.tail.push(rest);
+    }
+
+    pub(super) fn finish(self, count: OutputCount) -> Captured {
+        let dropped = count.dropped + self.tail.forgotten();
+        let mut bytes = self.head;
+        bytes.extend_from_slice(&self.tail.into_bytes());
+        // What came and what the agent says it left out; its own total is only its word.
+        Captured { bytes, total: self.received.saturating_add(count.dropped), dropped }
+    }
+}

@@ -1,0 +1,195 @@
+//! A process while it runs: its events, its input, signals for it.
+//! Whoever drops it ends it, so that nothing runs on in a guest unseen.
+
+use std::io::{self, Write};
+use std::time::{Duration, Instant};
+
+use pvmm_guest_agent::Channel;
+use pvmm_guest_agent::message::{Answer, Outcome, Scope, Signal};
+
+use super::{ExecError, ExitStatus};
+use crate::agent::{AgentError, Event, Exchange, StreamRef};
+
+/// Something a running process did.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ProcessEvent {
+    Stdout(Vec<u8>),
+    Stderr(Vec<u8>),
+    Exited(ExitStatus),
+}
+
+/// A process in the guest. Dropping it before its end kills it and all it started.
+pub struct Process {
+    stream: StreamRef,
+    has_stdin: bool,
+    deadline: Option<(Instant, Duration)>,
+    exited: Option<ExitStatus>,
+}
+
+impl Process {
+    pub(super) fn new(
+        stream: StreamRef,
+        has_stdin: bool,
+        deadline: Option<(Instant, Duration)>,
+    ) -> Self {
+        Self { stream, has_stdin, deadline, exited: None }
+    }
+
+    /// The process in the guest, once the agent has told.
+    pub fn pid(&self) -> Option<u32> {
+        self.stream.started_now().and_then(|started| started.pid)
+    }
+
+    /// The standard input, once, if the request asked for one.
+    pub fn take_stdin(&mut self) -> Option<Stdin> {
+        std::mem::take(&mut self.has_stdin).then(|| Stdin { stream: self.stream.clone() })
+    }
+
+    /// What happens next; `None` when the caller's deadline passes first. After `Exited` it is
+    /// `Exited` again.
+    pub fn next_event(
+        &mut self,
+        deadline: Option<Instant>,
+    ) -> Result<Option<ProcessEvent>, ExecError> {
+        if let Some(status) = self.exited {
+            return Ok(Some(ProcessEvent::Exited(status)));
+        }
+        match self.stream.next(self.until(deadline))? {
+            Some(event) => self.take(event).map(Some),
+            None => self.late().map(|()| None),
+        }
+    }
+
+    /// Feeds input while there is some, until something happens.
+    pub(super) fn next_while_feeding(
+        &mut self,
+        input: &mut &[u8],
+    ) -> Result<ProcessEvent, ExecError> {
+        loop {
+            match self.stream.exchange(input, self.until(None))? {
+                Some(Exchange::Event(event)) => return self.take(event),
+                Some(Exchange::Sent(count)) if count < input.len() => *input = &input[count..],
+                Some(Exchange::Sent(_) | Exchange::InputRefused) => {
+                    *input = &[];
+                    self.stream.end_input()?;
+                }
+                None => self.late()?,
+            }
+        }
+    }
+
+    pub(super) fn end_input(&self) -> Result<(), ExecError> {
+        Ok(self.stream.end_input()?)
+    }
+
+    fn until(&self, deadline: Option<Instant>) -> Option<Instant> {
+        let limit = self.deadline.map(|(at, _)| at);
+        [deadline, limit].into_iter().flatten().min()
+    }
+
+    fn late(&self) -> Result<(), ExecError> {
+        match self.deadline {
+            Some((at, late)) if at <= Instant::now() => Err(ExecError::Overdue(late)),
+            _ => Ok(()),
+        }
+    }
+
+    fn take(&mut self, event: Event) -> Result<ProcessEvent, ExecError> {
+        Ok(match event {
+            Event::Data(Channel::Error, bytes) => ProcessEvent::Stderr(bytes),
+            Event::Data(_, bytes) => ProcessEvent::Stdout(bytes),
+            Event::Done(Outcome::Ok(Answer::Exec(report))) => {
+                let status = ExitStatus::from_report(report);
+                self.exited = Some(status);
+                ProcessEvent::Exited(status)
+            }
+            Event::Done(Outcome::Ok(_)) => return Err(AgentError::WrongAnswer.into()),
+            Event::Done(Outcome::Failed(failure)) => {
+                return Err(AgentError::from(failure).into());
+            }
+        })
+    }
+
+    /// Sends a signal to the process group.
+    pub fn signal(&self, signal: i32) -> Result<(), ExecError> {
+        self.signaller().send(signal)
+    }
+
+    /// A way to signal from another thread.
+    pub fn signaller(&self) -> Signaller {
+        Signaller { stream: self.stream.clone() }
+    }
+
+    /// Kills the process and everything it started.
+    pub fn kill(&self) -> Result<(), ExecError> {
+        let signal = Signal { signal: libc::SIGKILL, scope: Scope::Tree };
+        Ok(self.stream.signal(&signal)?)
+    }
+
+    /// Waits for the end, dropping output.
+    pub fn wait(mut self) -> Result<ExitStatus, ExecError> {
+        loop {
+            if let Some(ProcessEvent::Exited(status)) = self.next_event(None)? {
+                return Ok(status);
+            }
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.stream.cancel();
+    }
+}
+
+/// Signals a process of another thread's.
+#[derive(Clone)]
+pub struct Signaller {
+    stream: StreamRef,
+}
+
+impl Signaller {
+    /// Sends a signal to the process group.
+    pub fn send(&self, signal: i32) -> Result<(), ExecError> {
+        if !(1..=64).contains(&signal) {
+            return Err(ExecError::InvalidRequest { field: "signal", why: "is not in 1 to 64" });
+        }
+        Ok(self.stream.signal(&Signal { signal, scope: Scope::Group })?)
+    }
+}
+
+/// The standard input of a process. Dropping or closing it ends the input.
+pub struct Stdin {
+    stream: StreamRef,
+}
+
+impl Stdin {
+    /// Tells the process that no more comes, and learns whether that could be said.
+    pub fn close(self) -> Result<(), ExecError> {
+        Ok(self.stream.end_input()?)
+    }
+}
+
+impl Write for Stdin {
+    /// Waits while the process does not read; fails with `BrokenPipe` once it never will.
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if bytes.is_empty() {
+            return Ok(0);
+        }
+        match self.stream.send_input(bytes, None) {
+            Ok(Some(0)) | Ok(None) => Err(io::ErrorKind::BrokenPipe.into()),
+            Ok(Some(count)) => Ok(count),
+            Err(e) => Err(io::Error::new(io::ErrorKind::ConnectionReset, e)),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Drop for Stdin {
+    fn drop(&mut self) {
+        let _ = self.stream.end_input();
+    }
+}

@@ -1,0 +1,65 @@
+//! How a process ended, as far as the agent can be believed, and the code a shell would give.
+//! Numbers from the guest are brought into range here, once.
+
+use std::time::Duration;
+
+use pvmm_guest_agent::message::{ExecReport, ExecStatus, OutputCount, Stage, Usage};
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExitStatus {
+    pub status: ExecStatus,
+    /// The time limit ended it.
+    pub timed_out: bool,
+    /// A background process still held an output when the streams were closed.
+    pub background: bool,
+    pub stdout: OutputCount,
+    pub stderr: OutputCount,
+    pub duration: Duration,
+    pub usage: Usage,
+}
+
+impl ExitStatus {
+    /// Takes the agent's word only as far as it makes sense.
+    pub(super) fn from_report(report: ExecReport) -> Self {
+        let status = match report.status {
+            ExecStatus::Exited { code } if !(0..=255).contains(&code) => {
+                ExecStatus::Exited { code: 255 }
+            }
+            ExecStatus::Signaled { signal, core_dumped } => {
+                ExecStatus::Signaled { signal: signal.clamp(1, 64), core_dumped }
+            }
+            other => other,
+        };
+        Self {
+            status,
+            timed_out: report.timed_out,
+            background: report.background,
+            stdout: report.stdout,
+            stderr: report.stderr,
+            duration: Duration::from_micros(report.duration_us),
+            usage: report.usage,
+        }
+    }
+
+    /// Whether the process ran and exited with 0.
+    pub fn success(&self) -> bool {
+        self.status == ExecStatus::Exited { code: 0 } && !self.timed_out
+    }
+
+    /// The code a shell would give: the exit code, 124 after a time limit, 126 and 127 for what
+    /// could not start, 128 + n after a signal.
+    pub fn shell_code(&self) -> u8 {
+        match self.status {
+            ExecStatus::CouldNotStart { stage: Stage::Exec, errno }
+                if errno == libc::ENOENT || errno == libc::ENOTDIR =>
+            {
+                127
+            }
+            ExecStatus::CouldNotStart { .. } => 126,
+            _ if self.timed_out => 124,
+            ExecStatus::Exited { code } => code as u8,
+            ExecStatus::Signaled { signal, .. } => 128 + signal as u8,
+        }
+    }
+}
