@@ -2,14 +2,19 @@
 //!
 //! Each verb is a file of its own; this one only finds it.
 
+mod artifacts;
 mod cache;
+mod cargo;
+mod check;
 mod checkout;
+mod demo;
 mod host;
 mod nested_host;
 mod on_kvm;
 mod packages;
 mod progress;
 mod report;
+mod suite;
 mod sys;
 
 use std::env;
@@ -19,6 +24,9 @@ use std::process::ExitCode;
 const HELP: &str = "\
 usage: cargo xtask VERB [ARGUMENT…]
 
+  check                formatting, lints and the rules of the house
+  test [-- ARGUMENT…]  every test; the arguments go to the suite of real guests
+  demo                 boot a guest, run a line of Python in it, say what it took
   on-kvm -- COMMAND…   run COMMAND where guests run: here, or in a nested host
   host up|down|status  keep a nested host running, which on-kvm then uses
 ";
@@ -32,6 +40,9 @@ fn main() -> ExitCode {
     }
     let verb = arguments.remove(0);
     match verb.to_str() {
+        Some("check") => check::run(&arguments),
+        Some("test") => suite::run(&arguments),
+        Some("demo") => demo::run(&arguments),
         Some("on-kvm") => on_kvm::run(after_dashes(&arguments)),
         Some("host") => host::run(&arguments),
         Some("--help" | "-h" | "help") => {
