@@ -80,5 +80,8 @@ fn serve(arguments: Vec<String>) -> Result<(), String> {
     let mut server = Server::new(settings).map_err(|e| format!("cannot start: {e}"))?;
     let ended = server.run().map_err(|e| format!("the event loop failed: {e}"));
     server.close();
+    if let Some(("unix", path)) = listen.split_once(':') {
+        let _ = std::fs::remove_file(path);
+    }
     ended.map(drop)
 }

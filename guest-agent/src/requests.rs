@@ -30,6 +30,7 @@ impl Server {
     /// Reads once from a connection and acts on every whole frame.
     pub(crate) fn read_connection(&mut self, id: u64) -> Step {
         let Some(connection) = self.connections.get_mut(&id) else { return Step::Waiting };
+        connection.pressed |= connection.out.is_clogged();
         if !connection.readable || connection.out.is_clogged() {
             return Step::Waiting;
         }

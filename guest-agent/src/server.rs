@@ -204,6 +204,7 @@ impl Server {
         let Some(source) = job.source_of(token) else { return };
         for _ in 0..TURN {
             if source.pump(&mut connection.out, stream, &mut self.scratch) == Step::Waiting {
+                connection.pressed |= !connection.out.has_room();
                 if source.has_ended() {
                     self.finish_if_over(id);
                 }
@@ -323,14 +324,12 @@ impl Server {
                 continue;
             }
             match connection.out.flush(&connection.socket) {
-                Ok(true) => eased.push(*id),
-                Ok(false) => {
-                    connection.writable = false;
-                    if connection.out.has_room() {
-                        eased.push(*id);
-                    }
-                }
+                Ok(all) => connection.writable = all,
                 Err(_) => lost.push(*id),
+            }
+            if connection.pressed && connection.out.has_room() {
+                connection.pressed = false;
+                eased.push(*id);
             }
         }
         for id in eased {
