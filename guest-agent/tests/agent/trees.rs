@@ -98,7 +98,7 @@ fn timeout_ends_a_fork_bomb_g9() {
 }
 
 #[test]
-fn client_that_goes_takes_its_execs_along() {
+fn process_dropped_is_killed_and_others_go_on() {
     let fixture = Fixture::start();
     let agent = fixture.agent();
     let mut process = agent.start(&ExecRequest::shell("echo $$; sleep 60")).unwrap();
@@ -106,7 +106,7 @@ fn client_that_goes_takes_its_execs_along() {
     let pid = String::from_utf8(pid).unwrap().trim().parse().unwrap();
     assert!(alive(pid));
     std::mem::forget(process);
-    // Another client with a socket of its own, so that only the first goes.
+    // Another client, with a process of its own that is dropped.
     let other = fixture.agent();
     let socket = fixture.socket();
     let third = pvmm::agent::Agent::over(socket).unwrap();
