@@ -2,7 +2,6 @@
 //!
 //! Formatting, lints, and the few rules of this house that a program can see.
 
-use std::ffi::OsString;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -13,11 +12,7 @@ use crate::{cargo, checkout, progress, report};
 /// More lines than this without tests, and a file does more than one thing.
 const LONG_FILE: usize = 600;
 
-pub fn run(arguments: &[OsString]) -> ExitCode {
-    if !arguments.is_empty() {
-        eprintln!("usage: cargo xtask check");
-        return ExitCode::from(2);
-    }
+pub fn run() -> ExitCode {
     let mut faults = Vec::new();
     for command in [
         &["fmt", "--all", "--check"][..],
