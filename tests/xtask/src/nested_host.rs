@@ -9,6 +9,7 @@ pub mod background;
 mod cpio;
 pub mod frame;
 pub mod image;
+mod monitor;
 pub mod serve;
 pub mod session;
 mod vmlinux;
@@ -23,13 +24,14 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::sys::{self, READABLE, Waiting};
 use crate::{cache, checkout};
 use image::{Image, ImageError};
+use monitor::Monitor;
 
 /// The host says once per this time that it lives.
 pub const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
@@ -116,11 +118,19 @@ fn sparse_files() -> PathBuf {
     cache::dir().join("disks")
 }
 
+/// When silence is no sign of death.
+enum Paused {
+    Now,
+    Until(Instant),
+}
+
 /// A running nested host. Dropping it kills it.
 pub struct NestedHost {
     qemu: Child,
     ports: Vec<UnixStream>,
     pulse: UnixStream,
+    monitor: Mutex<Monitor>,
+    paused: Arc<Mutex<Paused>>,
     console: Arc<Mutex<VecDeque<u8>>>,
 }
 
@@ -141,9 +151,11 @@ impl NestedHost {
             )
             .map_err(HostError::Channels)?;
             if signalled != 0
-                && let Some(signal) = session::pending(signals).first()
+                && let Some(signal) = session::pending(signals)
+                    .into_iter()
+                    .find(|&signal| i32::from(signal) != session::RESIZED)
             {
-                return Err(HostError::Interrupted(*signal));
+                return Err(HostError::Interrupted(signal));
             }
             if beat != 0 {
                 return match host.pulse.read(&mut [0; 64]) {
@@ -198,6 +210,12 @@ impl NestedHost {
             .collect::<Result<_, _>>()
             .map_err(HostError::Channels)?;
 
+        let (monitor, other) = UnixStream::pair().map_err(HostError::Channels)?;
+        qemu.args(["-chardev", &format!("socket,id=monitor,fd={}", other.as_raw_fd())]);
+        qemu.args(["-mon", "chardev=monitor,mode=control"]);
+        theirs.push(other.into());
+        let monitor = Mutex::new(Monitor::new(monitor).map_err(HostError::Channels)?);
+
         sys::die_with_parent(&mut qemu, theirs.iter().map(|fd| fd.as_raw_fd()).collect());
         // A group of its own, so that Ctrl-C reaches the command and not the machine under it.
         qemu.process_group(0);
@@ -211,7 +229,8 @@ impl NestedHost {
         let console = Arc::new(Mutex::new(VecDeque::new()));
         let kept = Arc::clone(&console);
         thread::spawn(move || keep_console(console_out, &kept));
-        Ok(NestedHost { qemu, ports, pulse, console })
+        let paused = Arc::new(Mutex::new(Paused::Until(Instant::now())));
+        Ok(NestedHost { qemu, ports, pulse, monitor, paused, console })
     }
 
     /// The channel for one command at a time, counted from 0.
@@ -233,19 +252,44 @@ impl NestedHost {
         let pulse = self.pulse.try_clone()?;
         pulse.set_read_timeout(Some(HEARTBEAT_DEADLINE))?;
         let pid = self.qemu.id();
+        let paused = Arc::clone(&self.paused);
         thread::Builder::new().name("watchdog".into()).spawn(move || {
             let mut pulse = pulse;
-            while pulse.read(&mut [0; 64]).is_ok_and(|n| n > 0) {}
-            // Dead already, or silent for too long. The child is collected by its owner only
-            // after this process is done with it, so the number is still its own.
+            loop {
+                match pulse.read(&mut [0; 64]) {
+                    Ok(n) if n > 0 => continue,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+                    // Dead already.
+                    _ => break,
+                }
+                match *lock(&paused) {
+                    Paused::Now => {}
+                    Paused::Until(at) if at.elapsed() < HEARTBEAT_DEADLINE => {}
+                    Paused::Until(_) => break,
+                }
+            }
+            // The child is collected by its owner only after this process is done with it, so
+            // the number is still its own.
             let _ = sys::kill(pid, libc::SIGKILL);
         })?;
         Ok(())
     }
 
+    /// Stops the host's clock and CPU.
+    pub fn pause(&self) -> io::Result<()> {
+        *lock(&self.paused) = Paused::Now;
+        lock(&self.monitor).pause()
+    }
+
+    pub fn resume(&self) -> io::Result<()> {
+        lock(&self.monitor).resume()?;
+        *lock(&self.paused) = Paused::Until(Instant::now());
+        Ok(())
+    }
+
     /// The last lines of the host's console.
     pub fn console(&self) -> String {
-        let mut kept = self.console.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = lock(&self.console);
         String::from_utf8_lossy(kept.make_contiguous()).trim().to_string()
     }
 }
@@ -255,6 +299,11 @@ impl Drop for NestedHost {
         let _ = self.qemu.kill();
         let _ = self.qemu.wait();
     }
+}
+
+/// No thread here leaves a value half changed when it panics.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn share(qemu: &mut Command, tag: &str, path: &Path, writable: bool) {
@@ -294,7 +343,7 @@ fn keep_console(mut from: PipeReader, kept: &Mutex<VecDeque<u8>>) {
     while let Ok(n) = from.read(&mut chunk)
         && n > 0
     {
-        let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = lock(kept);
         kept.extend(&chunk[..n]);
         let excess = kept.len().saturating_sub(CONSOLE_KEPT);
         kept.drain(..excess);

@@ -3,82 +3,154 @@
 //! Says in one line which it is; everything else on the streams, and the exit code, is the
 //! command's own.
 
-use std::error::Error;
 use std::ffi::OsString;
-use std::io;
-use std::os::unix::process::CommandExt;
+use std::io::{self, PipeReader};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitCode};
 
+use pvmm::kvm::host;
+
+use crate::nested_host::image::{self, Image, ImageError};
 use crate::nested_host::session::{self, End};
-use crate::nested_host::{HostError, NestedHost, background, image};
+use crate::nested_host::{HostError, NestedHost, background};
 use crate::{report, sys};
 
 /// Exit code for a fault of this tool, as opposed to the command's.
-const OWN_FAULT: u8 = 125;
+pub const OWN_FAULT: u8 = 125;
+
+#[derive(Debug, thiserror::Error)]
+pub enum OnKvmError {
+    #[error(transparent)]
+    Image(#[from] ImageError),
+    #[error(transparent)]
+    Host(#[from] HostError),
+    #[error("the nested host was lost; its console ended with:\n{console}")]
+    HostLost { console: String },
+    #[error(
+        "the nested host was lost after the command had read from stdin, so it is not run again"
+    )]
+    HostLostMidway,
+    #[error("cannot pass the command on")]
+    Pass(#[source] io::Error),
+}
 
 pub fn run(argv: &[OsString]) -> ExitCode {
-    let Some((program, arguments)) = argv.split_first() else {
-        eprintln!("usage: cargo xtask on-kvm -- COMMAND [ARGUMENT…]");
-        return ExitCode::from(2);
-    };
-    match pvmm::kvm::host::probe() {
-        Ok(host) => {
+    // The command line has at least one word; see main.rs.
+    let Some((program, arguments)) = argv.split_first() else { return ExitCode::from(OWN_FAULT) };
+    match find() {
+        Found::Here(host) => {
             eprintln!("on-kvm: {} runs guests here; running directly", host.backend);
             let error = Command::new(program).args(arguments).exec();
-            eprintln!("on-kvm: {}: {error}", program.display());
-            let missing = error.kind() == io::ErrorKind::NotFound;
-            ExitCode::from(if missing { 127 } else { 126 })
+            ExitCode::from(not_started(program, &error))
         }
-        Err(reason) => {
-            let reason = report::chain(&reason);
+        Found::NotHere(reason) => {
             eprintln!("on-kvm: no usable KVM here ({reason}); running in the nested host");
-            match in_nested_host(argv) {
-                Ok(code) => ExitCode::from(code),
-                Err(e) => {
-                    eprintln!("on-kvm: {}", report::chain(e.as_ref()));
-                    ExitCode::from(OWN_FAULT)
-                }
-            }
+            ExitCode::from(code(NestedPlace::open().and_then(|place| place.run(argv))))
         }
     }
 }
 
-/// Runs the command in a nested host of its own and returns its exit code. A host that hangs or
-/// dies is replaced once.
-fn in_nested_host(argv: &[OsString]) -> Result<u8, Box<dyn Error>> {
-    let image = image::prepare()?;
-    let request = session::request(argv)?;
-    let signals = sys::signals_as_bytes(&session::PASSED_ON)?;
-    if let Some(host) = background::connect(&image) {
-        match session::run(host, &request, &signals)? {
-            End::Exited(code) => return Ok(code),
-            End::HostLost { stdin_used: true } => return Err("the nested host died or hung".into()),
-            End::HostLost { stdin_used: false } => {
-                eprintln!("on-kvm: the background host is lost or full; booting another");
-            }
-        }
+/// Where guests run.
+pub enum Found {
+    Here(host::Host),
+    /// Nowhere on this machine, with the reason.
+    NotHere(String),
+}
+
+pub fn find() -> Found {
+    match host::probe() {
+        Ok(host) => Found::Here(host),
+        Err(reason) => Found::NotHere(report::chain(&reason)),
     }
-    for attempt in 1..=2 {
-        let host = match NestedHost::boot(&image, &signals) {
-            Ok(host) => host,
-            Err(HostError::Interrupted(signal)) => return Ok(128 + signal),
-            Err(e @ (HostError::BootDied { .. } | HostError::BootLate { .. })) if attempt == 1 => {
+}
+
+/// Runs a command directly and returns its exit code as a shell would.
+pub fn run_here(argv: &[OsString]) -> u8 {
+    let Some((program, arguments)) = argv.split_first() else { return OWN_FAULT };
+    match Command::new(program).args(arguments).status() {
+        Ok(status) => status.code().unwrap_or(128 + status.signal().unwrap_or(0)) as u8,
+        Err(error) => not_started(program, &error),
+    }
+}
+
+fn not_started(program: &OsString, error: &io::Error) -> u8 {
+    eprintln!("on-kvm: {}: {error}", program.display());
+    if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 }
+}
+
+/// The exit code of a command that ran, or of this tool, which says why.
+pub fn code(result: Result<u8, OnKvmError>) -> u8 {
+    result.unwrap_or_else(|e| match e {
+        OnKvmError::Host(HostError::Interrupted(signal)) => 128 + signal,
+        e => {
+            eprintln!("on-kvm: {}", report::chain(&e));
+            OWN_FAULT
+        }
+    })
+}
+
+/// A nested host to run one command in: the background one if it is up, else one of its own.
+pub struct NestedPlace {
+    image: Image,
+    signals: PipeReader,
+    own: Option<NestedHost>,
+}
+
+impl NestedPlace {
+    pub fn open() -> Result<Self, OnKvmError> {
+        let image = image::prepare()?;
+        let mut signals = session::ENDING.to_vec();
+        signals.push(session::RESIZED);
+        let signals = sys::signals_as_bytes(&signals).map_err(OnKvmError::Pass)?;
+        let mut place = NestedPlace { image, signals, own: None };
+        if background::connect(&place.image).is_none() {
+            place.own = Some(place.boot()?);
+        }
+        Ok(place)
+    }
+
+    /// Boots a host, a second time if the first one does not come up.
+    fn boot(&self) -> Result<NestedHost, HostError> {
+        let host = match NestedHost::boot(&self.image, &self.signals) {
+            Err(e @ (HostError::BootDied { .. } | HostError::BootLate { .. })) => {
                 eprintln!("on-kvm: {e}\non-kvm: booting another host");
-                continue;
+                NestedHost::boot(&self.image, &self.signals)?
             }
-            Err(e) => return Err(e.into()),
+            other => other?,
         };
-        host.watch()?;
-        match session::run(host.port(0)?, &request, &signals)? {
+        host.watch().map_err(HostError::Channels)?;
+        Ok(host)
+    }
+
+    /// Runs the command, a second time if the host hangs or dies under the first, and takes down
+    /// a host of its own.
+    pub fn run(mut self, argv: &[OsString]) -> Result<u8, OnKvmError> {
+        let request = session::request(argv).map_err(OnKvmError::Pass)?;
+        let background = || background::connect(&self.image).ok_or(io::ErrorKind::NotConnected);
+        let first = match &self.own {
+            Some(host) => host.port(0),
+            None => background().map_err(io::Error::from),
+        };
+        let first = first.map_err(OnKvmError::Pass)?;
+        match session::run(first, &request, &self.signals).map_err(OnKvmError::Pass)? {
             End::Exited(code) => return Ok(code),
-            End::HostLost { stdin_used: false } if attempt == 1 => {
-                eprintln!("on-kvm: the nested host died or hung; running the command once more");
-            }
-            End::HostLost { .. } => {
-                let console = host.console();
-                return Err(format!("the nested host died or hung; its console:\n{console}").into());
+            End::HostLost { stdin_used: true } => return Err(OnKvmError::HostLostMidway),
+            End::HostLost { stdin_used: false } => {
+                eprintln!("on-kvm: the nested host was lost; running the command once more");
             }
         }
+        self.own = None;
+        let host = self.boot()?;
+        let request = session::request(argv).map_err(OnKvmError::Pass)?;
+        let port = host.port(0).map_err(OnKvmError::Pass)?;
+        match session::run(port, &request, &self.signals).map_err(OnKvmError::Pass)? {
+            End::Exited(code) => Ok(code),
+            End::HostLost { .. } => Err(OnKvmError::HostLost { console: host.console() }),
+        }
     }
-    Err("the nested host did not come up twice".into())
+
+    /// Whether this place was there before and stays.
+    pub fn is_background(&self) -> bool {
+        self.own.is_none()
+    }
 }

@@ -178,6 +178,17 @@ pub fn power_off() -> io::Error {
     io::Error::last_os_error()
 }
 
+/// Sets this machine's clock.
+pub fn set_clock(since_epoch: Duration) -> io::Result<()> {
+    let time = libc::timespec {
+        tv_sec: since_epoch.as_secs() as libc::time_t,
+        tv_nsec: since_epoch.subsec_nanos().into(),
+    };
+    // SAFETY: `time` lives across the call.
+    check(unsafe { libc::clock_settime(libc::CLOCK_REALTIME, &time) })?;
+    Ok(())
+}
+
 /// Lets this process and its children have many files open.
 pub fn raise_open_files(limit: u64) -> io::Result<()> {
     let wanted = libc::rlimit { rlim_cur: 1024.min(limit), rlim_max: limit };
@@ -195,4 +206,89 @@ pub fn user_id() -> u32 {
 /// Whether this process runs as root.
 pub fn is_root() -> bool {
     user_id() == 0
+}
+
+/// Rows and columns of a terminal.
+pub type Size = (u16, u16);
+
+/// A new terminal: the end that a person sits at, and the one that a program gets.
+pub fn open_terminal(size: Size) -> io::Result<(OwnedFd, OwnedFd)> {
+    let (mut person, mut program) = (-1, -1);
+    let window = window(size);
+    // SAFETY: both descriptors and the window size live across the call; a null name and null
+    // settings are allowed.
+    unsafe {
+        check(libc::openpty(
+            &mut person,
+            &mut program,
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+            &window,
+        ))?;
+        // Not for the programs that are started: they would keep it open.
+        check(libc::fcntl(person, libc::F_SETFD, libc::FD_CLOEXEC))?;
+        check(libc::fcntl(program, libc::F_SETFD, libc::FD_CLOEXEC))?;
+        Ok((OwnedFd::from_raw_fd(person), OwnedFd::from_raw_fd(program)))
+    }
+}
+
+/// Makes the child the leader of a session whose terminal is its stdin.
+pub fn on_its_terminal(command: &mut Command) {
+    let in_child = || {
+        // SAFETY: async-signal-safe calls on integers.
+        unsafe {
+            check(libc::setsid())?;
+            check(libc::ioctl(0, libc::TIOCSCTTY, 0))?;
+        }
+        Ok(())
+    };
+    // SAFETY: the closure allocates nothing and takes no lock.
+    unsafe { command.pre_exec(in_child) };
+}
+
+/// The size of the terminal behind `fd`; an error if it is none.
+pub fn terminal_size(fd: impl AsFd) -> io::Result<Size> {
+    let mut window = window((0, 0));
+    // SAFETY: `window` lives across the call.
+    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), libc::TIOCGWINSZ, &mut window) })?;
+    Ok((window.ws_row, window.ws_col))
+}
+
+pub fn set_terminal_size(fd: impl AsFd, size: Size) -> io::Result<()> {
+    let window = window(size);
+    // SAFETY: `window` lives across the call.
+    check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &window) })?;
+    Ok(())
+}
+
+fn window((rows, columns): Size) -> libc::winsize {
+    libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 }
+}
+
+/// A terminal whose keys arrive one by one and uninterpreted, until this is dropped.
+pub struct RawTerminal {
+    terminal: OwnedFd,
+    before: libc::termios,
+}
+
+impl RawTerminal {
+    pub fn new(terminal: impl AsFd) -> io::Result<Self> {
+        let terminal = terminal.as_fd().try_clone_to_owned()?;
+        // SAFETY: a termios is plain data, filled in by the first call and alive across all.
+        unsafe {
+            let mut before: libc::termios = std::mem::zeroed();
+            check(libc::tcgetattr(terminal.as_raw_fd(), &mut before))?;
+            let mut raw = before;
+            libc::cfmakeraw(&mut raw);
+            check(libc::tcsetattr(terminal.as_raw_fd(), libc::TCSANOW, &raw))?;
+            Ok(RawTerminal { terminal, before })
+        }
+    }
+}
+
+impl Drop for RawTerminal {
+    fn drop(&mut self) {
+        // SAFETY: `before` came from tcgetattr and lives across the call.
+        unsafe { libc::tcsetattr(self.terminal.as_raw_fd(), libc::TCSANOW, &self.before) };
+    }
 }

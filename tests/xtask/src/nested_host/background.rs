@@ -14,7 +14,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::frame::{self, Kind};
 use super::image::{self, Image, ImageError};
-use super::{BOOT_DEADLINE, HostError, NestedHost, session, shares};
+use super::{BOOT_DEADLINE, HostError, NestedHost, lock, session, shares};
 use crate::sys::{self, READABLE, Waiting};
 use crate::{checkout, progress, report};
 
@@ -31,6 +31,9 @@ const DOWN_DEADLINE: Duration = Duration::from_secs(10);
 
 /// How long a client may take to say what it wants.
 const OPEN_DEADLINE: Duration = Duration::from_secs(10);
+
+/// A host that no command has used for so long is paused until the next one.
+const PAUSE_AFTER: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
 pub enum BackgroundError {
@@ -210,7 +213,7 @@ pub fn serve() -> Result<(), BackgroundError> {
 }
 
 fn serve_locked(place: &Place) -> Result<(), BackgroundError> {
-    let signals = sys::signals_as_bytes(&session::PASSED_ON).map_err(BackgroundError::Serve)?;
+    let signals = sys::signals_as_bytes(&session::ENDING).map_err(BackgroundError::Serve)?;
     let image = image::prepare()?;
     let host = match NestedHost::boot(&image, &signals) {
         Err(HostError::Interrupted(_)) => return Ok(()),
@@ -227,6 +230,7 @@ fn serve_locked(place: &Place) -> Result<(), BackgroundError> {
     fs::rename(&temporary, place.state()).map_err(failed)?;
 
     let free = Arc::new(Mutex::new((0..host.port_count()).collect::<BTreeSet<_>>()));
+    let mut last_used = Some(Instant::now());
     loop {
         let [client, ended, signalled] = sys::poll(
             [
@@ -234,7 +238,7 @@ fn serve_locked(place: &Place) -> Result<(), BackgroundError> {
                 Waiting { fd: Some(qemu_ended.as_fd()), events: READABLE },
                 Waiting { fd: Some(signals.as_fd()), events: READABLE },
             ],
-            None,
+            last_used.map(|_| PAUSE_AFTER / 4),
         )
         .map_err(BackgroundError::Serve)?;
         if ended != 0 {
@@ -246,9 +250,21 @@ fn serve_locked(place: &Place) -> Result<(), BackgroundError> {
         }
         if client != 0
             && let Ok((client, _)) = listener.accept()
-            && let Err(e) = hand_out(&host, &free, client)
         {
-            eprintln!("{}", report::chain(&e));
+            if last_used.is_none() {
+                host.resume().map_err(BackgroundError::Serve)?;
+            }
+            last_used = Some(Instant::now());
+            if let Err(e) = hand_out(&host, &free, client) {
+                eprintln!("{}", report::chain(&e));
+            }
+        }
+        if lock(&free).len() < host.port_count() {
+            last_used = Some(Instant::now());
+        }
+        if last_used.is_some_and(|at| at.elapsed() >= PAUSE_AFTER) {
+            host.pause().map_err(BackgroundError::Serve)?;
+            last_used = None;
         }
     }
 }
@@ -258,14 +274,14 @@ fn hand_out(
     free: &Arc<Mutex<BTreeSet<usize>>>,
     client: UnixStream,
 ) -> io::Result<()> {
-    let taken = free.lock().unwrap_or_else(PoisonError::into_inner).pop_first();
+    let taken = lock(free).pop_first();
     // Without an answer the client boots a host of its own.
     let Some(index) = taken else { return Err(io::Error::other("all ports are in use")) };
     let port = host.port(index)?;
     let free = Arc::clone(free);
     thread::Builder::new().name(format!("client-{index}")).spawn(move || {
         match relay(client, port) {
-            Ok(()) => drop(free.lock().unwrap_or_else(PoisonError::into_inner).insert(index)),
+            Ok(()) => drop(lock(&free).insert(index)),
             // Out of step: the port is not given to anyone again.
             Err(e) => eprintln!("port {index} is lost: {e}"),
         }

@@ -6,10 +6,12 @@
 
 use std::io::{self, Read};
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 /// Both ends must agree; a background host with another number is not used.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Larger payloads are a broken peer. Arguments and environment travel in one frame.
 pub const MAX_PAYLOAD: usize = 2 << 20;
@@ -64,14 +66,10 @@ pub struct Request {
     pub argv: Vec<Vec<u8>>,
     pub env: Vec<(Vec<u8>, Vec<u8>)>,
     pub cwd: Vec<u8>,
-    /// Size of the client's terminal if the command shall have one.
-    pub terminal: Option<Size>,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Size {
-    pub rows: u16,
-    pub columns: u16,
+    /// The outer machine's clock, which a host that was paused has lost.
+    pub time_since_epoch: Duration,
+    /// Rows and columns of the client's terminal if the command shall have one.
+    pub terminal: Option<(u16, u16)>,
 }
 
 /// How the command ended, as a shell would say it.

@@ -11,9 +11,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
-use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use super::frame::{self, DATA_CHUNK, Frame, Kind, Outcome, Request, STDIN_WINDOW};
 use super::{HEARTBEAT_EVERY, HEARTBEAT_PORT, SESSION_PORTS};
@@ -28,8 +28,11 @@ const TRICKLE: Duration = Duration::from_millis(200);
 /// How long a command whose client is gone may take to end.
 const GRACE: Duration = Duration::from_secs(2);
 
+const DROP_CACHES: &str = "/proc/sys/vm/drop_caches";
 /// Tells the kernel to forget names and attributes, but not the content of files.
 const FORGET_NAMES: &str = "2";
+/// Tells it not to log that.
+const SILENTLY: &str = "4";
 
 /// How long a port may take to appear.
 const PORT_DEADLINE: Duration = Duration::from_secs(20);
@@ -49,6 +52,7 @@ pub fn first_process() -> ExitCode {
 /// Serves every port until the machine is switched off.
 pub fn worker() -> io::Result<()> {
     sys::raise_open_files(OPEN_FILES)?;
+    fs::write(DROP_CACHES, SILENTLY)?;
     for port in SESSION_PORTS {
         let device = open_port(port)?;
         thread::Builder::new().name(format!("port-{port}")).spawn(move || {
@@ -151,7 +155,7 @@ impl Port {
             self.transfer(events)?;
         };
         // What the outer machine did since the last command is to be seen by this one.
-        let _ = fs::write("/proc/sys/vm/drop_caches", FORGET_NAMES);
+        let _ = fs::write(DROP_CACHES, FORGET_NAMES);
         let outcome = match serde_json::from_slice(&request)
             .map_err(|e| Outcome { code: 125, message: Some(format!("bad request: {e}")) })
             .and_then(start)
@@ -231,15 +235,18 @@ fn drain(pipe: &mut Option<impl Read>, send: impl FnOnce(&[u8])) {
 struct Running {
     child: Child,
     ended: OwnedFd,
-    stdin: Option<ChildStdin>,
-    stdout: Option<ChildStdout>,
-    stderr: Option<ChildStderr>,
+    stdin: Option<File>,
+    stdout: Option<File>,
+    stderr: Option<File>,
+    /// The end of the command's terminal that a person sits at, if it has one.
+    terminal: Option<File>,
     to_stdin: Vec<u8>,
     stdin_ends: bool,
     kill_at: Option<Instant>,
 }
 
 fn start(request: Request) -> Result<Running, Outcome> {
+    set_clock(request.time_since_epoch);
     let failed = |code, what: String| Outcome { code, message: Some(what) };
     let cwd = OsString::from_vec(request.cwd);
     let mut argv = request.argv.into_iter().map(OsString::from_vec);
@@ -250,8 +257,7 @@ fn start(request: Request) -> Result<Running, Outcome> {
         return Err(failed(125, format!("{} is not in the nested host", cwd.display())));
     }
     let mut command = Command::new(&program);
-    command.args(argv).current_dir(cwd).env_clear().process_group(0);
-    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command.args(argv).current_dir(cwd).env_clear();
     for (name, value) in request.env {
         let (name, value) = (OsString::from_vec(name), OsString::from_vec(value));
         if name == "XDG_RUNTIME_DIR" {
@@ -260,25 +266,55 @@ fn start(request: Request) -> Result<Running, Outcome> {
         }
         command.env(name, value);
     }
-    let mut child = command.spawn().map_err(|e| {
+    let ours = connect(&mut command, request.terminal)
+        .map_err(|e| failed(125, format!("cannot make the command's streams: {e}")))?;
+    let child = command.spawn().map_err(|e| {
         let code = if e.kind() == io::ErrorKind::NotFound { 127 } else { 126 };
         failed(code, format!("{}: {e}", program.display()))
     })?;
     let ended = sys::pidfd(child.id()).map_err(|e| failed(125, format!("pidfd: {e}")))?;
-    let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
-    for fd in [stdin.as_ref().map(AsFd::as_fd)].into_iter().flatten() {
-        sys::set_nonblocking(fd).map_err(|e| failed(125, format!("stdin: {e}")))?;
-    }
+    let [stdin, stdout, stderr, terminal] = ours;
     Ok(Running {
         child,
         ended,
         stdin,
         stdout,
         stderr,
+        terminal,
         to_stdin: Vec::new(),
         stdin_ends: false,
         kill_at: None,
     })
+}
+
+/// Gives the command its streams and a process group, and returns our ends: stdin, stdout,
+/// stderr, terminal.
+fn connect(command: &mut Command, terminal: Option<sys::Size>) -> io::Result<[Option<File>; 4]> {
+    if let Some(size) = terminal {
+        let (person, program) = sys::open_terminal(size)?;
+        command.stdin(program.try_clone()?).stdout(program.try_clone()?).stderr(program);
+        sys::on_its_terminal(command);
+        sys::set_nonblocking(&person)?;
+        let person = File::from(person);
+        return Ok([Some(person.try_clone()?), Some(person.try_clone()?), None, Some(person)]);
+    }
+    let ((stdin, to_stdin), (from_stdout, stdout), (from_stderr, stderr)) =
+        (io::pipe()?, io::pipe()?, io::pipe()?);
+    command.stdin(stdin).stdout(stdout).stderr(stderr).process_group(0);
+    sys::set_nonblocking(&to_stdin)?;
+    let file = |fd: OwnedFd| Some(File::from(fd));
+    Ok([file(to_stdin.into()), file(from_stdout.into()), file(from_stderr.into()), None])
+}
+
+/// Puts the clock right if it is wrong by more than the way here can explain.
+fn set_clock(since_epoch: Duration) {
+    const TOLERATED: Duration = Duration::from_secs(2);
+    let ours = UNIX_EPOCH.elapsed().unwrap_or_default();
+    if since_epoch.abs_diff(ours) > TOLERATED
+        && let Err(e) = sys::set_clock(since_epoch)
+    {
+        eprintln!("nested host: cannot set the clock: {e}");
+    }
 }
 
 impl Running {
@@ -291,6 +327,12 @@ impl Running {
             }
             (Kind::StdinEnd, _) => self.stdin_ends = true,
             (Kind::Signal, [signal]) => self.signal(i32::from(*signal)),
+            (Kind::Resize, [a, b, c, d]) => {
+                let size = (u16::from_le_bytes([*a, *b]), u16::from_le_bytes([*c, *d]));
+                if let Some(terminal) = &self.terminal {
+                    let _ = sys::set_terminal_size(terminal, size);
+                }
+            }
             (Kind::CloseOutput, [1]) => self.stdout = None,
             (Kind::CloseOutput, [2]) => self.stderr = None,
             // Also for a client that sends what it must not.

@@ -9,7 +9,7 @@ use std::io::{self, PipeReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use super::frame::{self, Kind, Outcome, Request, STDIN_WINDOW};
 use crate::sys::{self, READABLE, WRITABLE, Waiting};
@@ -27,7 +27,10 @@ const SIGNAL_GRACE: Duration = Duration::from_secs(5);
 const SAME_WISH: Duration = Duration::from_secs(1);
 
 /// Signals that are passed on, and end the session when the command does not.
-pub const PASSED_ON: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
+pub const ENDING: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
+
+/// Says that the terminal has another size now.
+pub const RESIZED: i32 = libc::SIGWINCH;
 
 /// How a session ended.
 #[derive(Debug, PartialEq, Eq)]
@@ -48,7 +51,19 @@ pub fn request(argv: &[OsString]) -> io::Result<Request> {
         .collect();
     env.push((b"PVMM_NESTED_HOST".to_vec(), b"1".to_vec()));
     let argv = argv.iter().map(|a| a.as_bytes().to_vec()).collect();
-    Ok(Request { argv, env, cwd: cwd.into_os_string().into_vec(), terminal: None })
+    Ok(Request {
+        argv,
+        env,
+        cwd: cwd.into_os_string().into_vec(),
+        time_since_epoch: UNIX_EPOCH.elapsed().unwrap_or_default(),
+        terminal: terminal(),
+    })
+}
+
+/// The size of this process's terminal, if both stdin and stdout are one.
+fn terminal() -> Option<sys::Size> {
+    sys::terminal_size(io::stdin()).ok()?;
+    sys::terminal_size(io::stdout()).ok()
 }
 
 fn is_passed(name: &str) -> bool {
@@ -110,6 +125,8 @@ pub fn run(host: UnixStream, request: &Request, signals: &PipeReader) -> io::Res
     let payload = serde_json::to_vec(request).map_err(io::Error::other)?;
     frame::encode(&mut to_host, Kind::Open, &payload);
 
+    // The command's own terminal interprets the keys, Ctrl-C among them.
+    let _raw = request.terminal.map(|_| sys::RawTerminal::new(io::stdin())).transpose()?;
     let (mut stdout, mut stderr) = (Output::new(raw(1)?), Output::new(raw(2)?));
     let mut stdin = Some(raw(0)?);
     let mut from_host = Vec::new();
@@ -139,6 +156,13 @@ pub fn run(host: UnixStream, request: &Request, signals: &PipeReader) -> io::Res
 
         if signalled != 0 {
             for signal in pending(signals) {
+                if i32::from(signal) == RESIZED {
+                    if let Some((rows, columns)) = terminal() {
+                        let payload = [rows.to_le_bytes(), columns.to_le_bytes()].concat();
+                        frame::encode(&mut to_host, Kind::Resize, &payload);
+                    }
+                    continue;
+                }
                 // Whoever asks again a while later means it. Twice at once is one wish: a
                 // terminal and a parent may both pass the same signal on.
                 let again = asked_to_end.is_some_and(|at| at.elapsed() > SAME_WISH);

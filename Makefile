@@ -1,0 +1,16 @@
+# Short names for `cargo xtask`, which does the work and has `--help`.
+
+.PHONY: help demo test check kernel clean
+
+help:
+	@echo "make demo    boot a guest, run a line of Python in it, say what it took"
+	@echo "make test    every test, with real guests"
+	@echo "make check   formatting, lints and the rules of the house"
+	@echo "make kernel  build the guest kernel"
+	@echo "make clean   remove what was built here"
+
+demo test check kernel:
+	@cargo xtask $@
+
+clean:
+	@cargo clean

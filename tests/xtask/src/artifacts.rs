@@ -1,0 +1,70 @@
+//! Prepares what guests are made from, before anything runs in a host that cannot download.
+//!
+//! The nested host has no network, and a guest should not wait for a mirror: kernel and root file
+//! system are fetched and built here, with a line for every step.
+
+use std::time::Instant;
+
+use pvmm_sandbox::cache::CacheError;
+use pvmm_sandbox::kernel::KernelError;
+use pvmm_sandbox::template::TemplateError;
+use pvmm_sandbox::{Cache, Event, Kernel, Recipe, Template};
+
+use crate::packages::{self, PackageError};
+use crate::progress;
+
+/// Programs that preparing needs and a minimal Debian may lack.
+const PACKAGES: [&str; 2] = ["e2fsprogs", "ca-certificates"];
+
+#[derive(Debug, thiserror::Error)]
+pub enum ArtifactError {
+    #[error(transparent)]
+    Package(#[from] PackageError),
+    #[error(transparent)]
+    Cache(#[from] CacheError),
+    #[error("cannot prepare a guest kernel")]
+    Kernel(#[source] KernelError),
+    #[error("cannot prepare the base template")]
+    Template(#[source] TemplateError),
+}
+
+/// What `pvmm run` will use when it is told nothing.
+pub struct Artifacts {
+    pub kernel: Kernel,
+    pub template: Template,
+    cache: Cache,
+}
+
+/// Fetches and builds what is not in the cache.
+pub fn prepare() -> Result<Artifacts, ArtifactError> {
+    packages::install(&PACKAGES)?;
+    let cache = Cache::open()?;
+    let kernel = Kernel::default_in(&cache, &mut lines()).map_err(ArtifactError::Kernel)?;
+    let template =
+        Template::ensure(&cache, &Recipe::base(), &mut lines()).map_err(ArtifactError::Template)?;
+    Ok(Artifacts { kernel, template, cache })
+}
+
+impl Artifacts {
+    /// Also Debian's kernel, for tests that boot it beside our own.
+    pub fn with_debian_kernel(&self) -> Result<Kernel, ArtifactError> {
+        Kernel::debian(&self.cache, &mut lines()).map_err(ArtifactError::Kernel)
+    }
+}
+
+/// Prints each step as a line, and a long one's progress now and then.
+fn lines() -> impl FnMut(Event<'_>) {
+    const OFTEN_ENOUGH: std::time::Duration = std::time::Duration::from_secs(2);
+    let mut last = Instant::now();
+    move |event| match event {
+        Event::Step(text) => {
+            progress::step(text);
+            last = Instant::now();
+        }
+        Event::Detail(text) if last.elapsed() >= OFTEN_ENOUGH => {
+            progress::step(format!("  {text}"));
+            last = Instant::now();
+        }
+        Event::Detail(_) | Event::Done => {}
+    }
+}

@@ -1,0 +1,90 @@
+//! Runs cargo on this workspace, with its output where a person sees it.
+//!
+//! The verbs share it so that they all mean the same workspace and the same cargo.
+
+use std::env;
+use std::io;
+use std::path::PathBuf;
+use std::process::{Command, ExitStatus, Stdio};
+
+use crate::{checkout, progress};
+
+#[derive(Debug, thiserror::Error)]
+pub enum CargoError {
+    #[error("cannot run cargo")]
+    Run(#[source] io::Error),
+    #[error("cargo {command} failed ({status})")]
+    Failed { command: String, status: ExitStatus },
+    #[error("cargo built no test called {0}")]
+    NoTest(String),
+}
+
+fn command(arguments: &[&str]) -> Command {
+    let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(arguments).current_dir(checkout::root()).stdin(Stdio::null());
+    cargo
+}
+
+/// Where cargo puts what it builds.
+pub fn target_dir() -> PathBuf {
+    let root = checkout::root();
+    env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir))
+}
+
+/// Runs cargo and says so.
+pub fn run(arguments: &[&str]) -> Result<(), CargoError> {
+    progress::step(format!("cargo {}", arguments.join(" ")));
+    let status = command(arguments).status().map_err(CargoError::Run)?;
+    if status.success() {
+        return Ok(());
+    }
+    Err(CargoError::Failed { command: arguments.join(" "), status })
+}
+
+/// Builds the test target `name` of `package` in release and returns its program.
+pub fn build_test(package: &str, name: &str) -> Result<PathBuf, CargoError> {
+    // Together with the launcher, so that the libraries below both are built once.
+    let arguments =
+        ["test", "--release", "--no-run", "-p", package, "-p", "pvmm-launcher", "--test", name];
+    progress::step(format!("cargo {}", arguments.join(" ")));
+    let output = command(&arguments)
+        .arg("--message-format=json-render-diagnostics")
+        .stderr(Stdio::inherit())
+        .output()
+        .map_err(CargoError::Run)?;
+    if !output.status.success() {
+        return Err(CargoError::Failed { command: arguments.join(" "), status: output.status });
+    }
+    let text = String::from_utf8_lossy(&output.stdout);
+    let program = text.lines().filter_map(|line| test_program(line, name)).next_back();
+    program.ok_or_else(|| CargoError::NoTest(name.to_string()))
+}
+
+/// The program that one of cargo's messages announces for the test target `name`.
+fn test_program(message: &str, name: &str) -> Option<PathBuf> {
+    let message: serde_json::Value = serde_json::from_str(message).ok()?;
+    let target = message.get("target")?;
+    if target.get("name")? != name || !target.get("kind")?.as_array()?.contains(&"test".into()) {
+        return None;
+    }
+    message.get("executable")?.as_str().map(PathBuf::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn test_program_of_another_target_is_none() {
+        let message = |name: &str, kind: &str| {
+            format!(
+                r#"{{"target":{{"name":"{name}","kind":["{kind}"]}},"executable":"/t/{name}-1"}}"#
+            )
+        };
+        let found = test_program(&message("suite", "test"), "suite");
+        assert_eq!(found, Some(PathBuf::from("/t/suite-1")));
+        assert_eq!(test_program(&message("other", "test"), "suite"), None);
+        assert_eq!(test_program(&message("suite", "bin"), "suite"), None);
+        assert_eq!(test_program("not JSON", "suite"), None);
+    }
+}

@@ -1,0 +1,151 @@
+//! `cargo xtask check`: what must hold of the source before anything runs.
+//!
+//! Formatting, lints, and the few rules of this house that a program can see.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+use crate::{cargo, checkout, progress, report};
+
+/// More lines than this without tests, and a file does more than one thing.
+const LONG_FILE: usize = 600;
+
+pub fn run() -> ExitCode {
+    let mut faults = Vec::new();
+    for command in [
+        &["fmt", "--all", "--check"][..],
+        &["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"],
+    ] {
+        if let Err(e) = cargo::run(command) {
+            faults.push(report::chain(&e));
+        }
+    }
+    progress::step("looking at the sources");
+    match look(&checkout::root()) {
+        Ok((found, long)) => {
+            faults.extend(found);
+            for file in long {
+                eprintln!("check: warning: {file}");
+            }
+        }
+        Err(e) => faults.push(format!("cannot look at the sources: {e}")),
+    }
+    for fault in &faults {
+        eprintln!("check: {fault}");
+    }
+    if faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Faults in the tree, and files that are long.
+fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
+    let (mut faults, mut long) = (Vec::new(), Vec::new());
+    let mut tree = Vec::new();
+    walk(root, &mut tree)?;
+    let sources = tree.iter().filter(|path| path.extension().is_some_and(|ext| ext == "rs"));
+    for path in sources {
+        let text = fs::read_to_string(path)?;
+        let name = path.strip_prefix(root).unwrap_or(path).display();
+        if !text.starts_with("//!") {
+            faults.push(format!("{name} does not begin with a //! header"));
+        }
+        let lines = lines_without_tests(path, &text);
+        if lines > LONG_FILE {
+            long.push(format!("{name} has {lines} lines without tests"));
+        }
+    }
+    let map = root.join("ARCHITECTURE.md");
+    if map.exists() {
+        let text = fs::read_to_string(map)?;
+        // A name alone stands for a kind of file: `config.rs` is in every device.
+        let is_somewhere = |name: &str| tree.iter().any(|path| path.ends_with(name));
+        let missing = named_paths(&text).filter(|name| {
+            let bare = !name.trim_end_matches('/').contains('/');
+            !(root.join(name).exists() || bare && is_somewhere(name))
+        });
+        faults.extend(
+            missing.map(|path| format!("ARCHITECTURE.md names {path}, which is not there")),
+        );
+    }
+    Ok((faults, long))
+}
+
+/// Every file and directory of the tree but hidden ones and what cargo builds.
+fn walk(dir: &Path, into: &mut Vec<PathBuf>) -> io::Result<()> {
+    let mut entries = fs::read_dir(dir)?.collect::<Result<Vec<_>, _>>()?;
+    entries.sort_by_key(|entry| entry.file_name());
+    for entry in entries {
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with('.') || name.starts_with("target") {
+            continue;
+        }
+        into.push(entry.path());
+        if entry.file_type()?.is_dir() {
+            walk(&entry.path(), into)?;
+        }
+    }
+    Ok(())
+}
+
+fn lines_without_tests(path: &Path, text: &str) -> usize {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let is_test = name.ends_with("tests.rs")
+        || path
+            .components()
+            .any(|part| matches!(part.as_os_str().to_str(), Some("tests" | "suite")));
+    if is_test {
+        return 0;
+    }
+    let tests = text.find("#[cfg(test)]\nmod tests {").unwrap_or(text.len());
+    text[..tests].lines().count()
+}
+
+/// Words in backticks that are paths of this tree.
+fn named_paths(text: &str) -> impl Iterator<Item = &str> {
+    text.split('`').skip(1).step_by(2).filter(|word| {
+        let plain =
+            word.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '/' | '.' | '-' | '_'));
+        let rooted = word.starts_with('/') || word.starts_with('.') && !word.starts_with(".ci");
+        let is_file = Path::new(word)
+            .extension()
+            .is_some_and(|ext| ["rs", "md", "toml", "config"].iter().any(|known| ext == *known));
+        plain && !rooted && !word.starts_with("target") && (word.contains('/') || is_file)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn named_paths_in_prose_are_only_those_of_the_tree() {
+        let text = "See `vmm/src/boot.rs` and `devices/`, not `/dev/kvm`, `a b`, `Vm::boot`, \
+                    `README.md`, `$HOME/x` or `KVM_RUN`.";
+        let found: Vec<_> = named_paths(text).collect();
+        assert_eq!(found, ["vmm/src/boot.rs", "devices/", "README.md"]);
+    }
+
+    #[test]
+    fn lines_without_tests_stop_at_the_test_module() {
+        let text = "a\nb\n#[cfg(test)]\nmod tests {\nc\n}\n";
+        assert_eq!(lines_without_tests(Path::new("src/x.rs"), text), 2);
+        assert_eq!(lines_without_tests(Path::new("src/x/tests.rs"), text), 0);
+    }
+
+    #[test]
+    fn look_at_a_file_without_header_is_a_fault() {
+        let root = std::env::temp_dir().join(format!("xtask-look-{}", std::process::id()));
+        fs::create_dir_all(root.join("src")).unwrap();
+        fs::write(root.join("src/a.rs"), "//! Fine.\n").unwrap();
+        fs::write(root.join("src/b.rs"), "fn main() {}\n").unwrap();
+        fs::write(root.join("ARCHITECTURE.md"), "`src/a.rs`, `b.rs`, `src/gone.rs`").unwrap();
+        let (faults, long) = look(&root).unwrap();
+        fs::remove_dir_all(&root).unwrap();
+        assert_eq!(faults.len(), 2, "{faults:?}");
+        assert!(faults[0].starts_with("src/b.rs "));
+        assert!(faults[1].contains("src/gone.rs"));
+        assert!(long.is_empty());
+    }
+}
