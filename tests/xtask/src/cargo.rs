@@ -43,7 +43,9 @@ pub fn run(arguments: &[&str]) -> Result<(), CargoError> {
 
 /// Builds the test target `name` of `package` in release and returns its program.
 pub fn build_test(package: &str, name: &str) -> Result<PathBuf, CargoError> {
-    let arguments = ["test", "--release", "--no-run", "-p", package, "--test", name];
+    // Together with the launcher, so that the libraries below both are built once.
+    let arguments =
+        ["test", "--release", "--no-run", "-p", package, "-p", "pvmm-launcher", "--test", name];
     progress::step(format!("cargo {}", arguments.join(" ")));
     let output = command(&arguments)
         .arg("--message-format=json-render-diagnostics")

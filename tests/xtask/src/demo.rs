@@ -13,11 +13,7 @@ use crate::{artifacts, cargo, checkout, progress, report};
 const PYTHON: &str = "import platform, sys; print(f'Hello from Python {sys.version.split()[0]} on \
                       Linux {platform.release()}: 6 * 7 = {6 * 7}')";
 
-pub fn run(arguments: &[OsString]) -> ExitCode {
-    if !arguments.is_empty() {
-        eprintln!("usage: cargo xtask demo");
-        return ExitCode::from(2);
-    }
+pub fn run() -> ExitCode {
     match demo() {
         Ok(code) => ExitCode::from(code),
         Err(e) => {

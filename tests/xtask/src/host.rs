@@ -2,24 +2,32 @@
 //!
 //! The host itself is in `nested_host/background.rs`; this is only what a person sees of it.
 
-use std::ffi::OsString;
 use std::process::ExitCode;
 
 use crate::nested_host::background::{self, BackgroundError};
 use crate::{progress, report};
 
-pub fn run(arguments: &[OsString]) -> ExitCode {
-    let verb = arguments.first().and_then(|verb| verb.to_str());
+#[derive(Clone, Copy, Debug, clap::Subcommand)]
+pub enum Verb {
+    /// Boot it, unless it is up; it is paused while no command runs in it
+    Up,
+    /// End it
+    Down,
+    /// Say whether it is up; fails if it is not
+    Status,
+}
+
+pub fn run(verb: Verb) -> ExitCode {
     match verb {
-        Some("up") => finish(background::up().map(|state| {
+        Verb::Up => finish(background::up().map(|state| {
             progress::step(format!("the nested host is up (process {})", state.pid));
             ExitCode::SUCCESS
         })),
-        Some("down") => finish(background::down().map(|was_up| {
+        Verb::Down => finish(background::down().map(|was_up| {
             println!("{}", if was_up { "down" } else { "was not up" });
             ExitCode::SUCCESS
         })),
-        Some("status") => match background::status() {
+        Verb::Status => match background::status() {
             Some(state) => {
                 println!("up: process {}, QEMU {}, key {}", state.pid, state.qemu_pid, state.key);
                 ExitCode::SUCCESS
@@ -29,10 +37,6 @@ pub fn run(arguments: &[OsString]) -> ExitCode {
                 ExitCode::FAILURE
             }
         },
-        _ => {
-            eprintln!("usage: cargo xtask host up|down|status");
-            ExitCode::from(2)
-        }
     }
 }
 

@@ -9,6 +9,7 @@ mod check;
 mod checkout;
 mod demo;
 mod host;
+mod kernel;
 mod nested_host;
 mod on_kvm;
 mod packages;
@@ -17,60 +18,75 @@ mod report;
 mod suite;
 mod sys;
 
-use std::env;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-const HELP: &str = "\
-usage: cargo xtask VERB [ARGUMENT…]
+use clap::{Parser, Subcommand};
 
-  check                formatting, lints and the rules of the house
-  test [-- ARGUMENT…]  every test; the arguments go to the suite of real guests
-  demo                 boot a guest, run a line of Python in it, say what it took
-  on-kvm -- COMMAND…   run COMMAND where guests run: here, or in a nested host
-  host up|down|status  keep a nested host running, which on-kvm then uses
-";
+/// The project's one tool.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask", disable_help_subcommand = true)]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Formatting, lints and the rules of the house
+    Check,
+    /// Every test there is; what follows `--` goes to the suite of real guests
+    Test {
+        #[arg(last = true)]
+        arguments: Vec<OsString>,
+    },
+    /// Boot a guest, run a line of Python in it, say what it took
+    Demo,
+    /// Build the guest kernel
+    Kernel {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// Run a command where guests run: here, or in a nested host
+    OnKvm {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        command: Vec<OsString>,
+    },
+    /// Keep a nested host running, which on-kvm then uses
+    #[command(subcommand)]
+    Host(host::Verb),
+    /// Say whether guests run here
+    #[command(hide = true)]
+    Probe,
+    /// The first process of a nested host
+    #[command(hide = true)]
+    NestedServe,
+    #[command(hide = true)]
+    NestedServeWorker,
+    /// The process that keeps a nested host
+    #[command(hide = true)]
+    NestedBackground,
+}
 
 fn main() -> ExitCode {
     progress::init();
-    let mut arguments: Vec<OsString> = env::args_os().skip(1).collect();
-    if arguments.is_empty() {
-        eprint!("{HELP}");
-        return ExitCode::from(2);
-    }
-    let verb = arguments.remove(0);
-    match verb.to_str() {
-        Some("check") => check::run(&arguments),
-        Some("test") => suite::run(&arguments),
-        Some("demo") => demo::run(&arguments),
-        Some("on-kvm") => on_kvm::run(after_dashes(&arguments)),
-        Some("host") => host::run(&arguments),
-        Some("--help" | "-h" | "help") => {
-            print!("{HELP}");
-            ExitCode::SUCCESS
-        }
-        // Not in the help: what the nested host runs, and a look at the probe alone.
-        Some("nested-serve") => nested_host::serve::first_process(),
-        Some("nested-serve-worker") => match nested_host::serve::worker() {
+    match Cli::parse().verb {
+        Verb::Check => check::run(),
+        Verb::Test { arguments } => suite::run(&arguments),
+        Verb::Demo => demo::run(),
+        Verb::Kernel { arguments } => kernel::run(&arguments),
+        Verb::OnKvm { command } => on_kvm::run(&command),
+        Verb::Host(verb) => host::run(verb),
+        Verb::Probe => probe(),
+        Verb::NestedServe => nested_host::serve::first_process(),
+        Verb::NestedServeWorker => match nested_host::serve::worker() {
             Ok(()) => ExitCode::SUCCESS,
             Err(e) => {
                 eprintln!("nested host: {e}");
                 ExitCode::FAILURE
             }
         },
-        Some("nested-background") => host::serve(),
-        Some("probe") => probe(),
-        _ => {
-            eprint!("xtask: no verb {}\n\n{HELP}", verb.display());
-            ExitCode::from(2)
-        }
-    }
-}
-
-fn after_dashes(arguments: &[OsString]) -> &[OsString] {
-    match arguments.split_first() {
-        Some((first, rest)) if first == "--" => rest,
-        _ => arguments,
+        Verb::NestedBackground => host::serve(),
     }
 }
 

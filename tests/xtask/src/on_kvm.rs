@@ -35,10 +35,8 @@ pub enum OnKvmError {
 }
 
 pub fn run(argv: &[OsString]) -> ExitCode {
-    let Some((program, arguments)) = argv.split_first() else {
-        eprintln!("usage: cargo xtask on-kvm -- COMMAND [ARGUMENT…]");
-        return ExitCode::from(2);
-    };
+    // The command line has at least one word; see main.rs.
+    let Some((program, arguments)) = argv.split_first() else { return ExitCode::from(OWN_FAULT) };
     match find() {
         Found::Here(host) => {
             eprintln!("on-kvm: {} runs guests here; running directly", host.backend);

@@ -5,19 +5,13 @@
 
 use std::error::Error;
 use std::ffi::OsString;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
 
 use crate::on_kvm::{self, Found, NestedPlace};
 use crate::{artifacts, cargo, checkout, progress, report};
 
 pub fn run(arguments: &[OsString]) -> ExitCode {
-    if let Some(option) = arguments.first().filter(|first| first.to_string_lossy().starts_with('-'))
-        && option != "--"
-    {
-        eprintln!("usage: cargo xtask test [-- SUITE-ARGUMENT…]");
-        return ExitCode::from(2);
-    }
-    match test(crate::after_dashes(arguments)) {
+    match test(arguments) {
         Ok(code) => ExitCode::from(code),
         Err(e) => {
             eprintln!("test: {}", report::chain(e.as_ref()));
@@ -32,6 +26,7 @@ fn test(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
     let suite = cargo::build_test("pvmm-tests", "suite")?;
 
+    build_kernel()?;
     let artifacts = artifacts::prepare()?;
     let stock = artifacts.with_debian_kernel()?;
     progress::step(format!("guest kernels: {}, {}", artifacts.kernel.label, stock.label));
@@ -51,4 +46,14 @@ fn test(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
             on_kvm::code(NestedPlace::open().and_then(|place| place.run(&argv)))
         }
     })
+}
+
+/// In a process of its own, because it catches signals in its own way.
+fn build_kernel() -> Result<(), Box<dyn Error>> {
+    progress::step("cargo xtask kernel");
+    let mut xtask = Command::new(std::env::current_exe()?);
+    if xtask.arg("kernel").stdout(Stdio::null()).status()?.success() {
+        return Ok(());
+    }
+    Err("the guest kernel was not built".into())
 }
