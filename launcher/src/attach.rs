@@ -64,8 +64,8 @@ pub fn connect(dir: &VmDir, patience: Duration) -> Result<Agent, AgentError> {
 /// How a command that was attached to came to its end.
 pub enum End {
     Exited(ExitStatus),
-    /// The reader of our output went away.
-    BrokenPipe,
+    /// Our own standard output takes no more: its reader went away, or its disk is full.
+    Output(io::Error),
     /// It ran out of time, and the guest did not end it.
     Overdue,
 }
@@ -78,7 +78,7 @@ impl End {
                 Err(could_not_start(&status, names))
             }
             End::Exited(status) => Ok(status.shell_code()),
-            End::BrokenPipe => Err(Failure::silent(exit::BROKEN_PIPE)),
+            End::Output(error) => Err(error.into()),
             End::Overdue => Ok(exit::TIMEOUT),
         }
     }
@@ -106,8 +106,8 @@ pub fn attach(
     loop {
         match process.next_event(late) {
             Ok(Some(ProcessEvent::Stdout(bytes))) => {
-                if stdout.write(&bytes).is_err() {
-                    return Ok(End::BrokenPipe);
+                if let Err(error) = stdout.write(&bytes) {
+                    return Ok(End::Output(error));
                 }
             }
             // Nobody to tell that nobody listens.

@@ -29,6 +29,9 @@ const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(8);
 /// How long the machine's threads and its console may take to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
+/// Below this it may be the memory that a kernel does not load into.
+const COMFORT_MIB: u64 = 128;
+
 /// Why the process ends.
 enum End {
     /// The guest ended.
@@ -95,9 +98,11 @@ fn watch(
     let console = console::start(&dir.console_log(), plan.console_copy.as_ref()).map_err(fault)?;
     let boot_patience = plan.boot_patience;
     let (config, mode) = configure(plan, dir, record, console);
-    let mut vm = Vm::boot(config).map_err(boot_failure)?;
+    let memory_mib = config.memory_mib;
+    let refuse = |error| boot_failure(error, memory_mib);
+    let mut vm = Vm::boot(config).map_err(refuse)?;
     let listener = vm.take_ready().ok_or_else(|| Failure::fault("the VM has no vsock device"))?;
-    vm.resume().map_err(boot_failure)?;
+    vm.resume().map_err(refuse)?;
     if lifeline.is_some() {
         // From here on the launcher's end is noticed below, with time to clean up.
         process::outlive_parent().map_err(fault)?;
@@ -170,12 +175,15 @@ fn fault(error: impl std::error::Error) -> Failure {
     Failure::fault(format!("{error}{cause}"))
 }
 
-fn boot_failure(error: pvmm::Error) -> Failure {
+fn boot_failure(error: pvmm::Error, memory_mib: u64) -> Failure {
     let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
     let failure = Failure { code, ..Failure::fault(error.to_string()) };
     match error.kind() {
         ErrorKind::HostUnsupported => failure.hint("'pvmm doctor' says what this host lacks"),
         ErrorKind::HostResource => failure.hint("free some memory or files, or use less --memory"),
+        ErrorKind::InvalidConfig if memory_mib < COMFORT_MIB => {
+            failure.hint(format!("{memory_mib} MiB may be too little: try --memory {COMFORT_MIB}M"))
+        }
         _ => failure,
     }
 }
