@@ -30,7 +30,7 @@ pub const OUTPUT_WINDOW: u32 = 256 << 10;
 pub const MAX_WINDOW: u32 = 16 << 20;
 
 /// Connections the agent serves at once.
-pub const MAX_CONNECTIONS: usize = 32;
+pub const MAX_CONNECTIONS: usize = 256;
 /// Streams open at once on one connection.
 pub const MAX_STREAMS: usize = 256;
 /// Threads that do file work at once; more requests wait their turn.
