@@ -8,7 +8,7 @@ use std::fs::File;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::attach;
+use crate::attach::{self, Names};
 use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
 use crate::output;
@@ -35,7 +35,8 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     }
     let console_copy = args.console.map(|path| {
         File::create(&path).map_err(|error| {
-            Failure::usage(format!("--console: cannot write {}: {error}", path.display()))
+            let why = exit::io_text(&error);
+            Failure::usage(format!("--console: cannot write {}: {why}", path.display()))
         })
     });
     let console_copy = console_copy.transpose()?;
@@ -60,9 +61,10 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let claim = base.create(record)?;
     let record = claim.dir().read_record().unwrap_or_default();
     let id = record.id.clone();
+    let names = Names::of(&argv, &args.command);
     let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
     let mode = match args.detach {
-        true => Mode::Detached { command: request.clone().map(Box::new) },
+        true => Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) },
         false => Mode::Foreground,
     };
     let plan = Plan { parts, record, console_copy, boot_patience, mode };
@@ -75,7 +77,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     match request {
         Some(request) if !args.detach => {
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            foreground(vm, request, left, signals)
+            foreground(vm, request, &names, left, signals)
         }
         _ => {
             vm.keep();
@@ -109,6 +111,7 @@ fn boot_patience() -> Result<Duration, Failure> {
 fn foreground(
     vm: RunningVm,
     request: pvmm::exec::ExecRequest,
+    names: &Names,
     timeout: Option<Duration>,
     signals: Signals,
 ) -> Outcome {
@@ -140,7 +143,7 @@ fn foreground(
         }
     };
     match attached {
-        Ok(end) => end.outcome(),
+        Ok(end) => end.outcome(names),
         Err(pvmm::exec::ExecError::InvalidRequest { field, why }) => {
             Err(Failure::usage(format!("{field}: {why}")))
         }

@@ -118,7 +118,7 @@ fn watch(
     drop(listener);
 
     let command = match mode {
-        Mode::Detached { command: Some(request) } => Some(MainCommand::start(dir, *request)?),
+        Mode::Detached { command: Some(it) } => Some(MainCommand::start(dir, &it.0, &it.1)?),
         _ => None,
     };
     record.ready = true;

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
+use crate::attach::Names;
 use crate::exit::{self, Failure};
 use crate::log_file;
 use crate::prepare::Parts;
@@ -46,7 +47,7 @@ pub enum Mode {
     /// The launcher's: it ends with the launcher.
     Foreground,
     /// Nobody's: it ends with its main command, or when it is killed.
-    Detached { command: Option<Box<ExecRequest>> },
+    Detached { command: Option<Box<(ExecRequest, Names)>> },
 }
 
 /// What the process tells the launcher, one line of JSON each.
