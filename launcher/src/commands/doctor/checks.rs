@@ -8,6 +8,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use pvmm::config::MAX_VCPUS;
 use pvmm::kvm::host::{self as kvm, ProbeError};
 
 use super::{Check, Status};
@@ -62,8 +63,8 @@ fn missing(name: &'static str, detail: impl Into<String>, fix: impl Into<String>
 fn kvm() -> Check {
     let error = match kvm::probe() {
         Ok(host) => {
-            let detail =
-                format!("{} runs guest code; up to {} vCPUs", host.backend, host.max_vcpus);
+            let vcpus = host.max_vcpus.min(MAX_VCPUS as usize);
+            let detail = format!("{} runs guest code; up to {vcpus} vCPUs in a VM", host.backend);
             return ok("kvm", detail);
         }
         Err(error) => error,
