@@ -17,6 +17,8 @@ pub struct Connection {
     pub readable: bool,
     pub writable: bool,
     pub hung_up: bool,
+    /// Something waits for room among the frames to be sent.
+    pub pressed: bool,
     /// The hello has come and was answered.
     pub greeted: bool,
     /// Open streams and their jobs.
@@ -35,6 +37,7 @@ impl Connection {
             readable: false,
             writable: true,
             hung_up: false,
+            pressed: false,
             greeted: false,
             streams: BTreeMap::new(),
             last_stream: 0,

@@ -3,6 +3,7 @@
 //!
 //! `docs/agent-protocol.md` describes the same thing for other clients.
 
+pub mod codec;
 pub mod frame;
 pub mod limits;
 pub mod message;
@@ -12,5 +13,5 @@ pub mod window;
 #[cfg(test)]
 mod tests;
 
+pub use codec::{MessageError, decode, encode};
 pub use frame::{Channel, Decoder, Frame, FrameError, Header, Kind};
-pub use message::{MessageError, decode, encode};

@@ -35,6 +35,8 @@ const OPEN_FILES: u64 = 65536;
 
 /// The program; its exit code.
 fn run() -> i32 {
+    // Whatever a guest's commands do to its processors, somebody must answer for it.
+    sys::put_before_commands();
     if std::process::id() == 1 {
         init::run();
     }
@@ -80,5 +82,8 @@ fn serve(arguments: Vec<String>) -> Result<(), String> {
     let mut server = Server::new(settings).map_err(|e| format!("cannot start: {e}"))?;
     let ended = server.run().map_err(|e| format!("the event loop failed: {e}"));
     server.close();
+    if let Some(("unix", path)) = listen.split_once(':') {
+        let _ = std::fs::remove_file(path);
+    }
     ended.map(drop)
 }

@@ -4,8 +4,8 @@
 use std::io;
 use std::os::fd::OwnedFd;
 
+use pvmm_guest_agent::encode;
 use pvmm_guest_agent::frame::{self, Channel, END, HEADER_LEN, Header, Kind};
-use pvmm_guest_agent::message;
 use serde::Serialize;
 
 use crate::sys;
@@ -46,7 +46,7 @@ impl Outbox {
     /// Adds a control frame. One that cannot be encoded is too large: the caller bounds what it
     /// says, so nothing is lost by leaving it out.
     pub fn control<T: Serialize>(&mut self, kind: Kind, stream: u32, message: &T) -> bool {
-        message::encode(&mut self.buffer, kind, stream, message).is_ok()
+        encode(&mut self.buffer, kind, stream, message).is_ok()
     }
 
     pub fn credit(&mut self, stream: u32, channel: Channel, bytes: u32, end: bool) {

@@ -30,6 +30,7 @@ impl Server {
     /// Reads once from a connection and acts on every whole frame.
     pub(crate) fn read_connection(&mut self, id: u64) -> Step {
         let Some(connection) = self.connections.get_mut(&id) else { return Step::Waiting };
+        connection.pressed |= connection.out.is_clogged();
         if !connection.readable || connection.out.is_clogged() {
             return Step::Waiting;
         }
@@ -67,8 +68,14 @@ impl Server {
             match decoder.next(&mut bytes) {
                 Ok(Some(frame)) => {
                     progressed = true;
+                    let opened = frame.header.kind == Kind::Open;
                     if let Err(fault) = self.take_frame(id, frame) {
                         break Err(fault);
+                    }
+                    if opened {
+                        // Starting a program takes a while; who sent a hundred must not be left
+                        // without a sign of life until the last one runs.
+                        self.flush(id);
                     }
                 }
                 Ok(None) => break Ok(()),

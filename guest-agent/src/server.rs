@@ -204,6 +204,7 @@ impl Server {
         let Some(source) = job.source_of(token) else { return };
         for _ in 0..TURN {
             if source.pump(&mut connection.out, stream, &mut self.scratch) == Step::Waiting {
+                connection.pressed |= !connection.out.has_room();
                 if source.has_ended() {
                     self.finish_if_over(id);
                 }
@@ -315,6 +316,13 @@ impl Server {
         }
     }
 
+    /// Sends what one connection has waiting; `flush_all` finds out if it is lost.
+    pub(crate) fn flush(&mut self, id: u64) {
+        if let Some(connection) = self.connections.get_mut(&id).filter(|c| c.writable) {
+            connection.writable = connection.out.flush(&connection.socket).unwrap_or(true);
+        }
+    }
+
     fn flush_all(&mut self) {
         let mut lost = Vec::new();
         let mut eased = Vec::new();
@@ -323,14 +331,12 @@ impl Server {
                 continue;
             }
             match connection.out.flush(&connection.socket) {
-                Ok(true) => eased.push(*id),
-                Ok(false) => {
-                    connection.writable = false;
-                    if connection.out.has_room() {
-                        eased.push(*id);
-                    }
-                }
+                Ok(all) => connection.writable = all,
                 Err(_) => lost.push(*id),
+            }
+            if connection.pressed && connection.out.has_room() {
+                connection.pressed = false;
+                eased.push(*id);
             }
         }
         for id in eased {

@@ -72,10 +72,10 @@ pub enum End {
 
 impl End {
     /// The exit code, with a word on standard error where the code alone would be a riddle.
-    pub fn outcome(self) -> Outcome {
+    pub fn outcome(self, names: &Names) -> Outcome {
         match self {
             End::Exited(status) if matches!(status.status, ExecStatus::CouldNotStart { .. }) => {
-                Err(could_not_start(&status))
+                Err(could_not_start(&status, names))
             }
             End::Exited(status) => Ok(status.shell_code()),
             End::BrokenPipe => Err(Failure::silent(exit::BROKEN_PIPE)),
@@ -207,21 +207,44 @@ impl Sink {
     }
 }
 
-/// The failure for a command that never ran.
-pub fn could_not_start(status: &ExitStatus) -> Failure {
+/// The failure for a command that never ran; `names` are the flags' own words.
+pub fn could_not_start(status: &ExitStatus, names: &Names) -> Failure {
     let code = status.shell_code();
     let ExecStatus::CouldNotStart { stage, errno } = status.status else {
         return Failure::silent(code);
     };
-    let cause = io::Error::from_raw_os_error(errno);
-    let what = match stage {
-        Stage::User | Stage::Credentials => "--user: cannot become that user in the guest",
-        Stage::Chdir => "--workdir: cannot enter that directory in the guest",
-        Stage::Exec if code == exit::NOT_FOUND => "the command was not found in the guest",
-        Stage::Exec => "the command cannot be executed in the guest",
-        _ => "the guest cannot start a process",
+    let cause = exit::errno_text(errno);
+    let Names { program, user, workdir } = names;
+    let message = match stage {
+        Stage::User => format!("--user: there is no '{user}' in the guest"),
+        Stage::Credentials => format!("--user: cannot become '{user}' in the guest: {cause}"),
+        Stage::Chdir => format!("--workdir: cannot enter {workdir} in the guest: {cause}"),
+        Stage::Exec if code == exit::NOT_FOUND => format!("'{program}' was not found in the guest"),
+        Stage::Exec => format!("'{program}' cannot be executed in the guest: {cause}"),
+        _ => format!("the guest cannot start a process: {cause}"),
     };
-    Failure { code, ..Failure::fault(format!("{what}: {cause}")) }
+    Failure { code, ..Failure::fault(message) }
+}
+
+/// What the user called things, for messages about them.
+#[derive(Clone, Debug, Default)]
+pub struct Names {
+    program: String,
+    user: String,
+    workdir: String,
+}
+
+impl Names {
+    pub fn of(argv: &[std::ffi::OsString], flags: &CommandFlags) -> Self {
+        Self {
+            program: argv.first().map_or_else(String::new, |word| word.display().to_string()),
+            user: flags.user.clone().unwrap_or_default(),
+            workdir: flags
+                .workdir
+                .as_ref()
+                .map_or_else(String::new, |dir| dir.display().to_string()),
+        }
+    }
 }
 
 /// The failure for an exec that gave no exit status.

@@ -61,7 +61,7 @@ impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         match error.kind() {
             io::ErrorKind::BrokenPipe => Self::silent(BROKEN_PIPE),
-            _ => Self::fault(format!("cannot write the output: {error}")),
+            _ => Self::fault(format!("cannot write the output: {}", io_text(&error))),
         }
     }
 }
@@ -69,6 +69,20 @@ impl From<io::Error> for Failure {
 /// The exit code for a command ended by `signal`.
 pub fn by_signal(signal: i32) -> u8 {
     u8::try_from(signal).ok().and_then(|n| SIGNAL_BASE.checked_add(n)).unwrap_or(FAULT)
+}
+
+/// What an error number means, without the number.
+pub fn errno_text(errno: i32) -> String {
+    let text = io::Error::from_raw_os_error(errno).to_string();
+    match text.rfind(" (os error") {
+        Some(end) => text[..end].to_owned(),
+        None => text,
+    }
+}
+
+/// An I/O error's meaning, without the number.
+pub fn io_text(error: &io::Error) -> String {
+    error.raw_os_error().map_or_else(|| error.to_string(), errno_text)
 }
 
 /// Prints the failure, if there is one, and ends the process.

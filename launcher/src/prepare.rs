@@ -80,6 +80,10 @@ impl Sources {
 
     fn make(self, steps: &mut Steps) -> Result<Parts, Failure> {
         let cache = Cache::open().map_err(refuse)?;
+        if matches!(self.rootfs, RootfsSource::Base) && Template::find(&cache, BASE).is_err() {
+            // On first use: nobody should wait for a download to learn that there is no KVM.
+            require_kvm()?;
+        }
         let kernel = match self.kernel {
             Some(kernel) => kernel,
             None => Kernel::default_in(&cache, steps).map_err(refuse)?,
@@ -96,6 +100,13 @@ impl Sources {
         let initramfs = kernel.initramfs(AGENT).map_err(refuse)?;
         Ok(Parts { kernel, initramfs, rootfs, rootfs_type, upper })
     }
+}
+
+fn require_kvm() -> Result<(), Failure> {
+    pvmm::kvm::host::probe().map(drop).map_err(|error| {
+        Failure::fault(format!("no VM can run on this host: {error}"))
+            .hint("'pvmm doctor' says what this host lacks, and how to get it")
+    })
 }
 
 /// The guest's own disk: in the cache's filesystem, or in a temporary place if that cannot be written.

@@ -24,7 +24,7 @@ pub enum RootfsError {
     Partitioned(PathBuf),
     #[error("--rootfs: the path {:?} contains a NUL byte", .0)]
     Nul(PathBuf),
-    #[error("--rootfs: cannot read {}: {source}", path.display())]
+    #[error("--rootfs: cannot read {}: {}", path.display(), crate::exit::io_text(source))]
     Read { path: PathBuf, source: io::Error },
 }
 

@@ -1,5 +1,6 @@
 //! Wrong input on the real command: one `error:` line that names field and fix, the documented exit
 //! code, and nothing left behind. None of it needs KVM, since input is checked before anything is made.
+#![allow(clippy::unwrap_used)] // All of this file is test code, its fixture included.
 
 use std::ffi::OsStr;
 use std::fs;

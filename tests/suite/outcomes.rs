@@ -34,14 +34,17 @@ fn jump_into_a_device_is_an_internal_error() {
 }
 
 #[test]
-fn b12_unmapped_port_and_address_read_all_ones() {
+fn b12_unmapped_port_and_address_read_all_ones_and_are_counted() {
     // in al, 0x99; inc al; jnz spin
     let mut code = vec![0xe4, 0x99, 0xfe, 0xc0, 0x75, 0x0f];
     // mov eax, 0xc0000000; mov ebx, [rax]; inc ebx; jnz spin
     code.extend([0xb8, 0x00, 0x00, 0x00, 0xc0, 0x8b, 0x18, 0xff, 0xc3, 0x75, 0x04]);
     code.extend(OUT_0X64);
     code.extend(SPIN);
-    assert_eq!(tiny::run(&code), Outcome::Reboot);
+    let mut vm = tiny::machine(&code);
+    vm.resume().unwrap();
+    assert_eq!(vm.wait(Some(tiny::PATIENCE)), Some(Outcome::Reboot));
+    assert_eq!(vm.missed_accesses(), 2);
 }
 
 #[test]

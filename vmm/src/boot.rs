@@ -67,6 +67,7 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
         vcpus,
         devices: machine.devices,
         _console: machine.console,
+        buses,
         ending: machine.ending,
         vsock_path,
         ready,

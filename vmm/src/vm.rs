@@ -14,7 +14,7 @@ use crate::config::VmConfig;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmVm;
 use crate::machine::Ending;
-use crate::vcpu::run::Outcome;
+use crate::vcpu::run::{Buses, Outcome};
 use crate::vcpu::thread::VcpuThread;
 
 /// A virtual machine. Dropping it stops its vCPUs and then its devices.
@@ -24,6 +24,7 @@ pub struct Vm {
     pub(crate) vcpus: Vec<VcpuThread>,
     pub(crate) devices: DeviceThread,
     pub(crate) _console: Console,
+    pub(crate) buses: Arc<Buses>,
     pub(crate) ending: Arc<Ending>,
     pub(crate) vsock_path: Option<PathBuf>,
     // There until the agent has said that it is ready.
@@ -72,6 +73,11 @@ impl Vm {
     /// Readable once the guest has ended, to wait for it beside other things.
     pub fn outcome_event(&self) -> &EventFd {
         self.ending.event()
+    }
+
+    /// How often the guest touched an address or port where nothing is.
+    pub fn missed_accesses(&self) -> u64 {
+        self.buses.missed()
     }
 
     /// The Unix socket that leads into the guest, if it has a vsock device.

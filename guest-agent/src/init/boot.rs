@@ -26,8 +26,8 @@ const ROOT_TYPES: [&str; 5] = ["ext4", "erofs", "squashfs", "xfs", "btrfs"];
 /// A step of the boot that failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
-    #[error("cannot mount {kind} on {target}")]
-    Mount { kind: String, target: String, source: io::Error },
+    #[error("cannot mount {what} as {kind} on {target}")]
+    Mount { what: String, kind: String, target: String, source: io::Error },
     #[error("cannot mount {device} as the root: no filesystem that this kernel knows is on it")]
     UnknownRoot { device: String },
     #[error("{name}={device}: no such device came within {} s", DEVICE_TIME.as_secs())]
@@ -77,20 +77,29 @@ fn mount_kernel_views() -> Result<(), BootError> {
         ("proc", "/proc", plain, ""),
         ("sysfs", "/sys", plain, ""),
     ] {
-        mount(&Mount { source: kind, target, kind, flags, options })?;
+        mount_view(&Mount { source: kind, target, kind, flags, options })?;
     }
     Ok(())
 }
 
-/// Mounts; what is mounted already is as good.
+/// Mounts.
 fn mount(wish: &Mount<'_>) -> Result<(), BootError> {
-    match wish.mount() {
-        Err(e) if e.raw_os_error() == Some(libc::EBUSY) => Ok(()),
-        other => other.map_err(|source| BootError::Mount {
-            kind: wish.kind.to_owned(),
-            target: wish.target.to_owned(),
-            source,
-        }),
+    wish.mount().map_err(|source| BootError::Mount {
+        what: wish.source.to_owned(),
+        kind: wish.kind.to_owned(),
+        target: wish.target.to_owned(),
+        source,
+    })
+}
+
+/// Mounts a view of the kernel; one that is mounted already is as good. A disk is not: it would
+/// be somebody else's.
+fn mount_view(wish: &Mount<'_>) -> Result<(), BootError> {
+    match mount(wish) {
+        Err(BootError::Mount { source, .. }) if source.raw_os_error() == Some(libc::EBUSY) => {
+            Ok(())
+        }
+        other => other,
     }
 }
 
@@ -162,7 +171,7 @@ fn furnish() -> Result<(), BootError> {
     let shared = libc::MS_NOSUID | libc::MS_NODEV;
     let plain = shared | libc::MS_NOEXEC;
     let pts = "gid=5,mode=620,ptmxmode=666";
-    mount(&Mount {
+    mount_view(&Mount {
         source: "devpts",
         target: "/dev/pts",
         kind: "devpts",
@@ -170,16 +179,22 @@ fn furnish() -> Result<(), BootError> {
         options: pts,
     })?;
     for (target, options) in [("/dev/shm", "mode=1777"), ("/run", "mode=0755")] {
-        mount(&Mount { source: "tmpfs", target, kind: "tmpfs", flags: shared, options })?;
+        mount_view(&Mount { source: "tmpfs", target, kind: "tmpfs", flags: shared, options })?;
     }
     make_open_directory("/run/lock")?;
     make_open_directory("/tmp").or_else(|_| {
         // A read-only root without an overlay.
         let options = "mode=1777";
-        mount(&Mount { source: "tmpfs", target: "/tmp", kind: "tmpfs", flags: shared, options })
+        mount_view(&Mount {
+            source: "tmpfs",
+            target: "/tmp",
+            kind: "tmpfs",
+            flags: shared,
+            options,
+        })
     })?;
     // A kernel without control groups still runs programs; the agent finds other ways to end them.
-    let _ = mount(&Mount {
+    let _ = mount_view(&Mount {
         source: "cgroup2",
         target: "/sys/fs/cgroup",
         kind: "cgroup2",

@@ -13,9 +13,10 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use pvmm_guest_agent::encode;
 use pvmm_guest_agent::frame::Kind;
 use pvmm_guest_agent::limits::{AGENT_PORT, HOST_CID, READY_PORT};
-use pvmm_guest_agent::message::{self, Shutdown, ShutdownHow};
+use pvmm_guest_agent::message::{Shutdown, ShutdownHow};
 
 use crate::cgroup::Cgroups;
 use crate::listener::Listener;
@@ -61,7 +62,7 @@ fn serve() -> Result<Shutdown, String> {
 /// Tells the host once that we listen. A host that does not care refuses, which is no fault.
 fn say_ready(server: &Server) {
     let mut frame = Vec::new();
-    let encoded = message::encode(&mut frame, Kind::Welcome, 0, &server.welcome());
+    let encoded = encode(&mut frame, Kind::Welcome, 0, &server.welcome());
     if let (Ok(()), Ok(socket)) = (encoded, dial_host()) {
         let _ = sys::write_once(&socket, &frame);
     }

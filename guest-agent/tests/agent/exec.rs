@@ -156,7 +156,7 @@ fn exec_background_child_holding_the_pipe_does_not_hold_the_exit() {
     let fixture = Fixture::start();
     let begun = Instant::now();
     let output = fixture.agent().exec(&ExecRequest::shell("echo a; sleep 30 & exit 3")).unwrap();
-    assert!(begun.elapsed() < Duration::from_secs(2));
+    assert!(begun.elapsed() < Duration::from_secs(10));
     assert_eq!(output.stdout.bytes, b"a\n");
     assert_eq!(output.status.status, ExecStatus::Exited { code: 3 });
     assert!(output.status.background);
@@ -167,7 +167,7 @@ fn exec_background_child_that_writes_on_does_not_hold_the_exit() {
     let fixture = Fixture::start();
     let begun = Instant::now();
     let output = fixture.agent().exec(&ExecRequest::shell("yes & exit 0")).unwrap();
-    assert!(begun.elapsed() < Duration::from_secs(3));
+    assert!(begun.elapsed() < Duration::from_secs(10));
     assert!(output.status.background);
 }
 
@@ -207,7 +207,7 @@ fn exec_time_limit_terminates_and_keeps_the_output() {
     let begun = Instant::now();
     let request = ExecRequest::shell("echo before; sleep 60").timeout(Duration::from_millis(200));
     let output = fixture.agent().exec(&request).unwrap();
-    assert!(begun.elapsed() < Duration::from_secs(2));
+    assert!(begun.elapsed() < Duration::from_secs(10));
     assert_eq!(output.stdout.bytes, b"before\n");
     assert!(output.status.timed_out);
     assert_eq!(output.status.shell_code(), 124);

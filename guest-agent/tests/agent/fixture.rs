@@ -128,7 +128,7 @@ fn cgroup_for_test() -> Option<PathBuf> {
 
 /// Waits for something that must happen soon.
 pub fn wait_for(what: &str, mut happened: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(20);
     while !happened() {
         assert!(Instant::now() < deadline, "{what} did not come");
         std::thread::sleep(Duration::from_millis(2));

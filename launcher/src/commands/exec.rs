@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use crate::attach;
+use crate::attach::{self, Names};
 use crate::cli::Exec;
 use crate::exit::{self, Outcome};
 use crate::sys::signals::{FORWARDED, Signals};
@@ -21,5 +21,7 @@ pub fn exec(args: Exec) -> Outcome {
     let request = attach::request(&args.argv, &args.command);
     // Leaving closes the connection, and the agent then ends what this client started.
     let abort = |code| exit::leave(Ok(code));
-    attach::attach(&agent, request, args.timeout, signals, abort).map_err(attach::refuse)?.outcome()
+    let names = Names::of(&args.argv, &args.command);
+    let end = attach::attach(&agent, request, args.timeout, signals, abort);
+    end.map_err(attach::refuse)?.outcome(&names)
 }

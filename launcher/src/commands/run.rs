@@ -5,14 +5,19 @@
 
 use std::ffi::OsString;
 use std::fs::File;
+use std::io::{self, IsTerminal};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::attach;
+use pvmm::agent::AgentError;
+use pvmm::exec::{ExecError, ExecRequest};
+
+use crate::attach::{self, Names};
 use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
 use crate::output;
-use crate::prepare::{self, RootfsSource, Sources};
+use crate::prepare::{self, Parts, Sources};
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::{Base, Claim, Record, now};
 use crate::vmm_process::{self, Mode, Plan, VmmProcess};
@@ -24,58 +29,48 @@ const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
 const SHELL: &str = "command -v bash >/dev/null && exec bash -l; exec sh -l";
 
 pub fn run(args: Run, quiet: bool) -> Outcome {
+    // Everything that can be wrong is found before anything is made.
     let argv = command(&args)?;
     let boot_patience = boot_patience()?;
     let base = Base::open()?;
-    let template =
-        args.rootfs.as_ref().map_or(args.template.clone(), |path| path.display().to_string());
-    let sources = Sources::check(args.kernel, args.rootfs, &args.template, args.disk_size)?;
+    let sources =
+        Sources::check(args.kernel.clone(), args.rootfs.clone(), &args.template, args.disk_size)?;
     if let Some(name) = &args.name {
         base.refuse_taken(name)?;
     }
-    let console_copy = args.console.map(|path| {
-        File::create(&path).map_err(|error| {
-            Failure::usage(format!("--console: cannot write {}: {error}", path.display()))
-        })
-    });
-    let console_copy = console_copy.transpose()?;
+    let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
-    let is_base = matches!(sources.rootfs, RootfsSource::Base);
     let parts = sources.prepare(quiet)?;
     // From here on signals are for the guest; one that came just before still counts.
     let signals = Signals::hold(&FORWARDED)?;
     prepare::or_interrupted(Ok(()))?;
-    let started = Instant::now();
-    let record = Record {
-        name: args.name,
-        created: now(),
-        template: if is_base { args.template } else { template },
-        kernel: parts.kernel.label.clone(),
-        cpus: args.cpus,
-        memory_mib: args.memory,
-        command: Record::command_of(&argv),
-        ephemeral: !args.detach,
-        ..Record::default()
-    };
-    let claim = base.create(record)?;
+
+    let deadline = args.timeout.map(|timeout| Instant::now() + timeout);
+    let names = Names::of(&argv, &args.command);
+    let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
+    let claim = base.create(record(&args, &argv, &parts))?;
     let record = claim.dir().read_record().unwrap_or_default();
     let id = record.id.clone();
-    let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
     let mode = match args.detach {
-        true => Mode::Detached { command: request.clone().map(Box::new) },
+        true => Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) },
         false => Mode::Foreground,
     };
     let plan = Plan { parts, record, console_copy, boot_patience, mode };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
-    let deadline = args.timeout.map(|timeout| started + timeout);
     // On failure `vm` is dropped: the process ends and the directory goes.
     vm.process.wait_ready(&signals, deadline)?;
 
     match request {
         Some(request) if !args.detach => {
+            if args.argv.is_empty() && io::stdin().is_terminal() {
+                output::remark(
+                    quiet,
+                    "A shell without a terminal: type commands, end with Ctrl-D.",
+                );
+            }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            foreground(vm, request, left, signals)
+            foreground(vm, request, &names, left, signals)
         }
         _ => {
             vm.keep();
@@ -83,6 +78,30 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
             Ok(0)
         }
     }
+}
+
+/// What other commands will see of the VM.
+fn record(args: &Run, argv: &[OsString], parts: &Parts) -> Record {
+    let rootfs = args.rootfs.as_ref().map(|path| path.display().to_string());
+    Record {
+        name: args.name.clone(),
+        created: now(),
+        template: rootfs.unwrap_or_else(|| args.template.clone()),
+        kernel: parts.kernel.label.clone(),
+        cpus: args.cpus,
+        memory_mib: args.memory,
+        // The shell that stands in for a missing command is not the user's.
+        command: Record::command_of(if args.argv.is_empty() { &[] } else { argv }),
+        ephemeral: !args.detach,
+        ..Record::default()
+    }
+}
+
+fn create_console(path: &Path) -> Result<File, Failure> {
+    File::create(path).map_err(|error| {
+        let why = exit::io_text(&error);
+        Failure::usage(format!("--console: cannot write {}: {why}", path.display()))
+    })
 }
 
 fn command(args: &Run) -> Result<Vec<OsString>, Failure> {
@@ -108,18 +127,15 @@ fn boot_patience() -> Result<Duration, Failure> {
 /// Runs the command and takes the VM away, whichever of the two ends first.
 fn foreground(
     vm: RunningVm,
-    request: pvmm::exec::ExecRequest,
+    request: ExecRequest,
+    names: &Names,
     timeout: Option<Duration>,
     signals: Signals,
 ) -> Outcome {
+    let dir = vm.claim.dir().clone();
     let vm = Arc::new(Mutex::new(Some(vm)));
     let take =
         |vm: &Mutex<Option<RunningVm>>| vm.lock().unwrap_or_else(PoisonError::into_inner).take();
-    let socket = vm.lock().unwrap_or_else(PoisonError::into_inner);
-    let Some(dir) = socket.as_ref().map(|vm| vm.claim.dir().clone()) else {
-        return Err(Failure::fault("the VM is gone"));
-    };
-    drop(socket);
     let abort = {
         let vm = vm.clone();
         move |code| {
@@ -140,14 +156,9 @@ fn foreground(
         }
     };
     match attached {
-        Ok(end) => end.outcome(),
-        Err(pvmm::exec::ExecError::InvalidRequest { field, why }) => {
-            Err(Failure::usage(format!("{field}: {why}")))
-        }
+        Ok(end) => end.outcome(names),
         // The VMM process knows better than the broken connection what happened.
-        Err(pvmm::exec::ExecError::Agent(pvmm::agent::AgentError::Lost(_))) => {
-            Err(vm.process.why_gone())
-        }
+        Err(ExecError::Agent(AgentError::Lost(_))) => Err(vm.process.why_gone()),
         Err(error) => Err(attach::refuse(error)),
     }
 }

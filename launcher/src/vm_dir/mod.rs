@@ -32,15 +32,15 @@ const ID_LENGTH: usize = 12;
 
 #[derive(Debug, thiserror::Error)]
 pub enum VmDirError {
-    #[error("the runtime directory {path} is {length} bytes long, a socket leaves room for {max}")]
+    #[error("the runtime directory {} is {length} bytes long, a socket leaves room for {max}", path.display())]
     TooLong { path: PathBuf, length: usize, max: usize },
-    #[error("the runtime directory {0} is not an absolute path")]
+    #[error("the runtime directory {} is not an absolute path", .0.display())]
     Relative(PathBuf),
-    #[error("the runtime directory {path} {why}")]
+    #[error("the runtime directory {} {why}", path.display())]
     NotOurs { path: PathBuf, why: &'static str },
     #[error("--name: a VM named '{name}' exists already ({id})")]
     NameTaken { name: String, id: String },
-    #[error("the runtime directory {0} has been locked by another pvmm for 10 s")]
+    #[error("the runtime directory {} has been locked by another pvmm for 10 s", .0.display())]
     Busy(PathBuf),
     #[error("no VM is called '{0}'")]
     Unknown(String),
@@ -48,7 +48,7 @@ pub enum VmDirError {
     Ambiguous { reference: String, count: usize },
     #[error("'{name}' is {state}, not running")]
     NotRunning { name: String, state: &'static str },
-    #[error("cannot {act} {path}: {source}")]
+    #[error("cannot {act} {}: {}", path.display(), crate::exit::io_text(source))]
     Io { act: &'static str, path: PathBuf, source: io::Error },
 }
 

