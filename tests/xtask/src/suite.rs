@@ -55,7 +55,7 @@ fn test(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
 /// In a process of its own, because it catches signals in its own way.
 fn build_kernel() -> Result<(), Box<dyn Error>> {
     progress::step("cargo xtask kernel");
-    let mut xtask = Command::new(std::env::current_exe()?);
+    let mut xtask = Command::new(checkout::program()?);
     if xtask.arg("kernel").stdout(Stdio::null()).status()?.success() {
         return Ok(());
     }
