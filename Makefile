@@ -9,7 +9,9 @@ help:
 	@echo "make kernel  build the guest kernel"
 	@echo "make clean   remove what was built here"
 
+# The tool is built where its progress is seen, then run without a word of cargo's.
 demo test check kernel:
+	@cargo build --release --package xtask
 	@cargo xtask $@
 
 clean:

@@ -30,7 +30,7 @@ pub const OUTPUT_WINDOW: u32 = 256 << 10;
 pub const MAX_WINDOW: u32 = 16 << 20;
 
 /// Connections the agent serves at once.
-pub const MAX_CONNECTIONS: usize = 32;
+pub const MAX_CONNECTIONS: usize = 256;
 /// Streams open at once on one connection.
 pub const MAX_STREAMS: usize = 256;
 /// Threads that do file work at once; more requests wait their turn.
@@ -47,7 +47,7 @@ pub const MAX_TAIL: u32 = 256 << 10;
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(366 * 24 * 3600);
 
 /// How long a client may take over its hello.
-pub const HANDSHAKE_TIME: Duration = Duration::from_secs(10);
+pub const HANDSHAKE_TIME: Duration = Duration::from_secs(60);
 /// How long a frame that has begun may take to arrive in full.
 pub const FRAME_TIME: Duration = Duration::from_secs(30);
 /// Between the TERM and the KILL of a timed-out exec, unless the request says otherwise.

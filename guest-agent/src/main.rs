@@ -35,6 +35,8 @@ const OPEN_FILES: u64 = 65536;
 
 /// The program; its exit code.
 fn run() -> i32 {
+    // Whatever a guest's commands do to its processors, somebody must answer for it.
+    sys::put_before_commands();
     if std::process::id() == 1 {
         init::run();
     }

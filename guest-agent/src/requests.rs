@@ -68,8 +68,14 @@ impl Server {
             match decoder.next(&mut bytes) {
                 Ok(Some(frame)) => {
                     progressed = true;
+                    let opened = frame.header.kind == Kind::Open;
                     if let Err(fault) = self.take_frame(id, frame) {
                         break Err(fault);
+                    }
+                    if opened {
+                        // Starting a program takes a while; who sent a hundred must not be left
+                        // without a sign of life until the last one runs.
+                        self.flush(id);
                     }
                 }
                 Ok(None) => break Ok(()),

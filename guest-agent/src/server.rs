@@ -316,6 +316,13 @@ impl Server {
         }
     }
 
+    /// Sends what one connection has waiting; `flush_all` finds out if it is lost.
+    pub(crate) fn flush(&mut self, id: u64) {
+        if let Some(connection) = self.connections.get_mut(&id).filter(|c| c.writable) {
+            connection.writable = connection.out.flush(&connection.socket).unwrap_or(true);
+        }
+    }
+
     fn flush_all(&mut self) {
         let mut lost = Vec::new();
         let mut eased = Vec::new();

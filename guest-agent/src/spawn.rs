@@ -158,6 +158,7 @@ extern "C" fn child(shared: *mut Shared<'_>) -> ! {
         let shared = &mut *shared;
         let plan = shared.plan;
         libc::setsid();
+        libc::setpriority(libc::PRIO_PROCESS, 0, crate::sys::ORDINARY_PRIORITY);
         for (target, fd) in plan.stdio.iter().enumerate() {
             if libc::dup2(*fd, target as libc::c_int) < 0 {
                 fail(shared, 0);

@@ -369,3 +369,13 @@ pub fn uptime() -> Duration {
     unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &mut time) };
     Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32)
 }
+
+/// What commands run with: neither before nor behind anybody.
+pub const ORDINARY_PRIORITY: libc::c_int = 0;
+const AGENT_PRIORITY: libc::c_int = -15;
+
+/// Gives the agent the processor before the commands it runs. Without the right to, it does without.
+pub fn put_before_commands() {
+    // SAFETY: plain numbers; zero means this process.
+    unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, AGENT_PRIORITY) };
+}

@@ -21,9 +21,19 @@ mod vmm_process;
 use clap::Parser;
 
 fn main() {
+    end_on_panic();
     let result = match cli::Cli::try_parse() {
         Ok(cli) => commands::dispatch(cli),
         Err(error) => cli::refuse(error),
     };
     exit::leave(result)
+}
+
+/// A panic is a bug of ours, and a machine that lost a thread is worse than none.
+fn end_on_panic() {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        print(info);
+        std::process::abort();
+    }));
 }

@@ -2,6 +2,8 @@
 //!
 //! One binary, so that it can be carried into a host with KVM and run there once.
 
+#![allow(clippy::unwrap_used)] // In a test a panic is the report.
+
 mod boot;
 mod detached;
 mod exec;

@@ -189,7 +189,7 @@ impl NestedHost {
             words.push_str(&format!(" nested_share={tag}:{}:{}", kind.word(), encode(&path)));
         }
         words.push_str(&format!(" nested_empty={}", encode(&sparse_files())));
-        let program = env::current_exe().map_err(HostError::Start)?;
+        let program = checkout::program().map_err(HostError::Start)?;
         words.push_str(&format!(" nested_serve={}", encode(&program)));
         words.push_str(&format!(" nested_modules={}", encode(&image.modules)));
         qemu.args(["-append", &words]);

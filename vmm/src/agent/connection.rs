@@ -22,7 +22,7 @@ const WRITE_STALL: Duration = Duration::from_secs(10);
 /// After this long without a frame, somebody who waits asks for a sign of life.
 const PING_AFTER: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10_000 });
 /// And gives the agent up when none comes for this long.
-const PONG_TIME: Duration = Duration::from_millis(if cfg!(test) { 2_000 } else { 20_000 });
+const PONG_TIME: Duration = Duration::from_millis(if cfg!(test) { 2_000 } else { 50_000 });
 const READ_BYTES: usize = 128 << 10;
 
 /// Locks, also after a panic elsewhere: every value here is valid between any two statements.

@@ -76,6 +76,7 @@ pub fn read_welcome(socket: &UnixStream, deadline: Instant) -> Result<Welcome, A
         return Err(match goodbye.code {
             Code::Version => AgentError::Version(goodbye.message.chars().take(100).collect()),
             Code::TooMany => AgentError::TooMany,
+            Code::Silent => AgentError::Handshake("this end was too slow with its hello"),
             _ => AgentError::Handshake("the agent said goodbye"),
         });
     }

@@ -146,7 +146,7 @@ pub fn up() -> Result<State, BackgroundError> {
     progress::step("booting the nested host");
     let log_path = log_path();
     let log = File::create(&log_path).map_err(|e| BackgroundError::State(log_path.clone(), e))?;
-    let mut command = Command::new(env::current_exe().map_err(BackgroundError::Start)?);
+    let mut command = Command::new(checkout::program().map_err(BackgroundError::Start)?);
     command.arg("nested-background").stdin(Stdio::null());
     command.stdout(log.try_clone().map_err(BackgroundError::Start)?).stderr(log);
     sys::new_session(&mut command);

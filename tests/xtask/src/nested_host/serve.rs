@@ -58,7 +58,7 @@ pub fn worker() -> io::Result<()> {
         thread::Builder::new().name(format!("port-{port}")).spawn(move || {
             let mut port = Port::new(device);
             loop {
-                if let Err(e) = port.serve_one() {
+                if let Err(e) = port.serve_one(catch_up) {
                     eprintln!("nested host: {e}");
                     thread::sleep(HEARTBEAT_EVERY);
                 }
@@ -98,6 +98,21 @@ fn find_port(port: u32) -> Option<PathBuf> {
             .and_then(|rest| rest.strip_suffix(&number))
             .is_some_and(|index| index.parse::<u32>().is_ok())
     })
+}
+
+/// Lets a command see what the outer machine did since the last one: its files and its time.
+fn catch_up(request: &Request) {
+    /// More than the way here can explain.
+    const TOLERATED: Duration = Duration::from_secs(2);
+    let ours = UNIX_EPOCH.elapsed().unwrap_or_default();
+    if request.time_since_epoch.abs_diff(ours) > TOLERATED
+        && let Err(e) = sys::set_clock(request.time_since_epoch)
+    {
+        eprintln!("nested host: cannot set the clock: {e}");
+    }
+    if let Err(e) = fs::write(DROP_CACHES, FORGET_NAMES) {
+        eprintln!("nested host: old names may be seen: {e}");
+    }
 }
 
 /// One virtio-serial port with the bytes that are on their way in and out.
@@ -141,8 +156,8 @@ impl Port {
         if self.outgoing.is_empty() { READABLE } else { READABLE | WRITABLE }
     }
 
-    /// Waits for a command, runs it to its end and reports it.
-    fn serve_one(&mut self) -> io::Result<()> {
+    /// Waits for a command, runs it to its end and reports it. `prepare` sees it first.
+    fn serve_one(&mut self, prepare: impl FnOnce(&Request)) -> io::Result<()> {
         let request = loop {
             // Whatever else arrives between two commands belongs to the one that ended.
             match frame::decode(&mut self.received)? {
@@ -154,10 +169,9 @@ impl Port {
             let [events] = sys::poll([port], None)?;
             self.transfer(events)?;
         };
-        // What the outer machine did since the last command is to be seen by this one.
-        let _ = fs::write(DROP_CACHES, FORGET_NAMES);
         let outcome = match serde_json::from_slice(&request)
             .map_err(|e| Outcome { code: 125, message: Some(format!("bad request: {e}")) })
+            .inspect(prepare)
             .and_then(start)
         {
             Ok(running) => self.run(running)?,
@@ -246,7 +260,6 @@ struct Running {
 }
 
 fn start(request: Request) -> Result<Running, Outcome> {
-    set_clock(request.time_since_epoch);
     let failed = |code, what: String| Outcome { code, message: Some(what) };
     let cwd = OsString::from_vec(request.cwd);
     let mut argv = request.argv.into_iter().map(OsString::from_vec);
@@ -304,17 +317,6 @@ fn connect(command: &mut Command, terminal: Option<sys::Size>) -> io::Result<[Op
     sys::set_nonblocking(&to_stdin)?;
     let file = |fd: OwnedFd| Some(File::from(fd));
     Ok([file(to_stdin.into()), file(from_stdout.into()), file(from_stderr.into()), None])
-}
-
-/// Puts the clock right if it is wrong by more than the way here can explain.
-fn set_clock(since_epoch: Duration) {
-    const TOLERATED: Duration = Duration::from_secs(2);
-    let ours = UNIX_EPOCH.elapsed().unwrap_or_default();
-    if since_epoch.abs_diff(ours) > TOLERATED
-        && let Err(e) = sys::set_clock(since_epoch)
-    {
-        eprintln!("nested host: cannot set the clock: {e}");
-    }
 }
 
 impl Running {
@@ -385,3 +387,6 @@ impl Running {
         taken
     }
 }
+
+#[cfg(test)]
+mod tests;

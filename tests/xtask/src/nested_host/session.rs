@@ -5,6 +5,7 @@
 
 use std::env;
 use std::ffi::OsString;
+use std::fs::File;
 use std::io::{self, PipeReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -103,11 +104,7 @@ impl<W: Write + AsFd> Output<W> {
                 self.waiting.drain(..n);
                 true
             }
-            Err(e)
-                if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) =>
-            {
-                true
-            }
+            Err(e) if is_temporary(&e) => true,
             Err(_) => {
                 self.to = None;
                 self.waiting.clear();
@@ -119,132 +116,194 @@ impl<W: Write + AsFd> Output<W> {
 
 /// Runs one command over `host` and returns how it ended, everything it wrote being written.
 pub fn run(host: UnixStream, request: &Request, signals: &PipeReader) -> io::Result<End> {
-    let mut host = host;
-    host.set_nonblocking(true)?;
-    let mut to_host = Vec::new();
-    let payload = serde_json::to_vec(request).map_err(io::Error::other)?;
-    frame::encode(&mut to_host, Kind::Open, &payload);
-
     // The command's own terminal interprets the keys, Ctrl-C among them.
     let _raw = request.terminal.map(|_| sys::RawTerminal::new(io::stdin())).transpose()?;
-    let (mut stdout, mut stderr) = (Output::new(raw(1)?), Output::new(raw(2)?));
-    let mut stdin = Some(raw(0)?);
-    let mut from_host = Vec::new();
-    let mut credit = STDIN_WINDOW;
-    let mut stdin_used = false;
-    let mut asked_to_end: Option<Instant> = None;
-    let mut end = None;
+    Session::new(host, [raw(0)?, raw(1)?, raw(2)?])?.run(request, signals)
+}
 
-    while end.is_none() || !stdout.waiting.is_empty() || !stderr.waiting.is_empty() {
-        let room = stdout.waiting.len() + stderr.waiting.len() < OUTPUT_LIMIT;
-        let host_events = if room && end.is_none() { READABLE } else { 0 }
-            | if to_host.is_empty() { 0 } else { WRITABLE };
-        let wants_stdin = credit > 0 && to_host.len() < STDIN_WINDOW && end.is_none();
-        let [host_ready, in_ready, out_ready, err_ready, signalled] = sys::poll(
+/// One command and the streams on both of its sides.
+struct Session {
+    host: UnixStream,
+    from_host: Vec<u8>,
+    to_host: Vec<u8>,
+    stdin: Option<File>,
+    stdout: Output<File>,
+    stderr: Output<File>,
+    /// Bytes of stdin that the host will still take.
+    credit: usize,
+    stdin_used: bool,
+    asked_to_end: Option<Instant>,
+    end: Option<End>,
+}
+
+impl Session {
+    fn new(host: UnixStream, [stdin, stdout, stderr]: [File; 3]) -> io::Result<Self> {
+        host.set_nonblocking(true)?;
+        Ok(Session {
+            host,
+            from_host: Vec::new(),
+            to_host: Vec::new(),
+            stdin: Some(stdin),
+            stdout: Output::new(stdout),
+            stderr: Output::new(stderr),
+            credit: STDIN_WINDOW,
+            stdin_used: false,
+            asked_to_end: None,
+            end: None,
+        })
+    }
+
+    fn run(mut self, request: &Request, signals: &PipeReader) -> io::Result<End> {
+        let request = serde_json::to_vec(request).map_err(io::Error::other)?;
+        self.send(Kind::Open, &request);
+        while self.end.is_none() || self.has_output() {
+            let [host, stdin, stdout, stderr, signalled] = self.wait(signals)?;
+            if signalled != 0 {
+                self.pass_signals(signals);
+            }
+            if stdin != 0 {
+                self.take_stdin();
+            }
+            if host & WRITABLE != 0 {
+                self.write_host();
+            }
+            if host & !WRITABLE != 0 {
+                self.read_host()?;
+            }
+            if stdout != 0 && !self.stdout.flush_some() {
+                self.send(Kind::CloseOutput, &[1]);
+            }
+            if stderr != 0 && !self.stderr.flush_some() {
+                self.send(Kind::CloseOutput, &[2]);
+            }
+            if self.is_overdue() {
+                break;
+            }
+        }
+        Ok(self.end.unwrap_or(End::Exited(128 + libc::SIGKILL as u8)))
+    }
+
+    fn send(&mut self, kind: Kind, payload: &[u8]) {
+        frame::encode(&mut self.to_host, kind, payload);
+    }
+
+    fn has_output(&self) -> bool {
+        !self.stdout.waiting.is_empty() || !self.stderr.waiting.is_empty()
+    }
+
+    /// Waits for whatever can go on, in this order: host, stdin, stdout, stderr, signals.
+    fn wait(&self, signals: &PipeReader) -> io::Result<[i16; 5]> {
+        let runs = self.end.is_none();
+        let has_room = self.stdout.waiting.len() + self.stderr.waiting.len() < OUTPUT_LIMIT;
+        let read = if runs && has_room { READABLE } else { 0 };
+        let write = if runs && !self.to_host.is_empty() { WRITABLE } else { 0 };
+        let wants_stdin = runs && self.credit > 0 && self.to_host.len() < STDIN_WINDOW;
+        let stdin = self.stdin.as_ref().filter(|_| wants_stdin);
+        sys::poll(
             [
-                Waiting { fd: (host_events != 0).then(|| host.as_fd()), events: host_events },
                 Waiting {
-                    fd: stdin.as_ref().filter(|_| wants_stdin).map(|s| s.as_fd()),
-                    events: READABLE,
+                    fd: (read | write != 0).then(|| self.host.as_fd()),
+                    events: read | write,
                 },
-                Waiting { fd: stdout.fd(), events: WRITABLE },
-                Waiting { fd: stderr.fd(), events: WRITABLE },
+                Waiting { fd: stdin.map(|stdin| stdin.as_fd()), events: READABLE },
+                Waiting { fd: self.stdout.fd(), events: WRITABLE },
+                Waiting { fd: self.stderr.fd(), events: WRITABLE },
                 Waiting { fd: Some(signals.as_fd()), events: READABLE },
             ],
             Some(Duration::from_secs(1)),
-        )?;
+        )
+    }
 
-        if signalled != 0 {
-            for signal in pending(signals) {
-                if i32::from(signal) == RESIZED {
-                    if let Some((rows, columns)) = terminal() {
-                        let payload = [rows.to_le_bytes(), columns.to_le_bytes()].concat();
-                        frame::encode(&mut to_host, Kind::Resize, &payload);
-                    }
-                    continue;
+    fn pass_signals(&mut self, signals: &PipeReader) {
+        for signal in pending(signals) {
+            if i32::from(signal) == RESIZED {
+                if let Some((rows, columns)) = terminal() {
+                    self.send(Kind::Resize, &[rows.to_le_bytes(), columns.to_le_bytes()].concat());
                 }
-                // Whoever asks again a while later means it. Twice at once is one wish: a
-                // terminal and a parent may both pass the same signal on.
-                let again = asked_to_end.is_some_and(|at| at.elapsed() > SAME_WISH);
-                let signal = if again { libc::SIGKILL as u8 } else { signal };
-                asked_to_end.get_or_insert_with(Instant::now);
-                frame::encode(&mut to_host, Kind::Signal, &[signal]);
+                continue;
             }
-        }
-        if asked_to_end.is_some_and(|at| at.elapsed() > SIGNAL_GRACE) {
-            frame::encode(&mut to_host, Kind::Signal, &[libc::SIGKILL as u8]);
-            if asked_to_end.is_some_and(|at| at.elapsed() > 2 * SIGNAL_GRACE) {
-                return Ok(End::Exited(128 + libc::SIGKILL as u8));
-            }
-        }
-        if in_ready != 0 {
-            let mut chunk = [0; frame::DATA_CHUNK];
-            let wanted = chunk.len().min(credit);
-            match stdin.as_mut().map(|s| s.read(&mut chunk[..wanted])) {
-                Some(Ok(n)) if n > 0 => {
-                    frame::encode(&mut to_host, Kind::Stdin, &chunk[..n]);
-                    credit -= n;
-                    stdin_used = true;
-                }
-                Some(Err(e))
-                    if matches!(
-                        e.kind(),
-                        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-                    ) => {}
-                _ => {
-                    stdin = None;
-                    frame::encode(&mut to_host, Kind::StdinEnd, &[]);
-                }
-            }
-        }
-        if host_ready & WRITABLE != 0 {
-            match host.write(&to_host) {
-                Ok(n) => drop(to_host.drain(..n)),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => return Ok(End::HostLost { stdin_used }),
-            }
-        }
-        if host_ready & !WRITABLE != 0 {
-            let mut chunk = [0; frame::DATA_CHUNK];
-            match host.read(&mut chunk) {
-                Ok(0) => return Ok(End::HostLost { stdin_used }),
-                Ok(n) => from_host.extend_from_slice(&chunk[..n]),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                Err(_) => return Ok(End::HostLost { stdin_used }),
-            }
-            while let Some(frame) = frame::decode(&mut from_host)? {
-                match frame.kind {
-                    Kind::Stdout => stdout.add(&frame.payload),
-                    Kind::Stderr => stderr.add(&frame.payload),
-                    Kind::Credit => credit += credited(&frame.payload),
-                    Kind::Exit => {
-                        let outcome: Outcome =
-                            serde_json::from_slice(&frame.payload).map_err(io::Error::other)?;
-                        if let Some(message) = outcome.message {
-                            stderr.add(format!("on-kvm: {message}\n").as_bytes());
-                        }
-                        end = Some(End::Exited(outcome.code));
-                        to_host.clear();
-                    }
-                    _ => return Err(io::Error::other("the host sent a client's frame")),
-                }
-            }
-        }
-        if out_ready != 0 && !stdout.flush_some() {
-            frame::encode(&mut to_host, Kind::CloseOutput, &[1]);
-        }
-        if err_ready != 0 && !stderr.flush_some() {
-            frame::encode(&mut to_host, Kind::CloseOutput, &[2]);
-        }
-        if end.is_some() && asked_to_end.is_some_and(|at| at.elapsed() > SIGNAL_GRACE) {
-            break;
+            // Whoever asks again a while later means it. Twice at once is one wish: a terminal
+            // and a parent may both pass the same signal on.
+            let again = self.asked_to_end.is_some_and(|at| at.elapsed() > SAME_WISH);
+            self.asked_to_end.get_or_insert_with(Instant::now);
+            self.send(Kind::Signal, &[if again { libc::SIGKILL as u8 } else { signal }]);
         }
     }
-    Ok(end.unwrap_or(End::HostLost { stdin_used }))
+
+    /// Whether the command was asked to end so long ago that it is left alone. Before that, it is
+    /// killed.
+    fn is_overdue(&mut self) -> bool {
+        let Some(asked) = self.asked_to_end.map(|at| at.elapsed()) else { return false };
+        if asked > SIGNAL_GRACE && self.end.is_none() {
+            self.send(Kind::Signal, &[libc::SIGKILL as u8]);
+        }
+        asked > 2 * SIGNAL_GRACE
+    }
+
+    fn take_stdin(&mut self) {
+        let mut chunk = [0; frame::DATA_CHUNK];
+        let wanted = chunk.len().min(self.credit);
+        let Some(stdin) = self.stdin.as_mut() else { return };
+        match stdin.read(&mut chunk[..wanted]) {
+            Ok(n) if n > 0 => {
+                self.send(Kind::Stdin, &chunk[..n]);
+                self.credit -= n;
+                self.stdin_used = true;
+            }
+            Err(e) if is_temporary(&e) => {}
+            // Its end, or there never was one.
+            _ => {
+                self.stdin = None;
+                self.send(Kind::StdinEnd, &[]);
+            }
+        }
+    }
+
+    fn write_host(&mut self) {
+        match self.host.write(&self.to_host) {
+            Ok(n) => drop(self.to_host.drain(..n)),
+            Err(e) if is_temporary(&e) => {}
+            Err(_) => self.lose_host(),
+        }
+    }
+
+    fn read_host(&mut self) -> io::Result<()> {
+        let mut chunk = [0; frame::DATA_CHUNK];
+        match self.host.read(&mut chunk) {
+            Ok(n) if n > 0 => self.from_host.extend_from_slice(&chunk[..n]),
+            Err(e) if is_temporary(&e) => {}
+            _ => self.lose_host(),
+        }
+        while let Some(frame) = frame::decode(&mut self.from_host)? {
+            match frame.kind {
+                Kind::Stdout => self.stdout.add(&frame.payload),
+                Kind::Stderr => self.stderr.add(&frame.payload),
+                Kind::Credit => self.credit += credited(&frame.payload),
+                Kind::Exit => {
+                    let outcome: Outcome =
+                        serde_json::from_slice(&frame.payload).map_err(io::Error::other)?;
+                    if let Some(message) = outcome.message {
+                        self.stderr.add(format!("on-kvm: {message}\n").as_bytes());
+                    }
+                    self.end = Some(End::Exited(outcome.code));
+                }
+                _ => return Err(io::Error::other("the host sent a client's frame")),
+            }
+        }
+        Ok(())
+    }
+
+    fn lose_host(&mut self) {
+        self.end.get_or_insert(End::HostLost { stdin_used: self.stdin_used });
+    }
+}
+
+fn is_temporary(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
 /// A standard stream without the standard library's buffer.
-fn raw(number: i32) -> io::Result<std::fs::File> {
+fn raw(number: i32) -> io::Result<File> {
     let owned = match number {
         0 => io::stdin().as_fd().try_clone_to_owned(),
         1 => io::stdout().as_fd().try_clone_to_owned(),
@@ -265,4 +324,94 @@ pub fn pending(signals: &PipeReader) -> Vec<u8> {
 
 fn credited(payload: &[u8]) -> usize {
     payload.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes) as usize)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Seek;
+    use std::thread;
+
+    use super::*;
+
+    /// A session whose host is played by `host`, with a file as stdin and another as stdout.
+    fn session(
+        stdin: &[u8],
+        host: impl FnOnce(UnixStream) + Send + 'static,
+    ) -> (End, Vec<u8>, Vec<u8>) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let files: [File; 3] = std::array::from_fn(|_| tempfile::tempfile().unwrap());
+        let [mut input, mut stdout, mut stderr] = files;
+        input.write_all(stdin).unwrap();
+        input.rewind().unwrap();
+        let outputs = [&stdout, &stderr].map(|file| file.try_clone().unwrap());
+        let [out, err] = outputs;
+        let player = thread::spawn(move || host(theirs));
+        let (signals, _none) = io::pipe().unwrap();
+        let end = Session::new(ours, [input, out, err])
+            .unwrap()
+            .run(&request(&["x".into()]).unwrap(), &signals)
+            .unwrap();
+        player.join().unwrap();
+        let read = |file: &mut File| {
+            let mut bytes = Vec::new();
+            file.rewind().unwrap();
+            file.read_to_end(&mut bytes).unwrap();
+            bytes
+        };
+        (end, read(&mut stdout), read(&mut stderr))
+    }
+
+    fn say(host: &mut UnixStream, kind: Kind, payload: &[u8]) {
+        let mut bytes = Vec::new();
+        frame::encode(&mut bytes, kind, payload);
+        host.write_all(&bytes).unwrap();
+    }
+
+    fn next(host: &mut UnixStream) -> frame::Frame {
+        frame::read(host).unwrap().unwrap()
+    }
+
+    #[test]
+    fn session_with_an_exit_writes_everything_before_it_ends() {
+        let (end, stdout, stderr) = session(b"", |mut host| {
+            assert_eq!(next(&mut host).kind, Kind::Open);
+            say(&mut host, Kind::Stdout, &[b'o'; 100_000]);
+            say(&mut host, Kind::Stderr, b"e");
+            say(&mut host, Kind::Exit, br#"{"code":7,"message":"why"}"#);
+        });
+        assert_eq!(end, End::Exited(7));
+        assert_eq!(stdout.len(), 100_000);
+        assert_eq!(stderr, b"eon-kvm: why\n");
+    }
+
+    #[test]
+    fn session_whose_host_dies_says_whether_stdin_was_read() {
+        let (end, ..) = session(b"data", |mut host| while next(&mut host).kind != Kind::Stdin {});
+        assert_eq!(end, End::HostLost { stdin_used: true });
+        let (end, ..) = session(b"", |mut host| while next(&mut host).kind != Kind::StdinEnd {});
+        assert_eq!(end, End::HostLost { stdin_used: false });
+    }
+
+    #[test]
+    fn session_without_credit_sends_no_more_stdin() {
+        let (end, ..) = session(&vec![0; STDIN_WINDOW + 1], |mut host| {
+            let mut received = 0;
+            while received < STDIN_WINDOW {
+                let frame = next(&mut host);
+                received += if frame.kind == Kind::Stdin { frame.payload.len() } else { 0 };
+            }
+            host.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+            assert!(frame::read(&mut host).is_err());
+            say(&mut host, Kind::Credit, &1u32.to_le_bytes());
+            assert_eq!(next(&mut host).payload.len(), 1);
+            say(&mut host, Kind::Exit, br#"{"code":0,"message":null}"#);
+        });
+        assert_eq!(end, End::Exited(0));
+    }
+
+    #[test]
+    fn variables_that_mean_nothing_inside_are_not_passed() {
+        assert!(is_passed("PATH") && is_passed("CARGO_HOME") && is_passed("PVMM_X"));
+        assert!(!is_passed("SSH_AUTH_SOCK") && !is_passed("PWD"));
+    }
 }
