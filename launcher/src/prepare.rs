@@ -147,17 +147,34 @@ pub fn or_interrupted<T>(result: Result<T, Failure>) -> Result<T, Failure> {
 pub trait Blame: Error {
     /// Whether the user's input is at fault, not pvmm or the host.
     fn is_users(&self) -> bool;
+
+    /// What to try, where the message does not say it.
+    fn hint(&self) -> Option<&'static str> {
+        None
+    }
 }
 
 impl Blame for CacheError {
     fn is_users(&self) -> bool {
-        matches!(self, CacheError::NoHome)
+        matches!(self, CacheError::NoHome | CacheError::Create { .. })
+    }
+
+    fn hint(&self) -> Option<&'static str> {
+        matches!(self, CacheError::Create { .. })
+            .then_some("set XDG_CACHE_HOME to a directory that you can write to")
     }
 }
 
 impl Blame for OverlayError {
     fn is_users(&self) -> bool {
         matches!(self, OverlayError::Size { .. })
+    }
+
+    fn hint(&self) -> Option<&'static str> {
+        match self {
+            OverlayError::Cache(error) => error.hint(),
+            _ => None,
+        }
     }
 }
 
@@ -181,6 +198,13 @@ impl Blame for TemplateError {
             _ => false,
         }
     }
+
+    fn hint(&self) -> Option<&'static str> {
+        match self {
+            TemplateError::Cache(error) => error.hint(),
+            _ => None,
+        }
+    }
 }
 
 /// One line with every cause; what stands after `: ` and names a fix stays in it.
@@ -195,8 +219,9 @@ pub fn refuse(error: impl Blame) -> Failure {
         }
         cause = error.source();
     }
-    match error.is_users() {
+    let failure = match error.is_users() {
         true => Failure::usage(message),
         false => Failure::fault(message),
-    }
+    };
+    Failure { hint: error.hint().map(str::to_owned), ..failure }
 }

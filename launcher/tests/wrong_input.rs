@@ -128,6 +128,14 @@ fn run_with_bad_boot_timeout_names_the_variable() {
 }
 
 #[test]
+fn run_without_a_place_for_the_cache_names_the_variable() {
+    let user = User::new();
+    let mut command = user.command(["run", "--", "true"]);
+    let output = command.env("XDG_CACHE_HOME", "/dev/null/x").output().unwrap();
+    assert!(user.check(output, "no cache", 2).contains("XDG_CACHE_HOME"));
+}
+
+#[test]
 fn run_with_endless_runtime_directory_names_the_variable() {
     let user = User::new();
     let long = user.path(&"x".repeat(100));

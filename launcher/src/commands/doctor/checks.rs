@@ -10,6 +10,7 @@ use std::process::{Command, Stdio};
 
 use pvmm::config::MAX_VCPUS;
 use pvmm::kvm::host::{self as kvm, ProbeError};
+use pvmm_sandbox::Cache;
 
 use super::{Check, Status};
 use crate::exit::{Failure, io_text};
@@ -17,18 +18,21 @@ use crate::output::bytes;
 use crate::sys::host;
 use crate::vm_dir::Base;
 
+const NO_CACHE: &str = "set XDG_CACHE_HOME to a directory that you can write to";
+
 /// Every check, in the order of the table: what a VM needs first, then what it can use.
 pub fn all() -> Vec<Check> {
     // The namespace check forks, so it goes before the KVM probe has had a thread.
     let namespaces = user_namespaces();
-    let cache = pvmm_sandbox::Cache::open().ok().map(|cache| cache.root().to_owned());
+    let cache = Cache::open();
+    let cache = cache.as_ref().map(Cache::root).map_err(|error| with_causes(error));
     vec![
         kvm(),
         kernel(),
         memory(),
         runtime_directory(),
-        disk(cache.as_deref()),
-        reflink(cache.as_deref()),
+        disk(&cache),
+        reflink(&cache),
         template_tools(),
         namespaces,
         tun(),
@@ -150,17 +154,13 @@ fn existing(path: &Path) -> PathBuf {
     path.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/")).to_owned()
 }
 
-fn disk(cache: Option<&Path>) -> Check {
+fn disk(cache: &Result<&Path, String>) -> Check {
     const COMFORT: u64 = 2 << 30;
     let needed_for = "kernels, templates and what guests write";
     let fix = "free some space, or set XDG_CACHE_HOME to a larger filesystem";
-    let Some(cache) = cache else {
-        return lacking(
-            "cache disk",
-            needed_for,
-            "no home directory",
-            "set HOME or XDG_CACHE_HOME",
-        );
+    let cache = match cache {
+        Ok(cache) => cache,
+        Err(why) => return lacking("cache disk", needed_for, why, NO_CACHE),
     };
     match host::free_space(&existing(cache)) {
         Ok(free) if free >= COMFORT => {
@@ -179,11 +179,12 @@ fn disk(cache: Option<&Path>) -> Check {
     }
 }
 
-fn reflink(cache: Option<&Path>) -> Check {
+fn reflink(cache: &Result<&Path, String>) -> Check {
     let needed_for = "copies of disks in no time; without it guests write to an overlay";
     let fix = "put the cache (XDG_CACHE_HOME) on XFS or btrfs";
-    let Some(cache) = cache else {
-        return lacking("reflink", needed_for, "no home directory", "set HOME or XDG_CACHE_HOME");
+    let cache = match cache {
+        Ok(cache) => cache,
+        Err(why) => return lacking("reflink", needed_for, why, NO_CACHE),
     };
     let dir = existing(cache);
     match host::reflink(&dir) {
