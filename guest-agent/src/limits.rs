@@ -46,7 +46,9 @@ pub const MAX_TAIL: u32 = 256 << 10;
 /// Longest time limit of an exec (a year), so that sums of deadlines never overflow.
 pub const MAX_TIMEOUT: Duration = Duration::from_secs(366 * 24 * 3600);
 
-/// How long a client may take over its hello.
+/// How long a hello that has begun may take to arrive in full.
+pub const HELLO_TIME: Duration = Duration::from_secs(10);
+/// How long a client may take to say anything.
 pub const HANDSHAKE_TIME: Duration = Duration::from_secs(60);
 /// How long a frame that has begun may take to arrive in full.
 pub const FRAME_TIME: Duration = Duration::from_secs(30);

@@ -7,7 +7,8 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pvmm_guest_agent::limits::{FRAME_TIME, HANDSHAKE_TIME, MAX_CONNECTIONS, MAX_STREAMS};
+use pvmm_guest_agent::limits::{FRAME_TIME, HANDSHAKE_TIME, HELLO_TIME};
+use pvmm_guest_agent::limits::{MAX_CONNECTIONS, MAX_STREAMS};
 use pvmm_guest_agent::message::{Code, Shutdown, ShutdownHow};
 
 use crate::cgroup::Cgroups;
@@ -367,7 +368,15 @@ impl Server {
     pub(crate) fn time_frame(&mut self, id: u64, progressed: bool) {
         let Some(connection) = self.connections.get(&id) else { return };
         let begun = connection.decoder.in_frame();
-        if !connection.greeted || (begun && !progressed && connection.deadline.is_some()) {
+        if !connection.greeted {
+            // It may take its time before it says anything, but not over the words of its hello.
+            let rest = begun.then(|| Instant::now() + HELLO_TIME);
+            if rest.is_some_and(|rest| connection.deadline.is_none_or(|at| rest < at)) {
+                self.set_deadline(Token::Connection(id), rest);
+            }
+            return;
+        }
+        if begun && !progressed && connection.deadline.is_some() {
             return;
         }
         let deadline = begun.then(|| Instant::now() + FRAME_TIME);
