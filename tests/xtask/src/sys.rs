@@ -108,6 +108,22 @@ pub fn new_session(command: &mut Command) {
     unsafe { command.pre_exec(|| check(libc::setsid()).map(drop)) };
 }
 
+/// Starts `command` with the signals of a terminal's commands, whatever this process ignores: a shell
+/// ignores INT and QUIT for what it starts in the background, and that would be inherited.
+pub fn with_default_signals(command: &mut Command) {
+    let reset = || {
+        for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP, libc::SIGTERM] {
+            // SAFETY: between fork and exec; `signal` is async-signal-safe and the numbers are valid.
+            if unsafe { libc::signal(signal, libc::SIG_DFL) } == libc::SIG_ERR {
+                return Err(io::Error::last_os_error());
+            }
+        }
+        Ok(())
+    };
+    // SAFETY: the closure only makes async-signal-safe calls and allocates nothing.
+    unsafe { command.pre_exec(reset) };
+}
+
 /// Takes an exclusive lock on `file`, waiting at most `timeout`; false if it stayed taken.
 pub fn lock(file: &File, timeout: Duration) -> io::Result<bool> {
     let until = Instant::now() + timeout;

@@ -281,6 +281,7 @@ fn start(request: Request) -> Result<Running, Outcome> {
     }
     let ours = connect(&mut command, request.terminal)
         .map_err(|e| failed(125, format!("cannot make the command's streams: {e}")))?;
+    sys::with_default_signals(&mut command);
     let child = command.spawn().map_err(|e| {
         let code = if e.kind() == io::ErrorKind::NotFound { 127 } else { 126 };
         failed(code, format!("{}: {e}", program.display()))
