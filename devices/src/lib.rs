@@ -8,6 +8,7 @@ pub mod ioapic;
 pub mod legacy;
 mod sys;
 pub mod virtio;
+pub mod vmgenid;
 
 /// Guest memory as every device sees it.
 pub type GuestMemory = vm_memory::GuestMemoryMmap;
