@@ -6,6 +6,7 @@
 pub mod bus;
 pub mod ioapic;
 pub mod legacy;
+pub mod rate_limiter;
 mod sys;
 pub mod virtio;
 pub mod vmgenid;
