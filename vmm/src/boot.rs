@@ -30,15 +30,17 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
     let ready = vsock_path.as_deref().map(ReadyListener::bind).transpose()?;
     let devices = open_devices(config.drives, config.vsock, config.rng)?;
-    let memory = allocate_memory(config.memory_mib)?;
+    let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;
+    let guest = &memory.guest;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
-    let kvm = KvmVm::new(&memory)?;
+    let host = KvmHost::open()?;
+    let kvm = KvmVm::new(&host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
-    let generation = VmGenId::new(&memory, layout::GENERATION)?;
+    let generation = VmGenId::new(guest, layout::GENERATION)?;
     let mut machine = Machine::new(&kvm, generation, open_console(config.console))?;
     for device in devices {
-        machine.attach(device, &kvm, &memory)?;
+        machine.attach(device, &kvm, guest)?;
     }
 
     // What the guest finds: tables, kernel, registers.
@@ -49,12 +51,12 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
         cmdline: &command_line(&config.cmdline, &places),
         protocol: config.boot_protocol,
         memory_mib: config.memory_mib,
-        rsdp: tables::write(config.vcpus, &places, &memory)?,
+        rsdp: tables::write(config.vcpus, &places, guest)?,
     };
-    let entry = kernel::load(&image, &memory)?;
+    let entry = kernel::load(&image, guest)?;
     for (id, vcpu) in (0..).zip(&vcpus) {
         let entry = (id == 0).then_some(entry);
-        vcpu::configure(vcpu, id, config.vcpus, &kvm, entry, &memory)?;
+        vcpu::configure(vcpu, id, config.vcpus, &host, entry, guest)?;
     }
 
     // A thread for each vCPU, parked.

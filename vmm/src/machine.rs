@@ -56,6 +56,8 @@ pub struct Machine {
     pub console: Console,
     pub devices: DeviceThread,
     pub transports: Vec<Arc<MmioTransport>>,
+    pub ioapic: Arc<Ioapic>,
+    pub serial: Arc<Serial>,
     pub generation: VmGenId,
     pub ending: Arc<Ending>,
 }
@@ -71,13 +73,13 @@ impl Machine {
         let mut buses = Buses::default();
         let ending = Arc::new(Ending::new().map_err(MachineError::Event)?);
         let ioapic = Arc::new(Ioapic::new(Box::new(KvmRoutes::new(kvm.fd().clone()))));
-        buses.mmio.insert(layout::IOAPIC, ioapic::SIZE, ioapic)?;
+        buses.mmio.insert(layout::IOAPIC, ioapic::SIZE, ioapic.clone())?;
 
         let console =
             Console::spawn(output, ConsoleConfig::default()).map_err(MachineError::Serial)?;
         let serial = Arc::new(Serial::new(console.input()).map_err(MachineError::Serial)?);
         kvm.connect_interrupt(serial.interrupt(), layout::SERIAL_GSI)?;
-        buses.ports.insert(layout::SERIAL_PORT.into(), serial::PORTS, serial)?;
+        buses.ports.insert(layout::SERIAL_PORT.into(), serial::PORTS, serial.clone())?;
 
         kvm.connect_interrupt(generation.interrupt(), layout::GENERATION_GSI)?;
 
@@ -88,7 +90,8 @@ impl Machine {
         buses.ports.insert(layout::POWER_PORT.into(), power::PORTS, power)?;
 
         let devices = DeviceThread::spawn().map_err(MachineError::DeviceThread)?;
-        Ok(Self { buses, console, devices, transports: Vec::new(), generation, ending })
+        let transports = Vec::new();
+        Ok(Self { buses, console, devices, transports, ioapic, serial, generation, ending })
     }
 
     /// Puts a virtio device in the next place and connects its interrupt and its kicks.

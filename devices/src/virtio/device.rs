@@ -37,6 +37,10 @@ pub trait VirtioDevice: Send {
 
     /// What a snapshot must keep of a device that no driver uses.
     fn save(&self) -> DeviceState;
+
+    /// Takes the device back to a state that it was saved in, keeping its host backend. A state of another
+    /// kind is ignored: the transport compares kinds before.
+    fn rewind(&mut self, state: &DeviceState);
 }
 
 /// Everything a device may use once the driver is ready. All of it was validated by the transport.

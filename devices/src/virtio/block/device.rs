@@ -109,4 +109,10 @@ impl VirtioDevice for Block {
     fn save(&self) -> DeviceState {
         DeviceState::Block(self.state())
     }
+
+    fn rewind(&mut self, state: &DeviceState) {
+        if let DeviceState::Block(state) = state {
+            self.flush_failed = state.flush_failed;
+        }
+    }
 }
