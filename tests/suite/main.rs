@@ -8,5 +8,6 @@ mod boot;
 mod detached;
 mod exec;
 mod outcomes;
+mod ports;
 mod run;
 mod vsock;
