@@ -7,6 +7,7 @@
 mod boot;
 mod detached;
 mod exec;
+mod fork;
 mod generation;
 mod outcomes;
 mod ports;

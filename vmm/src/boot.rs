@@ -1,23 +1,23 @@
 //! Boot: from a configuration to a machine that is about to run its kernel's first instruction.
 
 use std::io::{self, Write};
-use std::sync::Arc;
 
-use pvmm_devices::GuestMemory;
 use pvmm_devices::virtio::VirtioDevice;
-use pvmm_devices::virtio::block::{Block, BlockConfig};
+use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
 use pvmm_devices::vmgenid::VmGenId;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
-use crate::config::{self, Console, Drive, DriveSource, VmConfig};
+use crate::config::{self, Console, Drive, VmConfig};
+use crate::drives::{self, HeldDrive};
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
-use crate::kvm::vm::KvmVm;
-use crate::machine::Machine;
-use crate::vcpu::thread::VcpuThread;
+use crate::kvm::vm::{KvmHost, KvmVm};
+use crate::machine::{Held, Machine};
+use crate::memory::{Memory, MemoryImage};
+use crate::scratch::Scratch;
 use crate::vm::Vm;
 
 /// Makes the machine that `config` describes, paused before its first instruction.
@@ -29,7 +29,8 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     // What the host must supply.
     let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
     let ready = vsock_path.as_deref().map(ReadyListener::bind).transpose()?;
-    let devices = open_devices(config.drives, config.vsock, config.rng)?;
+    let scratch = Scratch::new(config.scratch_dir.as_deref());
+    let (devices, drives) = open_devices(config.drives, config.vsock, config.rng)?;
     let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;
     let guest = &memory.guest;
 
@@ -59,26 +60,7 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
         vcpu::configure(vcpu, id, config.vcpus, &host, entry, guest)?;
     }
 
-    // A thread for each vCPU, parked.
-    let buses = Arc::new(machine.buses);
-    let report = machine.ending.report();
-    let vcpus = (0..)
-        .zip(vcpus)
-        .map(|(id, vcpu)| VcpuThread::start(id, vcpu, buses.clone(), report.clone()))
-        .collect::<Result<Vec<_>, _>>()?;
-
-    Ok(Vm {
-        vcpus,
-        devices: machine.devices,
-        _console: machine.console,
-        buses,
-        generation: machine.generation,
-        ending: machine.ending,
-        vsock_path,
-        ready,
-        running: false,
-        _kvm: kvm,
-    })
+    machine.start(vcpus, kvm, memory, Held { drives, scratch, vsock_path, ready, base: None })
 }
 
 /// Opens what stands behind the virtio devices, in the order in which the guest will number them.
@@ -86,18 +68,16 @@ fn open_devices(
     drives: Vec<Drive>,
     vsock: Option<config::Vsock>,
     rng: bool,
-) -> Result<Vec<Box<dyn VirtioDevice>>, Error> {
+) -> Result<(Vec<Box<dyn VirtioDevice>>, Vec<HeldDrive>), Error> {
     let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
+    let mut held = Vec::new();
     let refused = |error: Box<dyn std::error::Error + Send + Sync>| {
         Error::new(ErrorKind::InvalidConfig, "cannot open a device", error)
     };
-    for drive in drives {
-        let config = match drive.source {
-            DriveSource::Path(path) => BlockConfig::new(path),
-            DriveSource::File(file) => BlockConfig::from_file(file),
-        };
-        let block = Block::new(config.read_only(drive.read_only)).map_err(|e| refused(e.into()))?;
-        devices.push(Box::new(block));
+    for (index, drive) in drives.into_iter().enumerate() {
+        let (config, drive) = drives::open(drive, index)?;
+        devices.push(Box::new(Block::new(config).map_err(|e| refused(e.into()))?));
+        held.push(drive);
     }
     if let Some(config::Vsock { guest_cid, uds_path }) = vsock {
         let config = VsockConfig { guest_cid: guest_cid.into(), uds_path };
@@ -106,23 +86,15 @@ fn open_devices(
     if rng {
         devices.push(Box::new(Rng::new(RngConfig::default())));
     }
-    Ok(devices)
+    Ok((devices, held))
 }
 
-fn open_console(console: Console) -> Box<dyn Write + Send> {
+pub(crate) fn open_console(console: Console) -> Box<dyn Write + Send> {
     match console {
         Console::Discard => Box::new(io::sink()),
         Console::Stdout => Box::new(io::stdout()),
         Console::File(file) => Box::new(file),
     }
-}
-
-/// Anonymous memory, not reserved: a guest costs what it touches.
-fn allocate_memory(memory_mib: u64) -> Result<GuestMemory, Error> {
-    GuestMemory::from_ranges(&layout::ram(memory_mib)).map_err(|error| {
-        let what = format!("memory: cannot map {memory_mib} MiB");
-        Error::new(ErrorKind::HostResource, what, io::Error::other(error))
-    })
 }
 
 /// The caller's words, then each virtio device: kernels with ACPI find the devices there, and those that

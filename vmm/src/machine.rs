@@ -4,9 +4,11 @@
 //! same ones, so the order has one home.
 
 use std::io::{self, Write};
-use std::sync::{Arc, OnceLock};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvm_ioctls::VcpuFd;
 use pvmm_devices::GuestMemory;
 use pvmm_devices::bus::BusError;
 use pvmm_devices::ioapic::{self, Ioapic};
@@ -20,13 +22,20 @@ use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use crate::agent::ReadyListener;
 use crate::arch::x86_64::layout;
 use crate::arch::x86_64::tables::MmioDevice;
+use crate::drives::HeldDrive;
+use crate::error::Error;
 use crate::kvm::routes::KvmRoutes;
 use crate::kvm::vm::{KvmError, KvmVm};
+use crate::memory::Memory;
+use crate::scratch::Scratch;
+use crate::snapshot::Base;
 use crate::sys;
 use crate::vcpu::run::{Buses, Outcome};
-use crate::vcpu::thread::Report;
+use crate::vcpu::thread::{Report, VcpuThread};
+use crate::vm::Vm;
 
 /// What kept the parts from coming together.
 #[derive(Debug, thiserror::Error)]
@@ -119,10 +128,53 @@ impl Machine {
         Ok(())
     }
 
+    /// Gives each vCPU its thread, parked, and hands the machine to its owner.
+    pub fn start(
+        self,
+        vcpus: Vec<VcpuFd>,
+        kvm: KvmVm,
+        memory: Memory,
+        held: Held,
+    ) -> Result<Vm, Error> {
+        let buses = Arc::new(self.buses);
+        let report = self.ending.report();
+        let start = |(id, vcpu)| {
+            VcpuThread::start(id, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
+        };
+        let vcpus = (0..).zip(vcpus).map(start).collect::<Result<Vec<_>, _>>()?;
+        Ok(Vm {
+            vcpus,
+            devices: self.devices,
+            _console: self.console,
+            buses,
+            transports: self.transports,
+            ioapic: self.ioapic,
+            serial: self.serial,
+            generation: self.generation,
+            ending: self.ending,
+            held,
+            checkpoint: None,
+            running: false,
+            kvm,
+            memory,
+        })
+    }
+
     /// Where the attached devices are, for the tables that describe them.
     pub fn places(&self) -> Vec<MmioDevice> {
         (0..self.transports.len()).map(place).collect()
     }
+}
+
+/// What the owner keeps beside the machine itself.
+pub struct Held {
+    pub drives: Vec<HeldDrive>,
+    pub scratch: Scratch,
+    pub vsock_path: Option<PathBuf>,
+    /// There until the agent has said that it is ready.
+    pub ready: Option<ReadyListener>,
+    /// The snapshot that the machine's memory lies over.
+    pub base: Option<Base>,
 }
 
 fn place(index: usize) -> MmioDevice {
@@ -134,13 +186,25 @@ fn place(index: usize) -> MmioDevice {
 
 /// How the machine ended, once it has: written by the first who knows, read by the owner.
 pub struct Ending {
-    outcome: OnceLock<Outcome>,
+    outcome: Mutex<Option<Outcome>>,
     event: EventFd,
 }
 
 impl Ending {
     fn new() -> io::Result<Self> {
-        Ok(Self { outcome: OnceLock::new(), event: EventFd::new(EFD_NONBLOCK)? })
+        Ok(Self { outcome: Mutex::new(None), event: EventFd::new(EFD_NONBLOCK)? })
+    }
+
+    fn outcome(&self) -> MutexGuard<'_, Option<Outcome>> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The machine lives again: it was taken back to before its end.
+    pub fn forget(&self) {
+        let mut outcome = self.outcome();
+        *outcome = None;
+        // Nothing was written if the machine had not ended.
+        let _ = self.event.read();
     }
 
     /// For the vCPU threads.
@@ -160,8 +224,10 @@ impl Ending {
     }
 
     fn set(&self, outcome: Outcome) {
-        if self.outcome.set(outcome).is_ok() {
-            // A fresh counter takes a one; and it is never read, so it stays readable for good.
+        let mut first = self.outcome();
+        if first.is_none() {
+            *first = Some(outcome);
+            // A fresh counter takes a one; and it is only read by `forget`, so it stays readable.
             let _ = self.event.write(1);
         }
     }
@@ -173,10 +239,10 @@ impl Ending {
 
     /// The outcome, waiting for it up to `timeout`.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Outcome> {
-        if self.outcome.get().is_none() {
+        if self.outcome().is_none() {
             // If polling itself fails there is nothing to wait with; the caller sees "not yet".
             let _ = sys::wait_readable(&self.event, timeout);
         }
-        self.outcome.get().cloned()
+        self.outcome().clone()
     }
 }

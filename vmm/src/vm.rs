@@ -1,10 +1,13 @@
 //! A machine in the owner's hands: resume, pause, wait; dropping it ends it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use pvmm_devices::ioapic::Ioapic;
+use pvmm_devices::legacy::Serial;
 use pvmm_devices::legacy::console::Console;
+use pvmm_devices::virtio::mmio::MmioTransport;
 use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::EventFd;
@@ -14,7 +17,9 @@ use crate::boot;
 use crate::config::VmConfig;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmVm;
-use crate::machine::Ending;
+use crate::machine::{Ending, Held};
+use crate::memory::Memory;
+use crate::template::Template;
 use crate::vcpu::run::{Buses, Outcome};
 use crate::vcpu::thread::VcpuThread;
 
@@ -26,13 +31,16 @@ pub struct Vm {
     pub(crate) devices: DeviceThread,
     pub(crate) _console: Console,
     pub(crate) buses: Arc<Buses>,
+    pub(crate) transports: Vec<Arc<MmioTransport>>,
+    pub(crate) ioapic: Arc<Ioapic>,
+    pub(crate) serial: Arc<Serial>,
     pub(crate) generation: VmGenId,
     pub(crate) ending: Arc<Ending>,
-    pub(crate) vsock_path: Option<PathBuf>,
-    // There until the agent has said that it is ready.
-    pub(crate) ready: Option<ReadyListener>,
+    pub(crate) held: Held,
+    pub(crate) checkpoint: Option<Template>,
     pub(crate) running: bool,
-    pub(crate) _kvm: KvmVm,
+    pub(crate) kvm: KvmVm,
+    pub(crate) memory: Memory,
 }
 
 impl Vm {
@@ -90,21 +98,21 @@ impl Vm {
 
     /// The Unix socket that leads into the guest, if it has a vsock device.
     pub fn vsock_path(&self) -> Option<&Path> {
-        self.vsock_path.as_deref()
+        self.held.vsock_path.as_deref()
     }
 
     /// What hears the agent's ready signal, for those who wait for it beside other things.
     pub fn take_ready(&mut self) -> Option<ReadyListener> {
-        self.ready.take()
+        self.held.ready.take()
     }
 
     /// A connection to the agent in the guest; the first call waits until the agent is ready.
     pub fn agent(&mut self, deadline: Instant) -> Result<Agent, Error> {
-        if let Some(ready) = &self.ready {
+        if let Some(ready) = &self.held.ready {
             ready.wait(deadline)?;
-            self.ready = None;
+            self.held.ready = None;
         }
-        let Some(path) = &self.vsock_path else {
+        let Some(path) = &self.held.vsock_path else {
             let act = "vsock: the machine has none, and the agent is reached through it";
             return Err(Error::plain(ErrorKind::InvalidConfig, act));
         };

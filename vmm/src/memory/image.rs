@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::sync::Arc;
 
-use pvmm_devices::GuestMemory;
+use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::{PAGE, Runs, pages, sys};
@@ -122,7 +122,7 @@ impl MemoryImage {
         self.write_to(&file)?;
         for run in runs.iter() {
             // Zeros are not written, and they hide what a lower layer had.
-            crate::sys::punch(&file, run.clone())?;
+            sparse::punch(&file, run.clone())?;
             pages::write_run(guest, run, &file)?;
         }
         sys::seal(&file)?;
@@ -139,9 +139,9 @@ impl MemoryImage {
         for (index, layer) in self.layers.iter().enumerate() {
             for run in layer.runs.iter() {
                 if index > 0 {
-                    crate::sys::punch(file, run.clone())?;
+                    sparse::punch(file, run.clone())?;
                 }
-                crate::sys::copy_data(&layer.file, file, run)?;
+                sparse::copy(&layer.file, file, run)?;
             }
         }
         Ok(())

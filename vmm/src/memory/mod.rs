@@ -62,6 +62,3 @@ impl Memory {
 
 /// Clean pages between two changed ones that are cheaper to drop than to leave out.
 const DISCARD_GAP: u64 = 8 * PAGE;
-
-#[cfg(test)]
-mod tests;
