@@ -13,6 +13,7 @@ use pvmm_devices::virtio::block::io::LayeredDisk;
 use crate::config::{Drive, DriveSource};
 use crate::error::{Error, ErrorKind};
 use crate::scratch::Scratch;
+use crate::snapshot::SnapshotError;
 
 /// A drive in the owner's hands.
 #[derive(Debug)]
@@ -57,8 +58,16 @@ pub fn open(drive: Drive, index: usize) -> Result<(BlockConfig, HeldDrive), Erro
 /// A drive as it was at one instant, from which any number of machines can go on.
 #[derive(Debug)]
 pub enum FrozenDrive {
-    Fixed { file: File, path: Option<PathBuf> },
+    Fixed {
+        file: File,
+        path: Option<PathBuf>,
+    },
     Layers(LayeredDisk),
+    /// Was a file elsewhere that is gone or changed.
+    Missing {
+        index: usize,
+        path: PathBuf,
+    },
 }
 
 impl HeldDrive {
@@ -110,6 +119,16 @@ impl FrozenDrive {
                 let layers = layers.fork(scratch.file()?)?;
                 Ok((BlockConfig::from_layers(layers.clone()), HeldDrive::Layers(layers)))
             }
+            Self::Missing { index, .. } => Err(io::Error::other(self.missing(*index))),
         }
+    }
+
+    /// What is wrong with a drive that is not there.
+    pub fn missing(&self, index: usize) -> SnapshotError {
+        let path = match self {
+            Self::Missing { path, .. } => path.display().to_string(),
+            Self::Fixed { .. } | Self::Layers(_) => String::new(),
+        };
+        SnapshotError::Drive { index, path }
     }
 }

@@ -28,7 +28,11 @@ impl Vm {
         let machine = Arc::new(self.save_state()?);
         let failed = |index: usize| {
             move |error: std::io::Error| {
-                Error::new(ErrorKind::HostResource, format!("drive {index}: cannot freeze it"), error)
+                Error::new(
+                    ErrorKind::HostResource,
+                    format!("drive {index}: cannot freeze it"),
+                    error,
+                )
             }
         };
         let drives = self.held.drives.iter().enumerate();
@@ -51,7 +55,9 @@ impl Vm {
         let save = |transport: &Arc<pvmm_devices::virtio::mmio::MmioTransport>| transport.save();
         let transports = self.transports.iter().map(save).collect::<Result<_, _>>()?;
         let asked = self.vcpus.iter().map(VcpuThread::save).collect::<Result<Vec<_>, _>>()?;
-        let wait = |vcpu: crate::vcpu::thread::Answer<_>| vcpu.wait().map(|state: Box<_>| Arc::from(state));
+        let wait = |vcpu: crate::vcpu::thread::Answer<_>| {
+            vcpu.wait().map(|state: Box<_>| Arc::from(state))
+        };
         let vcpus = asked.into_iter().map(wait).collect::<Result<_, _>>()?;
         Ok(MachineState {
             clock: state::save_clock(self.kvm.fd())?,

@@ -23,9 +23,7 @@ impl Scratch {
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_TMPFILE | libc::O_CLOEXEC).mode(0o600);
         match options.open(&self.dir) {
-            Err(error)
-                if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) =>
-            {
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EISDIR)) => {
                 crate::memory::memfd(c"pvmm-disk", 0)
             }
             result => result,

@@ -7,9 +7,9 @@
 use std::io;
 
 use kvm_bindings::{
-    CpuId, KVM_MP_STATE_RUNNABLE, Msrs, Xsave, kvm_clock_data,
-    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
-    kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
+    CpuId, KVM_MP_STATE_RUNNABLE, Msrs, Xsave, kvm_clock_data, kvm_cpuid_entry2, kvm_debugregs,
+    kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
+    kvm_xsave,
 };
 use kvm_ioctls::{Cap, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
@@ -179,11 +179,7 @@ fn get_xsave(vcpu: &VcpuFd, shape: &StateShape) -> Result<Vec<u32>, kvm_ioctls::
     Ok([&area.as_fam_struct_ref().xsave.region, area.as_slice()].concat())
 }
 
-fn set_xsave(
-    vcpu: &VcpuFd,
-    words: &[u32],
-    shape: &StateShape,
-) -> Result<(), kvm_ioctls::Error> {
+fn set_xsave(vcpu: &VcpuFd, words: &[u32], shape: &StateShape) -> Result<(), kvm_ioctls::Error> {
     let (first, extra) = words.split_at_checked(XSAVE_WORDS).unwrap_or((words, &[]));
     if first.len() != XSAVE_WORDS || extra.len() > shape.xsave_extra {
         return Err(kvm_ioctls::Error::new(libc::E2BIG));

@@ -15,6 +15,8 @@ use super::{PAGE, Runs, pages, sys};
 
 /// The most pieces of one layer: a process may have 65,530 mappings in all.
 pub const MAX_RUNS: usize = 2048;
+/// How much is copied between two reports of progress.
+const COPY_STEP: u64 = 32 << 20;
 /// The most layers of one image.
 const MAX_LAYERS: usize = 16;
 
@@ -134,21 +136,69 @@ impl MemoryImage {
         self.layers.last().map_or(Ok(()), |layer| layer.cover(guest))
     }
 
-    /// Copies all layers into one file, lowest first, without their holes.
-    pub fn write_to(&self, file: &File) -> io::Result<()> {
-        for (index, layer) in self.layers.iter().enumerate() {
+    /// The same in one sealed file of this host's memory.
+    pub fn held(&self) -> Result<Self, MemoryError> {
+        let hold = || -> io::Result<File> {
+            let file = sys::memfd(c"pvmm-memory", self.size())?;
+            self.write_to(&file)?;
+            sys::seal(&file)?;
+            Ok(file)
+        };
+        let file = hold().map_err(MemoryError::Keep)?;
+        Ok(Self::empty(self.regions.to_vec()).with(Layer { file, runs: Runs::all(self.size()) }))
+    }
+
+    /// Copies all layers into one file, without their holes.
+    fn write_to(&self, file: &File) -> io::Result<()> {
+        self.write_from(0, file, &mut |_| {})
+    }
+
+    /// Copies the layers from the `first` on into one file, lowest first, without their holes.
+    pub fn write_from(
+        &self,
+        first: usize,
+        file: &File,
+        progress: &mut dyn FnMut(u64),
+    ) -> io::Result<()> {
+        for (index, layer) in self.layers.iter().enumerate().skip(first) {
             for run in layer.runs.iter() {
-                if index > 0 {
+                if index > first {
                     sparse::punch(file, run.clone())?;
                 }
-                sparse::copy(&layer.file, file, run)?;
+                let mut at = run.start;
+                while at < run.end {
+                    let end = (at + COPY_STEP).min(run.end);
+                    sparse::copy(&layer.file, file, at..end)?;
+                    progress(end - at);
+                    at = end;
+                }
             }
         }
         Ok(())
     }
+
+    /// The ranges for which the layers from the `first` on speak.
+    pub fn runs_from(&self, first: usize) -> Vec<(u64, u64)> {
+        let layers = self.layers.iter().skip(first);
+        let mut all: Vec<_> = layers.flat_map(|layer| layer.runs.iter()).collect();
+        all.sort_by_key(|run| run.start);
+        let mut joined: Vec<(u64, u64)> = Vec::new();
+        for run in all {
+            match joined.last_mut() {
+                Some(last) if run.start <= last.1 => last.1 = last.1.max(run.end),
+                _ => joined.push((run.start, run.end)),
+            }
+        }
+        joined
+    }
 }
 
 impl Layer {
+    /// How much there is to copy.
+    pub fn data_bytes(&self) -> u64 {
+        self.runs.bytes()
+    }
+
     /// Puts the layer's ranges over what `guest` has there. The guest must be paused or not begun.
     pub fn cover(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         for run in self.runs.iter() {

@@ -14,9 +14,9 @@ mod image;
 mod pages;
 mod sys;
 
-pub use image::{Layer, MemoryError, MemoryImage, Region};
+pub use image::{Layer, MAX_RUNS, MemoryError, MemoryImage, Region};
 pub use pages::Runs;
-pub(crate) use sys::{memfd, seal};
+pub(crate) use sys::memfd;
 
 use pvmm_devices::GuestMemory;
 
@@ -62,3 +62,6 @@ impl Memory {
 
 /// Clean pages between two changed ones that are cheaper to drop than to leave out.
 const DISCARD_GAP: u64 = 8 * PAGE;
+
+#[cfg(test)]
+mod tests;

@@ -43,12 +43,9 @@ impl Runs {
         self.0.iter().cloned()
     }
 
-    pub fn len(&self) -> usize {
+    /// How many runs there are.
+    pub fn count(&self) -> usize {
         self.0.len()
-    }
-
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
     }
 
     pub fn bytes(&self) -> u64 {
@@ -190,4 +187,29 @@ pub fn write_run(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Resul
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn runs(parts: &[(u64, u64)]) -> Runs {
+        let mut runs = Runs::default();
+        parts.iter().for_each(|(start, end)| runs.push(start * PAGE..end * PAGE));
+        runs
+    }
+
+    #[test]
+    fn runs_that_touch_are_one() {
+        assert_eq!(runs(&[(0, 1), (1, 2), (4, 4), (5, 6)]), runs(&[(0, 2), (5, 6)]));
+    }
+
+    #[test]
+    fn runs_at_most_join_the_smallest_gaps_first() {
+        let many = runs(&[(0, 1), (2, 3), (10, 11), (30, 31)]);
+        assert_eq!(many.at_most(4), many);
+        assert_eq!(many.at_most(3), runs(&[(0, 3), (10, 11), (30, 31)]));
+        assert_eq!(many.at_most(1), runs(&[(0, 31)]));
+        assert_eq!(many.at_most(2).bytes(), 12 * PAGE);
+    }
 }

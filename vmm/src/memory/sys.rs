@@ -77,9 +77,8 @@ pub unsafe fn map_over(address: *mut u8, len: usize, file: &File, offset: u64) -
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
     // SAFETY: replaces only what the caller owns; accesses through volatile pointers stay valid.
-    let mapped = unsafe {
-        libc::mmap(address.cast(), len, protection, flags, file.as_raw_fd(), offset)
-    };
+    let mapped =
+        unsafe { libc::mmap(address.cast(), len, protection, flags, file.as_raw_fd(), offset) };
     match mapped == libc::MAP_FAILED {
         true => Err(io::Error::last_os_error()),
         false => Ok(()),
@@ -126,14 +125,18 @@ pub fn seal(file: &File) -> io::Result<()> {
 ///
 /// # Safety
 /// The range must be mapped for the whole call.
-pub unsafe fn write_from(file: &File, address: *const u8, len: usize, offset: u64) -> io::Result<()> {
+pub unsafe fn write_from(
+    file: &File,
+    address: *const u8,
+    len: usize,
+    offset: u64,
+) -> io::Result<()> {
     let mut done = 0;
     while done < len {
         let at = libc::off_t::try_from(offset + done as u64).map_err(io::Error::other)?;
         // SAFETY: the kernel only reads, from the range that the caller keeps mapped.
-        let wrote = unsafe {
-            libc::pwrite(file.as_raw_fd(), address.add(done).cast(), len - done, at)
-        };
+        let wrote =
+            unsafe { libc::pwrite(file.as_raw_fd(), address.add(done).cast(), len - done, at) };
         match wrote {
             0 => return Err(io::ErrorKind::WriteZero.into()),
             1.. => done += wrote as usize,

@@ -67,7 +67,8 @@ pub fn ram(memory_mib: u64) -> Vec<(GuestAddress, usize)> {
 
 /// The same as regions of a memory image.
 pub fn regions(memory_mib: u64) -> Vec<Region> {
-    let region = |(address, len): (GuestAddress, usize)| Region { address: address.0, len: len as u64 };
+    let region =
+        |(address, len): (GuestAddress, usize)| Region { address: address.0, len: len as u64 };
     ram(memory_mib).into_iter().map(region).collect()
 }
 
