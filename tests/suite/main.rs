@@ -8,5 +8,6 @@ mod boot;
 mod detached;
 mod exec;
 mod outcomes;
+mod refresh;
 mod run;
 mod vsock;

@@ -6,5 +6,6 @@ mod exec;
 mod files;
 mod fixture;
 mod hostile;
+mod refresh;
 mod streams;
 mod trees;
