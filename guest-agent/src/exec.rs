@@ -14,6 +14,7 @@ use pvmm_guest_agent::{Channel, Kind};
 
 use crate::cgroup::{self, Cgroup};
 use crate::channel::{Sink, Source};
+use crate::forward;
 use crate::job::{Death, Job, Phase, Process, Work};
 use crate::refresh::Identity;
 use crate::server::Server;
@@ -163,7 +164,7 @@ impl Server {
     pub(crate) fn job_deadline(&mut self, id: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.deadline = None;
-        let Work::Process(process) = &mut job.work else { return };
+        let Work::Process(process) = &mut job.work else { return self.connect_deadline(id) };
         match process.phase {
             Phase::Running => {
                 process.timed_out = true;
@@ -195,6 +196,10 @@ impl Server {
     pub(crate) fn finish_if_over(&mut self, id: u64) {
         let Some(job) = self.jobs.get(&id).filter(|job| job.outputs_ended()) else { return };
         let outcome = match &job.work {
+            Work::Tcp(tcp) => match forward::outcome(tcp, job) {
+                Some(outcome) => outcome,
+                None => return,
+            },
             Work::File(None) => return,
             Work::File(Some(outcome)) => outcome.clone(),
             Work::Process(process) => {
@@ -219,7 +224,7 @@ impl Server {
         }
     }
 
-    fn forget(&mut self, id: u64) {
+    pub(crate) fn forget(&mut self, id: u64) {
         self.set_deadline(Token::Job(id), None);
         if let Some(Job { work: Work::Process(process), .. }) = self.jobs.remove(&id) {
             self.retire(process.cgroup);
@@ -238,6 +243,7 @@ impl Server {
                 }
             }
             Work::File(_) => self.cancel_file_work(id),
+            Work::Tcp(_) => self.cancel_tcp(id),
         }
     }
 
@@ -258,7 +264,7 @@ impl Server {
                 }
             }
             // The worker sees its pipe break; its report finds nobody.
-            Work::File(_) => self.forget(id),
+            Work::File(_) | Work::Tcp(_) => self.forget(id),
         }
     }
 }

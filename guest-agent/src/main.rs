@@ -9,7 +9,9 @@ mod entry;
 mod exec;
 mod file_work;
 mod files;
+mod forward;
 mod freeze;
+
 mod init;
 mod job;
 mod listener;

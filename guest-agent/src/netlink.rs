@@ -373,7 +373,7 @@ mod tests {
 
     #[test]
     fn answers_cut_short_end_without_a_panic() {
-        let mut message = vec![0; 40];
+        let mut message = [0u8; 40];
         message[0] = 40;
         message[16] = 24;
         for end in 0..message.len() {

@@ -142,7 +142,7 @@ impl Server {
     }
 
     pub fn welcome(&self) -> Welcome {
-        let mut capabilities = vec!["exec", "files", "info"];
+        let mut capabilities = vec!["exec", "files", "info", "connect"];
         if self.settings.control.is_some() {
             capabilities.push("refresh");
         }
@@ -176,7 +176,12 @@ impl Server {
             return Err(fault(format!("data after the end of stream {stream}'s input")));
         }
         sink.accept(frame.payload, frame.header.ends(), &mut connection.out, stream)
-            .map_err(|e| fault(e.to_string()))
+            .map_err(|e| fault(e.to_string()))?;
+        let over = sink.is_closed();
+        if over {
+            self.finish_if_over(job);
+        }
+        Ok(())
     }
 
     fn take_credit(&mut self, job: u64, frame: Frame<'_>) -> Result<(), Fault> {
@@ -219,7 +224,8 @@ impl Server {
         }
         let brief = control
             || matches!(request, Request::Ping {} | Request::Info {} | Request::Shutdown(_));
-        if !brief && !self.has_stream_left(id) {
+        let to_port = matches!(request, Request::Connect(_));
+        if !brief && !self.has_stream_left(id, to_port) {
             let why = "the connection has all the streams it may have";
             return self.refuse(id, stream, Code::TooMany, why);
         }
@@ -231,6 +237,7 @@ impl Server {
             Request::Freeze(freeze) => self.start_freeze(id, stream, freeze),
             Request::Refresh(refresh) => self.take_refresh(id, stream, &refresh),
             Request::Thaw {} => self.thaw(id, stream),
+            Request::Connect(connect) => self.start_connect(id, stream, connect),
             Request::Ping {} => self.answer(id, stream, Answer::Done {}),
             Request::Info {} => {
                 let info = self.info();
@@ -309,6 +316,8 @@ fn check(request: &Request) -> Result<(), &'static str> {
             let total: usize = request.env.iter().map(total).sum();
             if total > MAX_ARGS / 2 { Err("env is too long") } else { Ok(()) }
         }
+        Request::Connect(connect) if connect.port == 0 => Err("port is 0"),
+        Request::Connect(_) => Ok(()),
         Request::Info {} | Request::Ping {} | Request::Shutdown(_) => Ok(()),
         Request::Freeze(_) | Request::Thaw {} => Ok(()),
         file => files::paths(file).into_iter().try_for_each(|path| match path {

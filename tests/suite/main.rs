@@ -7,7 +7,9 @@
 mod boot;
 mod detached;
 mod exec;
+mod generation;
 mod outcomes;
+mod ports;
 mod refresh;
 mod run;
 mod vsock;
