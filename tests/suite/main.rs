@@ -11,5 +11,6 @@ mod fork;
 mod generation;
 mod outcomes;
 mod ports;
+mod refresh;
 mod run;
 mod vsock;
