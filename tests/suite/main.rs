@@ -13,4 +13,5 @@ mod outcomes;
 mod ports;
 mod refresh;
 mod run;
+mod snapshot;
 mod vsock;

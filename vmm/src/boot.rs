@@ -2,7 +2,6 @@
 
 use std::io::{self, Write};
 
-use pvmm_devices::virtio::VirtioDevice;
 use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
@@ -11,11 +10,11 @@ use pvmm_devices::vmgenid::VmGenId;
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
 use crate::config::{self, Console, Drive, VmConfig};
-use crate::drives::{self, HeldDrive};
+use crate::drives;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::{KvmHost, KvmVm};
-use crate::machine::{Held, Machine};
+use crate::machine::{Held, Machine, Opened};
 use crate::memory::{Memory, MemoryImage};
 use crate::scratch::Scratch;
 use crate::vm::Vm;
@@ -27,10 +26,11 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     config.validate()?;
 
     // What the host must supply.
-    let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
-    let ready = vsock_path.as_deref().map(ReadyListener::bind).transpose()?;
+    let socket = config.vsock.as_ref().map(|vsock| vsock.uds_path.as_path());
+    let ready = socket.map(ReadyListener::bind).transpose()?;
     let scratch = Scratch::new(config.scratch_dir.as_deref());
-    let (devices, drives) = open_devices(config.drives, config.vsock, config.rng)?;
+    let Opened { devices, drives, vsock_path } =
+        open_devices(config.drives, config.vsock, config.rng)?;
     let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;
     let guest = &memory.guest;
 
@@ -68,25 +68,25 @@ fn open_devices(
     drives: Vec<Drive>,
     vsock: Option<config::Vsock>,
     rng: bool,
-) -> Result<(Vec<Box<dyn VirtioDevice>>, Vec<HeldDrive>), Error> {
-    let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
-    let mut held = Vec::new();
+) -> Result<Opened, Error> {
+    let mut opened = Opened::default();
     let refused = |error: Box<dyn std::error::Error + Send + Sync>| {
         Error::new(ErrorKind::InvalidConfig, "cannot open a device", error)
     };
     for (index, drive) in drives.into_iter().enumerate() {
         let (config, drive) = drives::open(drive, index)?;
-        devices.push(Box::new(Block::new(config).map_err(|e| refused(e.into()))?));
-        held.push(drive);
+        opened.devices.push(Box::new(Block::new(config).map_err(|e| refused(e.into()))?));
+        opened.drives.push(drive);
     }
     if let Some(config::Vsock { guest_cid, uds_path }) = vsock {
+        opened.vsock_path = Some(uds_path.clone());
         let config = VsockConfig { guest_cid: guest_cid.into(), uds_path };
-        devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
+        opened.devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
     }
     if rng {
-        devices.push(Box::new(Rng::new(RngConfig::default())));
+        opened.devices.push(Box::new(Rng::new(RngConfig::default())));
     }
-    Ok((devices, held))
+    Ok(opened)
 }
 
 pub(crate) fn open_console(console: Console) -> Box<dyn Write + Send> {

@@ -166,6 +166,15 @@ impl Machine {
     }
 }
 
+/// What stands behind the devices of a machine, opened before anything is made.
+#[derive(Default)]
+pub struct Opened {
+    /// In the order in which the guest numbers them.
+    pub devices: Vec<Box<dyn VirtioDevice>>,
+    pub drives: Vec<HeldDrive>,
+    pub vsock_path: Option<PathBuf>,
+}
+
 /// What the owner keeps beside the machine itself.
 pub struct Held {
     pub drives: Vec<HeldDrive>,

@@ -2,8 +2,6 @@
 //!
 //! It never calls `boot.rs`; both walk through the steps of `machine.rs` in the same order.
 
-use std::path::PathBuf;
-
 use pvmm_devices::virtio::VirtioDevice;
 use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::registry::DeviceState;
@@ -14,11 +12,11 @@ use pvmm_devices::vmgenid::VmGenId;
 use crate::arch::x86_64::layout;
 use crate::boot::open_console;
 use crate::config;
-use crate::drives::{self, HeldDrive};
+use crate::drives;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::state;
 use crate::kvm::vm::KvmVm;
-use crate::machine::{Held, Machine};
+use crate::machine::{Held, Machine, Opened};
 use crate::memory::Memory;
 use crate::scratch::Scratch;
 use crate::template::{Overrides, Template};
@@ -65,12 +63,6 @@ pub fn restore(template: &Template, overrides: Overrides) -> Result<Vm, Error> {
     machine.start(vcpus, kvm, memory, Held { drives, scratch, vsock_path, ready: None, base })
 }
 
-struct Opened {
-    devices: Vec<Box<dyn VirtioDevice>>,
-    drives: Vec<HeldDrive>,
-    vsock_path: Option<PathBuf>,
-}
-
 /// Opens what stands behind the devices. Overrides come first: nothing that was replaced is opened.
 fn open_devices(
     template: &Template,
@@ -78,7 +70,7 @@ fn open_devices(
     mut overrides: Vec<(usize, config::Drive)>,
     scratch: &Scratch,
 ) -> Result<Opened, Error> {
-    let mut opened = Opened { devices: Vec::new(), drives: Vec::new(), vsock_path: None };
+    let mut opened = Opened::default();
     let refused = |what: String| {
         move |error: Box<dyn std::error::Error + Send + Sync>| {
             Error::new(ErrorKind::InvalidConfig, what, error)

@@ -27,7 +27,9 @@ pub struct Runs(Vec<Range<u64>>);
 impl Runs {
     /// One run of everything.
     pub fn all(size: u64) -> Self {
-        Self(vec![0..size])
+        let mut runs = Self::default();
+        runs.push(0..size);
+        runs
     }
 
     /// Appends a run that begins at or after the end of the last one.

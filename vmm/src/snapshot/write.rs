@@ -320,7 +320,7 @@ pub fn large_files(manifest: &Manifest) -> Vec<String> {
 
 fn random_id() -> io::Result<String> {
     let mut bytes = [0; 16];
-    sys::random(&mut bytes)?;
+    sys::fill_random(&mut bytes)?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 

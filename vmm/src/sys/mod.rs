@@ -148,17 +148,6 @@ fn rename(from: &Path, to: &Path, flags: u32) -> io::Result<()> {
     check(unsafe { libc::renameat2(here, from.as_ptr(), here, to.as_ptr(), flags) })
 }
 
-/// Fills `bytes` with random ones of the host.
-pub fn random(bytes: &mut [u8]) -> io::Result<()> {
-    // SAFETY: the kernel writes at most `bytes.len()` bytes to a buffer that is borrowed exclusively.
-    let got = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-    match got {
-        got if got as usize == bytes.len() => Ok(()),
-        got if got >= 0 => Err(io::ErrorKind::UnexpectedEof.into()),
-        _ => Err(io::Error::last_os_error()),
-    }
-}
-
 fn check(result: i32) -> io::Result<()> {
     match result {
         0 => Ok(()),
