@@ -14,6 +14,7 @@ use pvmm_guest_agent::{Channel, Kind};
 
 use crate::cgroup::{self, Cgroup};
 use crate::channel::{Sink, Source};
+use crate::forward;
 use crate::job::{Death, Job, Phase, Process, Work};
 use crate::server::Server;
 use crate::spawn::{Plan, SpawnError};
@@ -162,7 +163,7 @@ impl Server {
     pub(crate) fn job_deadline(&mut self, id: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.deadline = None;
-        let Work::Process(process) = &mut job.work else { return };
+        let Work::Process(process) = &mut job.work else { return self.connect_deadline(id) };
         match process.phase {
             Phase::Running => {
                 process.timed_out = true;
@@ -194,6 +195,10 @@ impl Server {
     pub(crate) fn finish_if_over(&mut self, id: u64) {
         let Some(job) = self.jobs.get(&id).filter(|job| job.outputs_ended()) else { return };
         let outcome = match &job.work {
+            Work::Tcp(tcp) => match forward::outcome(tcp, job) {
+                Some(outcome) => outcome,
+                None => return,
+            },
             Work::File(None) => return,
             Work::File(Some(outcome)) => outcome.clone(),
             Work::Process(process) => {
@@ -218,7 +223,7 @@ impl Server {
         }
     }
 
-    fn forget(&mut self, id: u64) {
+    pub(crate) fn forget(&mut self, id: u64) {
         self.set_deadline(Token::Job(id), None);
         if let Some(Job { work: Work::Process(process), .. }) = self.jobs.remove(&id) {
             self.retire(process.cgroup);
@@ -237,6 +242,7 @@ impl Server {
                 }
             }
             Work::File(_) => self.cancel_file_work(id),
+            Work::Tcp(_) => self.cancel_tcp(id),
         }
     }
 
@@ -257,7 +263,7 @@ impl Server {
                 }
             }
             // The worker sees its pipe break; its report finds nobody.
-            Work::File(_) => self.forget(id),
+            Work::File(_) | Work::Tcp(_) => self.forget(id),
         }
     }
 }

@@ -31,8 +31,10 @@ pub const MAX_WINDOW: u32 = 16 << 20;
 
 /// Connections the agent serves at once.
 pub const MAX_CONNECTIONS: usize = 256;
-/// Streams open at once on one connection.
+/// Streams open at once on one connection, those to ports not counted.
 pub const MAX_STREAMS: usize = 256;
+/// Streams to ports of the guest open at once on one connection.
+pub const MAX_PORT_STREAMS: usize = 1024;
 /// Threads that do file work at once; more requests wait their turn.
 pub const MAX_FILE_WORKERS: usize = 128;
 /// Names, values, arguments and their terminators, together.
@@ -52,6 +54,8 @@ pub const HELLO_TIME: Duration = Duration::from_secs(10);
 pub const HANDSHAKE_TIME: Duration = Duration::from_secs(60);
 /// How long a frame that has begun may take to arrive in full.
 pub const FRAME_TIME: Duration = Duration::from_secs(30);
+/// How long a port of the guest may take to accept a connection.
+pub const CONNECT_TIME: Duration = Duration::from_secs(10);
 /// Between the TERM and the KILL of a timed-out exec, unless the request says otherwise.
 pub const DEFAULT_GRACE: Duration = Duration::from_secs(2);
 /// How long output is still awaited when a background child keeps a pipe of a dead process.

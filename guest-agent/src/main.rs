@@ -9,6 +9,7 @@ mod entry;
 mod exec;
 mod file_work;
 mod files;
+mod forward;
 mod init;
 mod job;
 mod listener;

@@ -52,6 +52,7 @@ pub enum Request {
     Remove(Remove),
     Mkdir(Mkdir),
     Move(Move),
+    Connect(Connect),
     Shutdown(Shutdown),
     Info {},
     Ping {},
@@ -185,6 +186,13 @@ pub struct Move {
     /// Fail when the target exists.
     #[serde(default)]
     pub no_replace: bool,
+}
+
+/// Connects to a TCP port of the guest's loopback. After `Started` the input channel is what is
+/// written to the connection and the output channel what is read from it; END closes one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Connect {
+    pub port: u16,
 }
 
 /// Ends the guest.

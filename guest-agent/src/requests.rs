@@ -142,7 +142,7 @@ impl Server {
     }
 
     pub fn welcome(&self) -> Welcome {
-        let mut capabilities = vec!["exec", "files", "info"];
+        let mut capabilities = vec!["exec", "files", "info", "connect"];
         if self.settings.init {
             capabilities.push("shutdown");
         }
@@ -173,7 +173,12 @@ impl Server {
             return Err(fault(format!("data after the end of stream {stream}'s input")));
         }
         sink.accept(frame.payload, frame.header.ends(), &mut connection.out, stream)
-            .map_err(|e| fault(e.to_string()))
+            .map_err(|e| fault(e.to_string()))?;
+        let over = sink.is_closed();
+        if over {
+            self.finish_if_over(job);
+        }
+        Ok(())
     }
 
     fn take_credit(&mut self, job: u64, frame: Frame<'_>) -> Result<(), Fault> {
@@ -209,12 +214,14 @@ impl Server {
             return self.refuse(id, stream, Code::BadRequest, why);
         }
         let brief = matches!(request, Request::Ping {} | Request::Info {} | Request::Shutdown(_));
-        if !brief && !self.has_stream_left(id) {
+        let to_port = matches!(request, Request::Connect(_));
+        if !brief && !self.has_stream_left(id, to_port) {
             let why = "the connection has all the streams it may have";
             return self.refuse(id, stream, Code::TooMany, why);
         }
         match request {
             Request::Exec(exec) => self.start_exec(id, stream, exec),
+            Request::Connect(connect) => self.start_connect(id, stream, connect),
             Request::Ping {} => self.answer(id, stream, Answer::Done {}),
             Request::Info {} => {
                 let info = self.info();
@@ -284,6 +291,8 @@ fn cause(error: &dyn std::error::Error) -> String {
 fn check(request: &Request) -> Result<(), &'static str> {
     match request {
         Request::Exec(exec) => check_exec(exec),
+        Request::Connect(connect) if connect.port == 0 => Err("port is 0"),
+        Request::Connect(_) => Ok(()),
         Request::Info {} | Request::Ping {} | Request::Shutdown(_) => Ok(()),
         file => files::paths(file).into_iter().try_for_each(|path| match path {
             [] => Err("a path is empty"),

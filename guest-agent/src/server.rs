@@ -8,13 +8,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::limits::{FRAME_TIME, HANDSHAKE_TIME, HELLO_TIME};
-use pvmm_guest_agent::limits::{MAX_CONNECTIONS, MAX_STREAMS};
+use pvmm_guest_agent::limits::{MAX_CONNECTIONS, MAX_PORT_STREAMS, MAX_STREAMS};
 use pvmm_guest_agent::message::{Code, Shutdown, ShutdownHow};
 
 use crate::cgroup::Cgroups;
 use crate::channel::Step;
 use crate::connection::Connection;
-use crate::job::Job;
+use crate::job::{Job, Work};
 use crate::listener::Listener;
 use crate::pool::Pool;
 use crate::spawn::Spawner;
@@ -160,11 +160,13 @@ impl Server {
                 self.runnable.push_back(token);
             }
             Token::Input(id) => {
-                let sink = self.jobs.get_mut(&id).and_then(|job| job.sink.as_mut());
-                if let Some(sink) = sink.filter(|_| event.writable) {
+                let job = self.jobs.get_mut(&id).filter(|_| event.writable);
+                let Some(job) = job else { return };
+                // Without a sink it is a connection that was begun.
+                if let Some(sink) = &mut job.sink {
                     sink.set_ready();
-                    self.runnable.push_back(token);
                 }
+                self.runnable.push_back(token);
             }
             Token::Output(id) | Token::Error(id) => {
                 let job = self.jobs.get_mut(&id);
@@ -189,10 +191,16 @@ impl Server {
     }
 
     fn advance_input(&mut self, id: u64) {
+        if self.advance_connect(id) {
+            return;
+        }
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let connection = job.connection.and_then(|id| self.connections.get_mut(&id));
         if let (Some(sink), Some(connection)) = (&mut job.sink, connection) {
             sink.pump(&mut connection.out, job.stream);
+            if sink.is_closed() {
+                self.finish_if_over(id);
+            }
         }
     }
 
@@ -391,8 +399,12 @@ impl Server {
         }
     }
 
-    /// Whether another stream fits on a connection.
-    pub(crate) fn has_stream_left(&self, id: u64) -> bool {
-        self.connections.get(&id).is_some_and(|it| it.streams.len() < MAX_STREAMS)
+    /// Whether another stream, to a port or for other work, fits on a connection.
+    pub(crate) fn has_stream_left(&self, id: u64, to_port: bool) -> bool {
+        let Some(connection) = self.connections.get(&id) else { return false };
+        let most = if to_port { MAX_PORT_STREAMS } else { MAX_STREAMS };
+        let is_port = |job| self.jobs.get(job).is_some_and(|job| matches!(job.work, Work::Tcp(_)));
+        connection.streams.len() < MAX_STREAMS
+            || connection.streams.values().filter(|job| is_port(job) == to_port).count() < most
     }
 }

@@ -2,6 +2,8 @@
 //! The standard library has no epoll, signalfd, wait4 or vsock; their `unsafe` lives here alone.
 #![allow(unsafe_code)] // system calls on plain data, each with its own note
 
+pub mod tcp;
+
 use std::ffi::{CStr, CString};
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};

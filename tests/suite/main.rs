@@ -9,5 +9,6 @@ mod detached;
 mod exec;
 mod generation;
 mod outcomes;
+mod ports;
 mod run;
 mod vsock;

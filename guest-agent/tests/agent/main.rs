@@ -5,6 +5,7 @@
 mod exec;
 mod files;
 mod fixture;
+mod forward;
 mod hostile;
 mod streams;
 mod trees;

@@ -1,6 +1,6 @@
 //! From a VM's vsock socket to a greeted agent: connect, `CONNECT port`, hello, welcome.
 //! Every read here has what is left of one deadline, and none takes a byte too many.
-#![allow(unsafe_code)] // a Unix connect with a time limit, and poll, which the standard library lacks
+#![allow(unsafe_code)] // a Unix connect with a time limit, poll and SO_LINGER, which the standard library lacks
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -178,4 +178,35 @@ pub fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant) -> io::Result<bool> 
             },
         }
     }
+}
+
+/// Makes closing the socket a reset, so that the peer does not take a failure for a good end.
+pub fn reset_on_close(socket: &std::net::TcpStream) {
+    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
+    // SAFETY: the option is a linger that lives through the call, with its size. Where it fails,
+    // the peer sees an ordinary end.
+    unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const linger).cast(),
+            size_of::<libc::linger>() as libc::socklen_t,
+        );
+    }
+}
+
+/// Waits until one of two descriptors is readable; whether the first is.
+pub fn wait_either(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io::Result<bool> {
+    let polled =
+        |fd: BorrowedFd<'_>| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let mut poll = [polled(first), polled(second)];
+    // SAFETY: two pollfds that outlive the call.
+    while unsafe { libc::poll(poll.as_mut_ptr(), 2, -1) } < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() != ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    Ok(poll[0].revents != 0)
 }

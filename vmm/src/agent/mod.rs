@@ -8,8 +8,10 @@ mod connection;
 mod dial;
 mod error;
 mod files;
+mod forward;
 mod ready;
 mod stream;
+mod tcp;
 
 #[cfg(test)]
 mod tests;
@@ -25,7 +27,9 @@ pub use pvmm_guest_agent::message::{Entry, FileKind, Info, Metadata, Owner, Shut
 
 pub use error::{AgentError, Lost, Refusal};
 pub use files::{FileReader, FileWriter, WriteOptions};
+pub use forward::Forward;
 pub use ready::ReadyListener;
+pub use tcp::{GuestTcp, GuestTcpReader, GuestTcpWriter};
 
 use connection::Connection;
 pub(crate) use stream::{Event, Exchange, StreamRef};

@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 
-use super::io::OpenError;
+use super::io::{LayeredDisk, OpenError};
 use super::wire::{ID_LEN, SECTOR_SIZE};
 
 /// The most buffers of one request: what fits in a queue with header and status.
@@ -50,6 +50,8 @@ pub enum Source {
     Path(PathBuf),
     /// Opened by somebody else, with the access that the disk needs.
     File(File),
+    /// Layers that the owner of the disk can freeze, fork and take back.
+    Layers(LayeredDisk),
 }
 
 /// A disk as the host wishes it.
@@ -71,6 +73,11 @@ impl BlockConfig {
     /// A writable disk on a file that is already open.
     pub fn from_file(file: File) -> Self {
         Self::from_source(Source::File(file))
+    }
+
+    /// A disk of layers.
+    pub fn from_layers(layers: LayeredDisk) -> Self {
+        Self::from_source(Source::Layers(layers))
     }
 
     #[must_use]
@@ -104,7 +111,7 @@ impl BlockConfig {
     pub fn name(&self) -> String {
         match &self.source {
             Source::Path(path) => path.display().to_string(),
-            Source::File(_) => format!("of disk {:?}", self.id),
+            Source::File(_) | Source::Layers(_) => format!("of disk {:?}", self.id),
         }
     }
 

@@ -4,9 +4,10 @@
 
 use super::super::registry::{DeviceKind, DeviceState};
 use super::super::{Activation, VirtioDevice, Worker};
-use super::config::{self, BlockConfig, BlockError, CacheMode};
+use super::config::{self, BlockConfig, BlockError, CacheMode, Source};
 use super::io::{DiskIo, FileDisk};
 use super::state::BlockStateV1;
+use super::wire::SECTOR_SIZE;
 use super::worker::BlockWorker;
 
 pub const QUEUE_SIZE: u16 = 256;
@@ -40,10 +41,20 @@ impl Block {
         config.validate()?;
         let name = config.name();
         let BlockConfig { source, read_only, cache, id } = config;
-        let disk = FileDisk::open(source, read_only)
-            .map_err(|source| BlockError::Open { name, source })?;
-        let facts = Facts { capacity_sectors: disk.capacity_sectors(), read_only, cache, id };
-        Ok(Self { facts, disk: Box::new(disk), flush_failed: false, host_errors: 0 })
+        let (disk, capacity_sectors): (Box<dyn DiskIo>, u64) = match source {
+            Source::Layers(layers) => {
+                let sectors = layers.size() / SECTOR_SIZE;
+                (Box::new(layers), sectors)
+            }
+            source => {
+                let disk = FileDisk::open(source, read_only)
+                    .map_err(|source| BlockError::Open { name, source })?;
+                let sectors = disk.capacity_sectors();
+                (Box::new(disk), sectors)
+            }
+        };
+        let facts = Facts { capacity_sectors, read_only, cache, id };
+        Ok(Self { facts, disk, flush_failed: false, host_errors: 0 })
     }
 
     /// Opens the image of a saved disk, and refuses one that the guest would not recognise.

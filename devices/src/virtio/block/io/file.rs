@@ -51,6 +51,8 @@ impl FileDisk {
         let mut file = match source {
             Source::Path(path) => open(&path, read_only)?,
             Source::File(file) => file,
+            // Layers are a disk of their own.
+            Source::Layers(_) => return Err(OpenError::Kind),
         };
         let access = |act| move |source| OpenError::Access { act, source };
         let kind = file.metadata().map_err(access("examine"))?.file_type();

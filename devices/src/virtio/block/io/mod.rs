@@ -1,14 +1,16 @@
-//! What a disk needs of the host, and the one kind of host storage there is.
+//! What a disk needs of the host, and the kinds of host storage there are.
 //!
 //! The trait is small so that a test can be a disk that fails, and a faster engine can take its place.
 
 mod file;
+mod layers;
 
 use std::io;
 
 use vm_memory::VolatileSlice;
 
 pub use file::{FileDisk, OpenError};
+pub use layers::LayeredDisk;
 
 pub use crate::sys::Clear;
 
