@@ -10,7 +10,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueHint};
 
-use crate::args::{self, EnvVar, Place};
+use crate::args::{self, EnvVar, NetCard, Place};
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::ports::{self, PortSpec};
 
@@ -102,6 +102,9 @@ pub struct Run {
     /// How much the guest may write to its disk; grows as it is used
     #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
     pub disk_size: u64,
+    /// Network card on a tap of this host [default: none]: tap=NAME[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,mac=MAC][,mtu=N]
+    #[arg(long, value_name = "CARD", value_parser = args::net)]
+    pub net: Option<NetCard>,
     #[command(flatten)]
     pub command: CommandFlags,
     /// End the run this long after the VM was started: 30s, 500ms, 5m

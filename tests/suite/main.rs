@@ -8,6 +8,7 @@ mod boot;
 mod detached;
 mod exec;
 mod generation;
+mod net;
 mod outcomes;
 mod ports;
 mod run;

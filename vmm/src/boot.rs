@@ -6,6 +6,7 @@ use std::sync::Arc;
 use pvmm_devices::GuestMemory;
 use pvmm_devices::virtio::VirtioDevice;
 use pvmm_devices::virtio::block::{Block, BlockConfig};
+use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
 use pvmm_devices::vmgenid::VmGenId;
@@ -29,7 +30,9 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     // What the host must supply.
     let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
     let ready = vsock_path.as_deref().map(ReadyListener::bind).transpose()?;
-    let devices = open_devices(config.drives, config.vsock, config.rng)?;
+    let nets = open_nets(config.nets)?;
+    let taps = nets.iter().map(|net| net.tap_name().to_owned()).collect();
+    let devices = open_devices(config.drives, nets, config.vsock, config.rng)?;
     let memory = allocate_memory(config.memory_mib)?;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
@@ -73,6 +76,7 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
         generation: machine.generation,
         ending: machine.ending,
         vsock_path,
+        taps,
         ready,
         running: false,
         _kvm: kvm,
@@ -82,6 +86,7 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
 /// Opens what stands behind the virtio devices, in the order in which the guest will number them.
 fn open_devices(
     drives: Vec<Drive>,
+    nets: Vec<net::Net>,
     vsock: Option<config::Vsock>,
     rng: bool,
 ) -> Result<Vec<Box<dyn VirtioDevice>>, Error> {
@@ -97,6 +102,7 @@ fn open_devices(
         let block = Block::new(config.read_only(drive.read_only)).map_err(|e| refused(e.into()))?;
         devices.push(Box::new(block));
     }
+    devices.extend(nets.into_iter().map(|net| Box::new(net) as Box<dyn VirtioDevice>));
     if let Some(config::Vsock { guest_cid, uds_path }) = vsock {
         let config = VsockConfig { guest_cid: guest_cid.into(), uds_path };
         devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
@@ -105,6 +111,12 @@ fn open_devices(
         devices.push(Box::new(Rng::new(RngConfig::default())));
     }
     Ok(devices)
+}
+
+/// Opens or makes the taps.
+fn open_nets(nets: Vec<config::Net>) -> Result<Vec<net::Net>, Error> {
+    let refused = |error| Error::new(ErrorKind::InvalidConfig, "cannot open a device", error);
+    nets.into_iter().map(net::Net::new).collect::<Result<_, _>>().map_err(refused)
 }
 
 fn open_console(console: Console) -> Box<dyn Write + Send> {

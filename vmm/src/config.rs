@@ -6,6 +6,8 @@
 use std::fs::File;
 use std::path::PathBuf;
 
+pub use pvmm_devices::virtio::net::{Mac, MacError, NetConfig as Net, TapSource};
+
 /// The most vCPUs a machine may have.
 pub const MAX_VCPUS: u32 = 32;
 /// The least memory a Linux guest can start in, and the most that is accepted (1 TiB).
@@ -15,6 +17,8 @@ pub const MAX_MEMORY_MIB: u64 = 1 << 20;
 pub const MAX_CMDLINE: usize = 2048;
 /// The most drives a machine may have.
 pub const MAX_DRIVES: usize = 16;
+/// The most network cards a machine may have.
+pub const MAX_NETS: usize = 8;
 
 /// A machine to boot.
 ///
@@ -39,6 +43,8 @@ pub struct VmConfig {
     pub vcpus: u32,
     /// Block devices, in order: `/dev/vda`, `/dev/vdb`, …
     pub drives: Vec<Drive>,
+    /// Network cards, in order: `eth0`, `eth1`, … None by default.
+    pub nets: Vec<Net>,
     pub vsock: Option<Vsock>,
     /// A virtio entropy device.
     pub rng: bool,
@@ -108,6 +114,10 @@ pub enum ConfigError {
     Cmdline(&'static str),
     #[error("drives: {0} is more than {MAX_DRIVES}")]
     Drives(usize),
+    #[error("nets: {0} is more than {MAX_NETS}")]
+    Nets(usize),
+    #[error("net {index}: {why}")]
+    Net { index: usize, why: String },
     #[error("vsock: guest cid {0} is reserved; use 3 or more")]
     Cid(u32),
     #[error("{0}: the path contains a NUL byte")]
@@ -124,6 +134,7 @@ impl VmConfig {
             memory_mib: 256,
             vcpus: 1,
             drives: Vec::new(),
+            nets: Vec::new(),
             vsock: None,
             rng: true,
             console: Console::default(),
@@ -157,6 +168,12 @@ impl VmConfig {
                 no_nul("drive", path)?;
             }
         }
+        if self.nets.len() > MAX_NETS {
+            return Err(ConfigError::Nets(self.nets.len()));
+        }
+        for (index, net) in self.nets.iter().enumerate() {
+            net.validate().map_err(|error| ConfigError::Net { index, why: with_causes(&error) })?;
+        }
         if let Some(vsock) = &self.vsock {
             // 0 to 2 are the hypervisor, loopback and the host; all ones means "any".
             if vsock.guest_cid < 3 || vsock.guest_cid == u32::MAX {
@@ -181,6 +198,12 @@ impl Drive {
     pub fn from_file(file: File) -> Self {
         Self { source: DriveSource::File(file), read_only: false }
     }
+}
+
+/// An error and its causes in one line.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    std::iter::successors(error.source(), |error| error.source())
+        .fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }
 
 fn no_nul(field: &'static str, path: &std::path::Path) -> Result<(), ConfigError> {
@@ -223,6 +246,15 @@ mod tests {
         assert_eq!(refused(|c| c.kernel = "a\0".into()), ConfigError::Nul("kernel"));
         let drive = Drive::read_only("a\0b");
         assert_eq!(refused(|c| c.drives.push(drive)), ConfigError::Nul("drive"));
+    }
+
+    #[test]
+    fn d11_validate_of_bad_network_card_names_it() {
+        let net = |name: &str| Net::new(TapSource::Name(name.to_owned()));
+        let refused_net = refused(|c| c.nets = vec![net("tap0"), net("tap%d")]);
+        assert!(refused_net.to_string().starts_with("net 1: tap \"tap%d\": "), "{refused_net}");
+        let many = || (0..MAX_NETS + 1).map(|index| net(&format!("tap{index}"))).collect();
+        assert_eq!(refused(|c| c.nets = many()), ConfigError::Nets(MAX_NETS + 1));
     }
 
     #[test]

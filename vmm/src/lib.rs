@@ -19,7 +19,9 @@ mod sys;
 mod vcpu;
 mod vm;
 
-pub use config::{BootProtocol, Console, Drive, DriveSource, Initrd, VmConfig, Vsock};
+pub use config::{
+    BootProtocol, Console, Drive, DriveSource, Initrd, Mac, Net, TapSource, VmConfig, Vsock,
+};
 pub use error::{Error, ErrorKind};
 pub use vcpu::run::Outcome;
 pub use vm::Vm;

@@ -29,6 +29,7 @@ pub struct Vm {
     pub(crate) generation: VmGenId,
     pub(crate) ending: Arc<Ending>,
     pub(crate) vsock_path: Option<PathBuf>,
+    pub(crate) taps: Vec<String>,
     // There until the agent has said that it is ready.
     pub(crate) ready: Option<ReadyListener>,
     pub(crate) running: bool,
@@ -91,6 +92,11 @@ impl Vm {
     /// The Unix socket that leads into the guest, if it has a vsock device.
     pub fn vsock_path(&self) -> Option<&Path> {
         self.vsock_path.as_deref()
+    }
+
+    /// The host's end of each network card, by the name of its interface.
+    pub fn taps(&self) -> &[String] {
+        &self.taps
     }
 
     /// What hears the agent's ready signal, for those who wait for it beside other things.

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
+use crate::args::NetCard;
 use crate::attach::Names;
 use crate::exit::{self, Failure};
 use crate::log_file;
@@ -44,6 +45,7 @@ pub struct Plan {
     pub mode: Mode,
     /// Ports of the host that lead into a detached VM.
     pub ports: Vec<BoundPort>,
+    pub net: Option<NetCard>,
 }
 
 /// Whose VM it is.
