@@ -16,6 +16,7 @@ use crate::cgroup::{self, Cgroup};
 use crate::channel::{Sink, Source};
 use crate::forward;
 use crate::job::{Death, Job, Phase, Process, Work};
+use crate::refresh::Identity;
 use crate::server::Server;
 use crate::spawn::{Plan, SpawnError};
 use crate::sys::{self, Reaped};
@@ -116,7 +117,7 @@ impl Server {
             Command::Argv(argv) => argv.iter().map(|arg| arg.to_vec()).collect(),
             Command::Shell(line) => vec![b"/bin/sh".into(), b"-c".into(), line.to_vec()],
         };
-        let env = environment(exec, user.as_ref());
+        let env = environment(exec, user.as_ref(), &self.identity);
         let path = env.get(&b"PATH"[..]).map_or(DEFAULT_PATH.as_bytes(), |path| path);
         let programs = candidates(&argv[0], path);
         let entries = env.iter().map(|(name, value)| [name, &b"="[..], value].concat());
@@ -336,8 +337,12 @@ fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
     }
 }
 
-/// The default environment with the request's entries over it.
-fn environment(exec: &Exec, user: Option<&User>) -> BTreeMap<Vec<u8>, Vec<u8>> {
+/// The default environment, over it what the last refresh gave, over it the request's entries.
+fn environment(
+    exec: &Exec,
+    user: Option<&User>,
+    identity: &Identity,
+) -> BTreeMap<Vec<u8>, Vec<u8>> {
     let mut env: BTreeMap<Vec<u8>, Vec<u8>> = BTreeMap::new();
     if !exec.clear_env {
         let (name, home) = user.map_or(("root", "/"), |user| (&user.name, &user.home));
@@ -349,6 +354,12 @@ fn environment(exec: &Exec, user: Option<&User>) -> BTreeMap<Vec<u8>, Vec<u8>> {
             ("LANG", "C.UTF-8"),
         ];
         env.extend(defaults.map(|(name, value)| (name.into(), value.into())));
+        if identity.generation > 0 {
+            let generation = identity.generation.to_string();
+            env.insert(b"PVMM_GENERATION".into(), generation.into());
+        }
+        let refreshed = identity.env.iter();
+        env.extend(refreshed.map(|(name, value)| (name.to_vec(), value.to_vec())));
     }
     env.extend(exec.env.iter().map(|(name, value)| (name.to_vec(), value.to_vec())));
     env

@@ -10,6 +10,8 @@ pub const VERSION: u16 = 1;
 pub const AGENT_PORT: u32 = 1024;
 /// The vsock port on the host that the agent dials once, when it is ready.
 pub const READY_PORT: u32 = 1025;
+/// The vsock port that also takes freeze, refresh and thaw.
+pub const CONTROL_PORT: u32 = 1026;
 /// The host's vsock address.
 pub const HOST_CID: u32 = 2;
 
@@ -60,3 +62,17 @@ pub const CONNECT_TIME: Duration = Duration::from_secs(10);
 pub const DEFAULT_GRACE: Duration = Duration::from_secs(2);
 /// How long output is still awaited when a background child keeps a pipe of a dead process.
 pub const DRAIN_TIME: Duration = Duration::from_millis(200);
+/// How long a freeze may take, unless the request says otherwise.
+pub const FREEZE_TIME: Duration = Duration::from_secs(10);
+
+/// Random bytes that a refresh must bring, at least and at most.
+pub const MIN_ENTROPY: usize = 32;
+pub const MAX_ENTROPY: usize = 512;
+/// Network interfaces, addresses on each, name servers and secrets of one refresh.
+pub const MAX_INTERFACES: usize = 16;
+pub const MAX_ADDRESSES: usize = 32;
+pub const MAX_SECRETS: usize = 256;
+/// Longest host name, as the kernel has it.
+pub const MAX_HOSTNAME: usize = 64;
+/// Longest name of a network interface, as the kernel has it.
+pub const MAX_INTERFACE_NAME: usize = 15;

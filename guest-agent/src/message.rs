@@ -1,8 +1,12 @@
 //! The messages inside control frames, as MessagePack maps with named fields.
 //! Bytes that the guest's kernel treats as bytes (arguments, paths, names) stay bytes here.
 
+mod fresh;
+
 use serde::{Deserialize, Serialize};
 pub use serde_bytes::ByteBuf;
+
+pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
 
 /// `Hello`: who the client is and which versions it speaks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -54,6 +58,9 @@ pub enum Request {
     Move(Move),
     Connect(Connect),
     Shutdown(Shutdown),
+    Freeze(Freeze),
+    Refresh(Box<Refresh>),
+    Thaw {},
     Info {},
     Ping {},
 }
@@ -261,6 +268,8 @@ pub enum Answer {
     Transferred(u64),
     Metadata(Metadata),
     Info(Info),
+    Frozen(Frozen),
+    Refreshed(Refreshed),
     /// Everything that has nothing else to tell.
     Done {},
 }
@@ -291,6 +300,8 @@ pub enum Code {
     Io,
     /// The client cancelled.
     Cancelled,
+    /// The workload is frozen: thaw it first.
+    Frozen,
     /// The guest is going down.
     ShuttingDown,
     /// No common protocol version.
@@ -428,4 +439,10 @@ pub struct Info {
     pub connections: u32,
     /// Whether each exec has its own control group.
     pub cgroups: bool,
+    /// Of the last refresh; zero before the first.
+    #[serde(default)]
+    pub generation: u64,
+    /// Whether the workload stands still.
+    #[serde(default)]
+    pub frozen: bool,
 }

@@ -17,18 +17,23 @@ use crate::connection::Connection;
 use crate::job::{Job, Work};
 use crate::listener::Listener;
 use crate::pool::Pool;
+use crate::refresh::Identity;
 use crate::spawn::Spawner;
 use crate::sys::{self, Epoll, Ready};
 use crate::token::Token;
 
 /// Reads a job or connection may do before the next has its turn.
 const TURN: usize = 4;
+/// Connections beyond the cap that only the control port may use.
+const CONTROL_RESERVE: usize = 8;
 /// How long a socket that could not be accepted for lack of descriptors is left alone.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What the agent is told when it starts.
 pub struct Settings {
     pub listener: Listener,
+    /// Where freeze, refresh and thaw are taken as well.
+    pub control: Option<Listener>,
     pub cgroups: Option<Cgroups>,
     /// We are the guest's first process, and end it when asked.
     pub init: bool,
@@ -55,6 +60,7 @@ pub struct Server {
     pub(crate) runnable: VecDeque<Token>,
     pub(crate) spawner: Spawner,
     pub(crate) pool: Pool,
+    pub(crate) identity: Identity,
     pub(crate) null: Arc<OwnedFd>,
     pub(crate) scratch: Vec<u8>,
     pub(crate) ending: Option<Ended>,
@@ -76,6 +82,9 @@ impl Server {
         let epoll = Epoll::new()?;
         let pool = Pool::new()?;
         epoll.watch_level(settings.listener.fd(), Token::Listener.bits())?;
+        if let Some(control) = &settings.control {
+            epoll.watch_level(control.fd(), Token::Control.bits())?;
+        }
         epoll.watch_level(&signals, Token::Signals.bits())?;
         epoll.watch_level(pool.wake(), Token::Workers.bits())?;
         Ok(Self {
@@ -89,6 +98,7 @@ impl Server {
             runnable: VecDeque::new(),
             spawner: Spawner::new(),
             pool,
+            identity: Identity::new(),
             null: Arc::new(sys::open(c"/dev/null", libc::O_RDWR, 0)?),
             scratch: Vec::new(),
             ending: None,
@@ -149,7 +159,8 @@ impl Server {
     fn note(&mut self, event: &Ready) {
         let token = Token::from_bits(event.token);
         match token {
-            Token::Listener => self.accept_all(),
+            Token::Listener => self.accept_all(false),
+            Token::Control => self.accept_all(true),
             Token::Signals => self.take_signals(),
             Token::Workers => self.pool.clear_wake(),
             Token::Connection(id) => {
@@ -229,10 +240,11 @@ impl Server {
         self.runnable.push_back(Token::Error(id));
     }
 
-    fn accept_all(&mut self) {
+    fn accept_all(&mut self, control: bool) {
         loop {
-            match self.settings.listener.accept() {
-                Ok(Some(socket)) => self.admit(socket),
+            let listener = self.settings.control.as_ref().filter(|_| control);
+            match listener.unwrap_or(&self.settings.listener).accept() {
+                Ok(Some(socket)) => self.admit(socket, control),
                 Ok(None) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == io::ErrorKind::ConnectionAborted => {}
@@ -245,8 +257,10 @@ impl Server {
         }
     }
 
-    fn admit(&mut self, socket: OwnedFd) {
-        if self.connections.len() >= MAX_CONNECTIONS {
+    fn admit(&mut self, socket: OwnedFd, control: bool) {
+        // Whoever has taken all connections must not keep the host from refreshing the guest.
+        let most = MAX_CONNECTIONS + if control { CONTROL_RESERVE } else { 0 };
+        if self.connections.len() >= most {
             let mut connection = Connection::new(socket);
             connection.say_goodbye(Code::TooMany, "the agent has all the connections it serves");
             return;
@@ -256,6 +270,7 @@ impl Server {
             return;
         }
         let mut connection = Connection::new(socket);
+        connection.control = control;
         let deadline = Instant::now() + HANDSHAKE_TIME;
         connection.deadline = Some(deadline);
         self.deadlines.insert((deadline, Token::Connection(id)));

@@ -11,5 +11,6 @@ mod generation;
 mod net;
 mod outcomes;
 mod ports;
+mod refresh;
 mod run;
 mod vsock;

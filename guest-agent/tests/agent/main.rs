@@ -7,5 +7,6 @@ mod files;
 mod fixture;
 mod forward;
 mod hostile;
+mod refresh;
 mod streams;
 mod trees;

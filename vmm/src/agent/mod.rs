@@ -10,6 +10,7 @@ mod error;
 mod files;
 mod forward;
 mod ready;
+mod refresh;
 mod stream;
 mod tcp;
 
@@ -21,6 +22,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use pvmm_guest_agent::limits::AGENT_PORT;
 use pvmm_guest_agent::message::{self, Answer, Outcome, Request};
 
 pub use pvmm_guest_agent::message::{Entry, FileKind, Info, Metadata, Owner, ShutdownHow, Welcome};
@@ -29,6 +31,7 @@ pub use error::{AgentError, Lost, Refusal};
 pub use files::{FileReader, FileWriter, WriteOptions};
 pub use forward::Forward;
 pub use ready::ReadyListener;
+pub use refresh::{FreezeOptions, Frozen, Interface, Refresh, RefreshStep};
 pub use tcp::{GuestTcp, GuestTcpReader, GuestTcpWriter};
 
 use connection::Connection;
@@ -49,7 +52,7 @@ impl Agent {
     /// Reaches the agent through the VM's vsock socket, trying until the deadline while the agent
     /// is not listening yet.
     pub fn connect(uds: &Path, deadline: Instant) -> Result<Self, AgentError> {
-        let (socket, welcome) = dial::connect(uds, deadline)?;
+        let (socket, welcome) = dial::connect(uds, AGENT_PORT, &[], deadline)?;
         Ok(Self { connection: Connection::new(socket, welcome)? })
     }
 

@@ -203,6 +203,12 @@ impl StreamRef {
         Ok(Self { connection: Arc::clone(connection), stream })
     }
 
+    /// A stream whose request travelled with the hello.
+    pub fn opened_before(connection: &Arc<Connection>) -> Result<Self, AgentError> {
+        let stream = connection.first_stream()?;
+        Ok(Self { connection: Arc::clone(connection), stream })
+    }
+
     /// What happens next; `None` when the deadline passes first.
     pub fn next(&self, deadline: Option<Instant>) -> Result<Option<Event>, AgentError> {
         let taken = self.wait(deadline, State::take_event)?;
