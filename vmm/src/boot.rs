@@ -5,13 +5,14 @@ use std::sync::Arc;
 
 use pvmm_devices::GuestMemory;
 use pvmm_devices::virtio::VirtioDevice;
-use pvmm_devices::virtio::block::{Block, BlockConfig};
+use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
-use crate::config::{self, Console, Drive, DriveSource, VmConfig};
+use crate::config::{self, Console, VmConfig};
+use crate::drives;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::KvmVm;
@@ -28,7 +29,9 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     // What the host must supply.
     let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
     let ready = vsock_path.as_deref().map(ReadyListener::bind).transpose()?;
-    let devices = open_devices(config.drives, config.vsock, config.rng)?;
+    let blocks = drives::open_all(config.drives)?;
+    let drives = blocks.iter().map(Block::handle).collect();
+    let devices = open_devices(blocks, config.vsock, config.rng)?;
     let memory = allocate_memory(config.memory_mib)?;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
@@ -66,6 +69,8 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     Ok(Vm {
         vcpus,
         devices: machine.devices,
+        transports: machine.transports,
+        drives,
         _console: machine.console,
         buses,
         ending: machine.ending,
@@ -78,7 +83,7 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
 
 /// Opens what stands behind the virtio devices, in the order in which the guest will number them.
 fn open_devices(
-    drives: Vec<Drive>,
+    blocks: Vec<Block>,
     vsock: Option<config::Vsock>,
     rng: bool,
 ) -> Result<Vec<Box<dyn VirtioDevice>>, Error> {
@@ -86,12 +91,7 @@ fn open_devices(
     let refused = |error: Box<dyn std::error::Error + Send + Sync>| {
         Error::new(ErrorKind::InvalidConfig, "cannot open a device", error)
     };
-    for drive in drives {
-        let config = match drive.source {
-            DriveSource::Path(path) => BlockConfig::new(path),
-            DriveSource::File(file) => BlockConfig::from_file(file),
-        };
-        let block = Block::new(config.read_only(drive.read_only)).map_err(|e| refused(e.into()))?;
+    for block in blocks {
         devices.push(Box::new(block));
     }
     if let Some(config::Vsock { guest_cid, uds_path }) = vsock {

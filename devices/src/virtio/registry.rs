@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::block::BlockStateV1;
+use super::block::{BlockStateV1, BlockUpdate};
 use super::rng::RngStateV1;
 use super::vsock::VsockStateV1;
 
@@ -44,4 +44,10 @@ impl DeviceState {
             Self::Vsock(_) => DeviceKind::Vsock,
         }
     }
+}
+
+/// What the host may change about a device while the machine lives.
+#[derive(Debug)]
+pub enum DeviceUpdate {
+    Block(BlockUpdate),
 }

@@ -55,7 +55,8 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         true => Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) },
         false => Mode::Foreground,
     };
-    let plan = Plan { parts, record, console_copy, boot_patience, mode };
+    let drives = args.drive.clone();
+    let plan = Plan { parts, record, drives, console_copy, boot_patience, mode };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
     // On failure `vm` is dropped: the process ends and the directory goes.

@@ -15,6 +15,7 @@ use pvmm::{Console, Drive, ErrorKind, Initrd, Outcome, Vm, VmConfig, Vsock};
 
 use super::main_command::MainCommand;
 use super::{Mode, Plan, Report, Reporter, console};
+use crate::drive::DriveFlag;
 use crate::exit::{FAULT, Failure, USAGE};
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
@@ -165,6 +166,7 @@ fn configure(plan: Plan, dir: &VmDir, record: &mut Record, console: File) -> (Vm
     config.memory_mib = record.memory_mib;
     config.vcpus = record.cpus;
     config.drives = vec![Drive::read_only(parts.rootfs), Drive::from_file(parts.upper)];
+    config.drives.extend(plan.drives.into_iter().map(DriveFlag::into_drive));
     config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
     config.console = Console::File(console);
     (config, plan.mode)

@@ -17,6 +17,7 @@ use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
 use crate::attach::Names;
+use crate::drive::DriveFlag;
 use crate::exit::{self, Failure};
 use crate::log_file;
 use crate::prepare::Parts;
@@ -36,6 +37,8 @@ const END_PATIENCE: Duration = Duration::from_secs(10);
 pub struct Plan {
     pub parts: Parts,
     pub record: Record,
+    /// Disks besides the root filesystem and what is written over it.
+    pub drives: Vec<DriveFlag>,
     /// A copy of the guest's console for the user, who then also gets the kernel's messages.
     pub console_copy: Option<File>,
     /// How long the guest may take until its agent answers.
