@@ -7,8 +7,10 @@ pub mod bus;
 pub mod ioapic;
 pub mod legacy;
 pub mod rate_limiter;
+pub mod sparse;
 mod sys;
 pub mod virtio;
+pub mod vmgenid;
 
 /// Guest memory as every device sees it.
 pub type GuestMemory = vm_memory::GuestMemoryMmap;

@@ -67,6 +67,81 @@ pub fn fallocate(fd: BorrowedFd, how: Clear, offset: u64, len: u64) -> io::Resul
     length(done as isize).map(drop)
 }
 
+/// Where the next data at or after `offset` begins, if there is any.
+pub fn seek_data(fd: BorrowedFd, offset: u64) -> io::Result<Option<u64>> {
+    match seek(fd, offset, libc::SEEK_DATA) {
+        Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+        result => result.map(Some),
+    }
+}
+
+/// Where the data around `offset` ends.
+pub fn seek_hole(fd: BorrowedFd, offset: u64) -> io::Result<u64> {
+    seek(fd, offset, libc::SEEK_HOLE)
+}
+
+fn seek(fd: BorrowedFd, offset: u64, whence: i32) -> io::Result<u64> {
+    // SAFETY: no memory is passed; all other I/O on these files is positioned.
+    let at = unsafe { libc::lseek(fd.as_raw_fd(), to_offset(offset)?, whence) };
+    length(at as isize).map(|at| at as u64)
+}
+
+/// Whether the file system can be believed when it says where a file has holes. Some network file
+/// systems call everything a hole.
+pub fn knows_holes(fd: BorrowedFd) -> io::Result<bool> {
+    const XFS: i64 = 0x5846_5342;
+    const KNOWN: [i64; 4] =
+        [libc::EXT4_SUPER_MAGIC, libc::TMPFS_MAGIC, libc::BTRFS_SUPER_MAGIC, XFS];
+    // SAFETY: the structure is plain data that the kernel fills.
+    let mut facts: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: the kernel writes one structure, which is borrowed exclusively.
+    let done = unsafe { libc::fstatfs(fd.as_raw_fd(), &raw mut facts) };
+    length(done as isize)?;
+    Ok(KNOWN.contains(&facts.f_type))
+}
+
+/// Copies a range to the same place of another file inside the kernel; returns how far it got, which is
+/// its beginning where the kernel cannot.
+pub fn copy_range(
+    from: BorrowedFd,
+    to: BorrowedFd,
+    range: std::ops::Range<u64>,
+) -> io::Result<u64> {
+    let mut at = range.start;
+    while at < range.end {
+        let (mut source, mut target) = (to_offset(at)?, to_offset(at)?);
+        let len = usize::try_from(range.end - at).unwrap_or(usize::MAX);
+        // SAFETY: the kernel reads and writes the two offsets, which are local.
+        let done = unsafe {
+            libc::copy_file_range(
+                from.as_raw_fd(),
+                &raw mut source,
+                to.as_raw_fd(),
+                &raw mut target,
+                len,
+                0,
+            )
+        };
+        match length(done) {
+            Ok(0) => break,
+            Ok(done) => at += done as u64,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => match error.raw_os_error() {
+                Some(libc::EXDEV | libc::EINVAL | libc::ENOSYS | libc::EOPNOTSUPP) => break,
+                _ => return Err(error),
+            },
+        }
+    }
+    Ok(at)
+}
+
+/// Makes `to` share all blocks of `from`.
+pub fn clone_file(from: BorrowedFd, to: BorrowedFd) -> io::Result<()> {
+    // SAFETY: the argument is a descriptor that is borrowed for the call.
+    let done = unsafe { libc::ioctl(to.as_raw_fd(), libc::FICLONE, from.as_raw_fd()) };
+    length(done as isize).map(drop)
+}
+
 /// Takes a lock on the whole file that lives as long as its open description: shared with other
 /// readers, or alone. Does not wait.
 pub fn lock(file: &File, exclusive: bool) -> io::Result<()> {

@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::sys;
 
@@ -18,6 +20,13 @@ pub struct Cgroups {
     next: u64,
     /// Groups of ended execs that a background process still lives in.
     lingering: Vec<PathBuf>,
+    frozen: Arc<AtomicBool>,
+}
+
+/// Freezes and thaws all groups together, from any thread.
+pub struct Freezer {
+    base: PathBuf,
+    frozen: Arc<AtomicBool>,
 }
 
 /// The control group of one exec.
@@ -33,7 +42,10 @@ impl Cgroups {
         fs::create_dir_all(&base).ok()?;
         // Also tells a directory of some other filesystem from a control group.
         base.join("cgroup.kill").exists().then_some(())?;
-        let mut this = Self { base, next: 0, lingering: Vec::new() };
+        let frozen = Arc::default();
+        let mut this = Self { base, next: 0, lingering: Vec::new(), frozen };
+        // An agent before us may have ended in mid-freeze.
+        let _ = this.thaw();
         this.adopt_leftovers();
         Some(this)
     }
@@ -48,6 +60,10 @@ impl Cgroups {
     }
 
     pub fn create(&mut self) -> io::Result<Cgroup> {
+        if self.is_frozen() {
+            // Who starts a process waits for its program, and that would never run.
+            return Err(io::Error::from_raw_os_error(libc::EBUSY));
+        }
         self.sweep();
         loop {
             let path = self.base.join(format!("exec-{}", self.next));
@@ -74,6 +90,29 @@ impl Cgroups {
             .retain(|path| remove(path).is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)));
     }
 
+    /// Whether nothing may be started, because what is started would stand still.
+    pub fn is_frozen(&self) -> bool {
+        self.frozen.load(Ordering::Acquire)
+    }
+
+    pub fn set_frozen(&mut self, frozen: bool) {
+        self.frozen.store(frozen, Ordering::Release);
+    }
+
+    pub fn freezer(&self) -> Freezer {
+        Freezer { base: self.base.clone(), frozen: Arc::clone(&self.frozen) }
+    }
+
+    /// Stops everything as soon as it can be, without waiting for it.
+    pub fn hold(&mut self) {
+        self.set_frozen(true);
+        let _ = self.freezer().freeze();
+    }
+
+    pub fn thaw(&mut self) -> io::Result<()> {
+        self.freezer().thaw()
+    }
+
     /// Ends everything in every group and removes them, as far as they empty within the call.
     pub fn close(mut self) {
         let _ = fs::write(self.base.join("cgroup.kill"), "1");
@@ -86,6 +125,24 @@ impl Cgroups {
             }
             std::thread::sleep(std::time::Duration::from_millis(5));
         }
+    }
+}
+
+impl Freezer {
+    pub fn freeze(&self) -> io::Result<()> {
+        fs::write(self.base.join("cgroup.freeze"), "1")
+    }
+
+    /// Whether the last process has stopped.
+    pub fn stands_still(&self) -> io::Result<bool> {
+        let events = fs::read_to_string(self.base.join("cgroup.events"))?;
+        Ok(events.lines().any(|line| line == "frozen 1"))
+    }
+
+    pub fn thaw(&self) -> io::Result<()> {
+        fs::write(self.base.join("cgroup.freeze"), "0")?;
+        self.frozen.store(false, Ordering::Release);
+        Ok(())
     }
 }
 

@@ -38,6 +38,8 @@ pub struct Source {
     count: OutputCount,
     /// End after this many bytes more, whoever still holds the pipe.
     stop_after: Option<u64>,
+    /// Why reading failed, if it did; the end is then not announced as one.
+    errno: Option<i32>,
     ended: bool,
 }
 
@@ -54,6 +56,7 @@ impl Source {
             last: None,
             count: OutputCount::default(),
             stop_after: None,
+            errno: None,
             ended: false,
         }
     }
@@ -64,6 +67,11 @@ impl Source {
 
     pub fn count(&self) -> OutputCount {
         self.count
+    }
+
+    /// Why reading failed, if it did.
+    pub fn errno(&self) -> Option<i32> {
+        self.errno
     }
 
     pub fn grant(&mut self, bytes: u32) -> Result<(), WindowError> {
@@ -135,6 +143,11 @@ impl Source {
                 self.fd = Some(fd);
                 if self.readable { Step::More } else { Step::Waiting }
             }
+            Err(e) if e.raw_os_error() == Some(libc::ECONNRESET) => {
+                self.errno = e.raw_os_error();
+                self.ended = true;
+                Step::Waiting
+            }
             _ => self.close(out, stream),
         }
     }
@@ -184,6 +197,8 @@ pub struct Sink {
     ended: bool,
     /// The client has been told that nothing more is wanted.
     refused: bool,
+    /// Closing is not enough where reading goes on over the same socket.
+    half_close: bool,
     window: ReceiveWindow,
     /// Raised when the pipe ends because the client ended it, and for no other reason.
     commit: Option<Arc<AtomicBool>>,
@@ -197,9 +212,20 @@ impl Sink {
             writable: true,
             ended: false,
             refused: false,
+            half_close: false,
             window: ReceiveWindow::new(INPUT_WINDOW),
             commit,
         }
+    }
+
+    /// A connected socket that is also read.
+    pub fn socket(fd: OwnedFd) -> Self {
+        Self { half_close: true, ..Self::new(fd, None) }
+    }
+
+    /// Everything was written, or nothing more can be.
+    pub fn is_closed(&self) -> bool {
+        self.fd.is_none()
     }
 
     pub fn has_ended(&self) -> bool {
@@ -240,7 +266,9 @@ impl Sink {
             if let Some(commit) = &self.commit {
                 commit.store(true, Ordering::Release);
             }
-            self.fd = None;
+            if let Some(fd) = self.fd.take().filter(|_| self.half_close) {
+                sys::tcp::end_writing(&fd);
+            }
         }
     }
 

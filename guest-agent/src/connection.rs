@@ -21,6 +21,8 @@ pub struct Connection {
     pub pressed: bool,
     /// The hello has come and was answered.
     pub greeted: bool,
+    /// It came to the control port.
+    pub control: bool,
     /// Open streams and their jobs.
     pub streams: BTreeMap<u32, u64>,
     /// The highest stream number that was opened; numbers only rise.
@@ -39,6 +41,7 @@ impl Connection {
             hung_up: false,
             pressed: false,
             greeted: false,
+            control: false,
             streams: BTreeMap::new(),
             last_stream: 0,
             deadline: None,

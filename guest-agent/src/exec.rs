@@ -14,7 +14,9 @@ use pvmm_guest_agent::{Channel, Kind};
 
 use crate::cgroup::{self, Cgroup};
 use crate::channel::{Sink, Source};
+use crate::forward;
 use crate::job::{Death, Job, Phase, Process, Work};
+use crate::refresh::Identity;
 use crate::server::Server;
 use crate::spawn::{Plan, SpawnError};
 use crate::sys::{self, Reaped};
@@ -115,7 +117,7 @@ impl Server {
             Command::Argv(argv) => argv.iter().map(|arg| arg.to_vec()).collect(),
             Command::Shell(line) => vec![b"/bin/sh".into(), b"-c".into(), line.to_vec()],
         };
-        let env = environment(exec, user.as_ref());
+        let env = environment(exec, user.as_ref(), &self.identity);
         let path = env.get(&b"PATH"[..]).map_or(DEFAULT_PATH.as_bytes(), |path| path);
         let programs = candidates(&argv[0], path);
         let entries = env.iter().map(|(name, value)| [name, &b"="[..], value].concat());
@@ -162,7 +164,7 @@ impl Server {
     pub(crate) fn job_deadline(&mut self, id: u64) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         job.deadline = None;
-        let Work::Process(process) = &mut job.work else { return };
+        let Work::Process(process) = &mut job.work else { return self.connect_deadline(id) };
         match process.phase {
             Phase::Running => {
                 process.timed_out = true;
@@ -194,6 +196,10 @@ impl Server {
     pub(crate) fn finish_if_over(&mut self, id: u64) {
         let Some(job) = self.jobs.get(&id).filter(|job| job.outputs_ended()) else { return };
         let outcome = match &job.work {
+            Work::Tcp(tcp) => match forward::outcome(tcp, job) {
+                Some(outcome) => outcome,
+                None => return,
+            },
             Work::File(None) => return,
             Work::File(Some(outcome)) => outcome.clone(),
             Work::Process(process) => {
@@ -218,7 +224,7 @@ impl Server {
         }
     }
 
-    fn forget(&mut self, id: u64) {
+    pub(crate) fn forget(&mut self, id: u64) {
         self.set_deadline(Token::Job(id), None);
         if let Some(Job { work: Work::Process(process), .. }) = self.jobs.remove(&id) {
             self.retire(process.cgroup);
@@ -237,6 +243,7 @@ impl Server {
                 }
             }
             Work::File(_) => self.cancel_file_work(id),
+            Work::Tcp(_) => self.cancel_tcp(id),
         }
     }
 
@@ -257,7 +264,7 @@ impl Server {
                 }
             }
             // The worker sees its pipe break; its report finds nobody.
-            Work::File(_) => self.forget(id),
+            Work::File(_) | Work::Tcp(_) => self.forget(id),
         }
     }
 }
@@ -330,8 +337,12 @@ fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
     }
 }
 
-/// The default environment with the request's entries over it.
-fn environment(exec: &Exec, user: Option<&User>) -> BTreeMap<Vec<u8>, Vec<u8>> {
+/// The default environment, over it what the last refresh gave, over it the request's entries.
+fn environment(
+    exec: &Exec,
+    user: Option<&User>,
+    identity: &Identity,
+) -> BTreeMap<Vec<u8>, Vec<u8>> {
     let mut env: BTreeMap<Vec<u8>, Vec<u8>> = BTreeMap::new();
     if !exec.clear_env {
         let (name, home) = user.map_or(("root", "/"), |user| (&user.name, &user.home));
@@ -343,6 +354,12 @@ fn environment(exec: &Exec, user: Option<&User>) -> BTreeMap<Vec<u8>, Vec<u8>> {
             ("LANG", "C.UTF-8"),
         ];
         env.extend(defaults.map(|(name, value)| (name.into(), value.into())));
+        if identity.generation > 0 {
+            let generation = identity.generation.to_string();
+            env.insert(b"PVMM_GENERATION".into(), generation.into());
+        }
+        let refreshed = identity.env.iter();
+        env.extend(refreshed.map(|(name, value)| (name.to_vec(), value.to_vec())));
     }
     env.extend(exec.env.iter().map(|(name, value)| (name.to_vec(), value.to_vec())));
     env

@@ -26,7 +26,12 @@ pub fn paths(request: &Request) -> Vec<&[u8]> {
         Request::Remove(it) => vec![&it.path],
         Request::Mkdir(it) => vec![&it.path],
         Request::Move(it) => vec![&it.from, &it.to],
-        Request::Exec(_) | Request::Shutdown(_) | Request::Info {} | Request::Ping {} => vec![],
+        Request::Freeze(_) | Request::Refresh(_) | Request::Thaw {} => vec![],
+        Request::Exec(_)
+        | Request::Connect(_)
+        | Request::Shutdown(_)
+        | Request::Info {}
+        | Request::Ping {} => vec![],
     }
 }
 

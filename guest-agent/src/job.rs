@@ -8,6 +8,7 @@ use pvmm_guest_agent::message::{ExecStatus, Outcome, Usage};
 
 use crate::cgroup::Cgroup;
 use crate::channel::{Sink, Source};
+use crate::forward::Tcp;
 use crate::token::Token;
 
 pub struct Job {
@@ -24,6 +25,8 @@ pub enum Work {
     Process(Process),
     /// File work, and its outcome once the worker has reported it.
     File(Option<Outcome>),
+    /// A connection to a port of the guest.
+    Tcp(Tcp),
 }
 
 pub struct Process {

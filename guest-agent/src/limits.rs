@@ -10,6 +10,8 @@ pub const VERSION: u16 = 1;
 pub const AGENT_PORT: u32 = 1024;
 /// The vsock port on the host that the agent dials once, when it is ready.
 pub const READY_PORT: u32 = 1025;
+/// The vsock port that also takes freeze, refresh and thaw.
+pub const CONTROL_PORT: u32 = 1026;
 /// The host's vsock address.
 pub const HOST_CID: u32 = 2;
 
@@ -31,8 +33,10 @@ pub const MAX_WINDOW: u32 = 16 << 20;
 
 /// Connections the agent serves at once.
 pub const MAX_CONNECTIONS: usize = 256;
-/// Streams open at once on one connection.
+/// Streams open at once on one connection, those to ports not counted.
 pub const MAX_STREAMS: usize = 256;
+/// Streams to ports of the guest open at once on one connection.
+pub const MAX_PORT_STREAMS: usize = 1024;
 /// Threads that do file work at once; more requests wait their turn.
 pub const MAX_FILE_WORKERS: usize = 128;
 /// Names, values, arguments and their terminators, together.
@@ -52,7 +56,23 @@ pub const HELLO_TIME: Duration = Duration::from_secs(10);
 pub const HANDSHAKE_TIME: Duration = Duration::from_secs(60);
 /// How long a frame that has begun may take to arrive in full.
 pub const FRAME_TIME: Duration = Duration::from_secs(30);
+/// How long a port of the guest may take to accept a connection.
+pub const CONNECT_TIME: Duration = Duration::from_secs(10);
 /// Between the TERM and the KILL of a timed-out exec, unless the request says otherwise.
 pub const DEFAULT_GRACE: Duration = Duration::from_secs(2);
 /// How long output is still awaited when a background child keeps a pipe of a dead process.
 pub const DRAIN_TIME: Duration = Duration::from_millis(200);
+/// How long a freeze may take, unless the request says otherwise.
+pub const FREEZE_TIME: Duration = Duration::from_secs(10);
+
+/// Random bytes that a refresh must bring, at least and at most.
+pub const MIN_ENTROPY: usize = 32;
+pub const MAX_ENTROPY: usize = 512;
+/// Network interfaces, addresses on each, name servers and secrets of one refresh.
+pub const MAX_INTERFACES: usize = 16;
+pub const MAX_ADDRESSES: usize = 32;
+pub const MAX_SECRETS: usize = 256;
+/// Longest host name, as the kernel has it.
+pub const MAX_HOSTNAME: usize = 64;
+/// Longest name of a network interface, as the kernel has it.
+pub const MAX_INTERFACE_NAME: usize = 15;

@@ -9,11 +9,16 @@ mod entry;
 mod exec;
 mod file_work;
 mod files;
+mod forward;
+mod freeze;
+
 mod init;
 mod job;
 mod listener;
+mod netlink;
 mod outbox;
 mod pool;
+mod refresh;
 mod requests;
 mod server;
 mod spawn;
@@ -29,7 +34,8 @@ use crate::cgroup::Cgroups;
 use crate::listener::Listener;
 use crate::server::{Server, Settings};
 
-const USAGE: &str = "usage: pvmm-agent serve [--listen vsock:PORT|unix:PATH] [--cgroup DIR|none]";
+const USAGE: &str = "usage: pvmm-agent serve [--listen vsock:PORT|unix:PATH] \
+                     [--control vsock:PORT|unix:PATH] [--cgroup DIR|none]";
 /// Descriptors for every stream of every connection.
 const OPEN_FILES: u64 = 65536;
 
@@ -56,34 +62,48 @@ fn serve(arguments: Vec<String>) -> Result<(), String> {
         return Err(USAGE.into());
     }
     let mut listen = format!("vsock:{AGENT_PORT}");
+    let mut control = None;
     let mut cgroup = None;
     while let Some(option) = arguments.next() {
         let value = arguments.next().ok_or(USAGE)?;
         match option.as_str() {
             "--listen" => listen = value,
+            "--control" => control = Some(value),
             "--cgroup" => cgroup = Some(value),
             _ => return Err(USAGE.into()),
         }
     }
-    let listener = match listen.split_once(':') {
-        Some(("unix", path)) => Listener::unix(path.as_ref()),
-        Some(("vsock", port)) => Listener::vsock(port.parse().map_err(|_| USAGE)?),
-        _ => return Err(USAGE.into()),
-    };
-    let listener = listener.map_err(|e| format!("cannot listen on {listen}: {e}"))?;
+    let listener = open_listener(&listen)?;
+    let control_listener = control.as_deref().map(open_listener).transpose()?;
     sys::share_one_heap();
     sys::become_subreaper().map_err(|e| format!("cannot adopt orphans: {e}"))?;
     let cgroups = match cgroup.as_deref() {
         Some("none") => None,
         other => Cgroups::prepare(other.map(PathBuf::from)),
     };
-    let settings =
-        Settings { listener, cgroups, init: false, open_files: sys::raise_open_files(OPEN_FILES) };
+    let settings = Settings {
+        listener,
+        control: control_listener,
+        cgroups,
+        init: false,
+        open_files: sys::raise_open_files(OPEN_FILES),
+    };
     let mut server = Server::new(settings).map_err(|e| format!("cannot start: {e}"))?;
     let ended = server.run().map_err(|e| format!("the event loop failed: {e}"));
     server.close();
-    if let Some(("unix", path)) = listen.split_once(':') {
-        let _ = std::fs::remove_file(path);
+    for place in [Some(&listen), control.as_ref()].into_iter().flatten() {
+        if let Some(("unix", path)) = place.split_once(':') {
+            let _ = std::fs::remove_file(path);
+        }
     }
     ended.map(drop)
+}
+
+fn open_listener(place: &str) -> Result<Listener, String> {
+    let listener = match place.split_once(':') {
+        Some(("unix", path)) => Listener::unix(path.as_ref()),
+        Some(("vsock", port)) => Listener::vsock(port.parse().map_err(|_| USAGE)?),
+        _ => return Err(USAGE.into()),
+    };
+    listener.map_err(|e| format!("cannot listen on {place}: {e}"))
 }

@@ -1,8 +1,12 @@
 //! The messages inside control frames, as MessagePack maps with named fields.
 //! Bytes that the guest's kernel treats as bytes (arguments, paths, names) stay bytes here.
 
+mod fresh;
+
 use serde::{Deserialize, Serialize};
 pub use serde_bytes::ByteBuf;
+
+pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
 
 /// `Hello`: who the client is and which versions it speaks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -52,7 +56,11 @@ pub enum Request {
     Remove(Remove),
     Mkdir(Mkdir),
     Move(Move),
+    Connect(Connect),
     Shutdown(Shutdown),
+    Freeze(Freeze),
+    Refresh(Box<Refresh>),
+    Thaw {},
     Info {},
     Ping {},
 }
@@ -187,6 +195,13 @@ pub struct Move {
     pub no_replace: bool,
 }
 
+/// Connects to a TCP port of the guest's loopback. After `Started` the input channel is what is
+/// written to the connection and the output channel what is read from it; END closes one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Connect {
+    pub port: u16,
+}
+
 /// Ends the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Shutdown {
@@ -253,6 +268,8 @@ pub enum Answer {
     Transferred(u64),
     Metadata(Metadata),
     Info(Info),
+    Frozen(Frozen),
+    Refreshed(Refreshed),
     /// Everything that has nothing else to tell.
     Done {},
 }
@@ -283,6 +300,8 @@ pub enum Code {
     Io,
     /// The client cancelled.
     Cancelled,
+    /// The workload is frozen: thaw it first.
+    Frozen,
     /// The guest is going down.
     ShuttingDown,
     /// No common protocol version.
@@ -420,4 +439,10 @@ pub struct Info {
     pub connections: u32,
     /// Whether each exec has its own control group.
     pub cgroups: bool,
+    /// Of the last refresh; zero before the first.
+    #[serde(default)]
+    pub generation: u64,
+    /// Whether the workload stands still.
+    #[serde(default)]
+    pub frozen: bool,
 }

@@ -6,7 +6,7 @@ use std::io;
 use pvmm_guest_agent::frame::{Frame, Kind};
 use pvmm_guest_agent::limits::{MAX_ARGS, MAX_PATH, VERSION};
 use pvmm_guest_agent::message::{
-    Answer, Code, Exec, Failure, Hello, Info, Outcome, Request, Scope, Signal, Welcome,
+    Answer, ByteBuf, Code, Exec, Failure, Hello, Info, Outcome, Request, Scope, Signal, Welcome,
 };
 use pvmm_guest_agent::{Channel, decode};
 
@@ -14,7 +14,7 @@ use crate::channel::Step;
 use crate::job::Work;
 use crate::server::{Ended, Server};
 use crate::token::Token;
-use crate::{files, sys};
+use crate::{files, refresh, sys};
 
 /// Bytes read from a socket at once.
 const READ_BYTES: usize = 128 << 10;
@@ -142,7 +142,10 @@ impl Server {
     }
 
     pub fn welcome(&self) -> Welcome {
-        let mut capabilities = vec!["exec", "files", "info"];
+        let mut capabilities = vec!["exec", "files", "info", "connect"];
+        if self.settings.control.is_some() {
+            capabilities.push("refresh");
+        }
         if self.settings.init {
             capabilities.push("shutdown");
         }
@@ -173,7 +176,12 @@ impl Server {
             return Err(fault(format!("data after the end of stream {stream}'s input")));
         }
         sink.accept(frame.payload, frame.header.ends(), &mut connection.out, stream)
-            .map_err(|e| fault(e.to_string()))
+            .map_err(|e| fault(e.to_string()))?;
+        let over = sink.is_closed();
+        if over {
+            self.finish_if_over(job);
+        }
+        Ok(())
     }
 
     fn take_credit(&mut self, job: u64, frame: Frame<'_>) -> Result<(), Fault> {
@@ -208,13 +216,28 @@ impl Server {
         if let Err(why) = check(&request) {
             return self.refuse(id, stream, Code::BadRequest, why);
         }
-        let brief = matches!(request, Request::Ping {} | Request::Info {} | Request::Shutdown(_));
-        if !brief && !self.has_stream_left(id) {
+        let control =
+            matches!(request, Request::Freeze(_) | Request::Refresh(_) | Request::Thaw {});
+        if control && !self.connections.get(&id).is_some_and(|it| it.control) {
+            let why = "freeze, refresh and thaw are for the control port";
+            return self.refuse(id, stream, Code::Unsupported, why);
+        }
+        let brief = control
+            || matches!(request, Request::Ping {} | Request::Info {} | Request::Shutdown(_));
+        let to_port = matches!(request, Request::Connect(_));
+        if !brief && !self.has_stream_left(id, to_port) {
             let why = "the connection has all the streams it may have";
             return self.refuse(id, stream, Code::TooMany, why);
         }
         match request {
+            Request::Exec(_) if self.is_frozen() => {
+                self.refuse(id, stream, Code::Frozen, "the workload is frozen: thaw it first");
+            }
             Request::Exec(exec) => self.start_exec(id, stream, exec),
+            Request::Freeze(freeze) => self.start_freeze(id, stream, freeze),
+            Request::Refresh(refresh) => self.take_refresh(id, stream, &refresh),
+            Request::Thaw {} => self.thaw(id, stream),
+            Request::Connect(connect) => self.start_connect(id, stream, connect),
             Request::Ping {} => self.answer(id, stream, Answer::Done {}),
             Request::Info {} => {
                 let info = self.info();
@@ -250,6 +273,8 @@ impl Server {
             execs: self.pids.len() as u32,
             connections: self.connections.len() as u32,
             cgroups: self.settings.cgroups.is_some(),
+            generation: self.identity.generation,
+            frozen: self.is_frozen(),
         }
     }
 
@@ -257,7 +282,7 @@ impl Server {
         self.conclude(id, stream, &Outcome::Ok(answer));
     }
 
-    fn refuse(&mut self, id: u64, stream: u32, code: Code, why: &str) {
+    pub(crate) fn refuse(&mut self, id: u64, stream: u32, code: Code, why: &str) {
         let failure = Failure { code, errno: None, path: None, message: why.to_owned() };
         self.conclude(id, stream, &Outcome::Failed(failure));
     }
@@ -284,7 +309,17 @@ fn cause(error: &dyn std::error::Error) -> String {
 fn check(request: &Request) -> Result<(), &'static str> {
     match request {
         Request::Exec(exec) => check_exec(exec),
+        Request::Refresh(request) => {
+            refresh::check(request)?;
+            check_env(&request.env)?;
+            let total = |(name, value): &(ByteBuf, ByteBuf)| name.len() + value.len() + 2;
+            let total: usize = request.env.iter().map(total).sum();
+            if total > MAX_ARGS / 2 { Err("env is too long") } else { Ok(()) }
+        }
+        Request::Connect(connect) if connect.port == 0 => Err("port is 0"),
+        Request::Connect(_) => Ok(()),
         Request::Info {} | Request::Ping {} | Request::Shutdown(_) => Ok(()),
+        Request::Freeze(_) | Request::Thaw {} => Ok(()),
         file => files::paths(file).into_iter().try_for_each(|path| match path {
             [] => Err("a path is empty"),
             path if path.len() > MAX_PATH => Err("a path is too long"),
@@ -306,21 +341,29 @@ fn check_exec(exec: &Exec) -> Result<(), &'static str> {
         Command::Shell(line) => vec![line],
     };
     let names = exec.env.iter().flat_map(|(name, value)| [&name[..], &value[..]]);
-    let total: usize = words.iter().copied().chain(names.clone()).map(|word| word.len() + 1).sum();
+    let total: usize = words.iter().copied().chain(names).map(|word| word.len() + 1).sum();
     if total > MAX_ARGS {
         return Err("arguments and environment are too long together");
     }
-    if words.iter().copied().chain(names).any(|word| word.contains(&0)) {
-        return Err("an argument or environment entry contains NUL");
+    if words.iter().any(|word| word.contains(&0)) {
+        return Err("an argument contains NUL");
     }
-    if exec.env.iter().any(|(name, _)| name.is_empty() || name.contains(&b'=')) {
-        return Err("an environment name is empty or contains '='");
-    }
+    check_env(&exec.env)?;
     if exec.cwd.as_ref().is_some_and(|cwd| cwd.is_empty() || cwd.contains(&0)) {
         return Err("cwd is empty or contains NUL");
     }
     if exec.output_limit.is_some_and(|limit| limit.tail > MAX_TAIL) {
         return Err("output_limit.tail is too large");
+    }
+    Ok(())
+}
+
+fn check_env(env: &[(ByteBuf, ByteBuf)]) -> Result<(), &'static str> {
+    if env.iter().any(|(name, value)| name.contains(&0) || value.contains(&0)) {
+        return Err("an environment entry contains NUL");
+    }
+    if env.iter().any(|(name, _)| name.is_empty() || name.contains(&b'=')) {
+        return Err("an environment name is empty or contains '='");
     }
     Ok(())
 }

@@ -8,27 +8,32 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::limits::{FRAME_TIME, HANDSHAKE_TIME, HELLO_TIME};
-use pvmm_guest_agent::limits::{MAX_CONNECTIONS, MAX_STREAMS};
+use pvmm_guest_agent::limits::{MAX_CONNECTIONS, MAX_PORT_STREAMS, MAX_STREAMS};
 use pvmm_guest_agent::message::{Code, Shutdown, ShutdownHow};
 
 use crate::cgroup::Cgroups;
 use crate::channel::Step;
 use crate::connection::Connection;
-use crate::job::Job;
+use crate::job::{Job, Work};
 use crate::listener::Listener;
 use crate::pool::Pool;
+use crate::refresh::Identity;
 use crate::spawn::Spawner;
 use crate::sys::{self, Epoll, Ready};
 use crate::token::Token;
 
 /// Reads a job or connection may do before the next has its turn.
 const TURN: usize = 4;
+/// Connections beyond the cap that only the control port may use.
+const CONTROL_RESERVE: usize = 8;
 /// How long a socket that could not be accepted for lack of descriptors is left alone.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// What the agent is told when it starts.
 pub struct Settings {
     pub listener: Listener,
+    /// Where freeze, refresh and thaw are taken as well.
+    pub control: Option<Listener>,
     pub cgroups: Option<Cgroups>,
     /// We are the guest's first process, and end it when asked.
     pub init: bool,
@@ -55,6 +60,7 @@ pub struct Server {
     pub(crate) runnable: VecDeque<Token>,
     pub(crate) spawner: Spawner,
     pub(crate) pool: Pool,
+    pub(crate) identity: Identity,
     pub(crate) null: Arc<OwnedFd>,
     pub(crate) scratch: Vec<u8>,
     pub(crate) ending: Option<Ended>,
@@ -76,6 +82,9 @@ impl Server {
         let epoll = Epoll::new()?;
         let pool = Pool::new()?;
         epoll.watch_level(settings.listener.fd(), Token::Listener.bits())?;
+        if let Some(control) = &settings.control {
+            epoll.watch_level(control.fd(), Token::Control.bits())?;
+        }
         epoll.watch_level(&signals, Token::Signals.bits())?;
         epoll.watch_level(pool.wake(), Token::Workers.bits())?;
         Ok(Self {
@@ -89,6 +98,7 @@ impl Server {
             runnable: VecDeque::new(),
             spawner: Spawner::new(),
             pool,
+            identity: Identity::new(),
             null: Arc::new(sys::open(c"/dev/null", libc::O_RDWR, 0)?),
             scratch: Vec::new(),
             ending: None,
@@ -149,7 +159,8 @@ impl Server {
     fn note(&mut self, event: &Ready) {
         let token = Token::from_bits(event.token);
         match token {
-            Token::Listener => self.accept_all(),
+            Token::Listener => self.accept_all(false),
+            Token::Control => self.accept_all(true),
             Token::Signals => self.take_signals(),
             Token::Workers => self.pool.clear_wake(),
             Token::Connection(id) => {
@@ -160,11 +171,13 @@ impl Server {
                 self.runnable.push_back(token);
             }
             Token::Input(id) => {
-                let sink = self.jobs.get_mut(&id).and_then(|job| job.sink.as_mut());
-                if let Some(sink) = sink.filter(|_| event.writable) {
+                let job = self.jobs.get_mut(&id).filter(|_| event.writable);
+                let Some(job) = job else { return };
+                // Without a sink it is a connection that was begun.
+                if let Some(sink) = &mut job.sink {
                     sink.set_ready();
-                    self.runnable.push_back(token);
                 }
+                self.runnable.push_back(token);
             }
             Token::Output(id) | Token::Error(id) => {
                 let job = self.jobs.get_mut(&id);
@@ -189,10 +202,16 @@ impl Server {
     }
 
     fn advance_input(&mut self, id: u64) {
+        if self.advance_connect(id) {
+            return;
+        }
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let connection = job.connection.and_then(|id| self.connections.get_mut(&id));
         if let (Some(sink), Some(connection)) = (&mut job.sink, connection) {
             sink.pump(&mut connection.out, job.stream);
+            if sink.is_closed() {
+                self.finish_if_over(id);
+            }
         }
     }
 
@@ -221,10 +240,11 @@ impl Server {
         self.runnable.push_back(Token::Error(id));
     }
 
-    fn accept_all(&mut self) {
+    fn accept_all(&mut self, control: bool) {
         loop {
-            match self.settings.listener.accept() {
-                Ok(Some(socket)) => self.admit(socket),
+            let listener = self.settings.control.as_ref().filter(|_| control);
+            match listener.unwrap_or(&self.settings.listener).accept() {
+                Ok(Some(socket)) => self.admit(socket, control),
                 Ok(None) => {}
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
                 Err(e) if e.kind() == io::ErrorKind::ConnectionAborted => {}
@@ -237,8 +257,10 @@ impl Server {
         }
     }
 
-    fn admit(&mut self, socket: OwnedFd) {
-        if self.connections.len() >= MAX_CONNECTIONS {
+    fn admit(&mut self, socket: OwnedFd, control: bool) {
+        // Whoever has taken all connections must not keep the host from refreshing the guest.
+        let most = MAX_CONNECTIONS + if control { CONTROL_RESERVE } else { 0 };
+        if self.connections.len() >= most {
             let mut connection = Connection::new(socket);
             connection.say_goodbye(Code::TooMany, "the agent has all the connections it serves");
             return;
@@ -248,6 +270,7 @@ impl Server {
             return;
         }
         let mut connection = Connection::new(socket);
+        connection.control = control;
         let deadline = Instant::now() + HANDSHAKE_TIME;
         connection.deadline = Some(deadline);
         self.deadlines.insert((deadline, Token::Connection(id)));
@@ -391,8 +414,12 @@ impl Server {
         }
     }
 
-    /// Whether another stream fits on a connection.
-    pub(crate) fn has_stream_left(&self, id: u64) -> bool {
-        self.connections.get(&id).is_some_and(|it| it.streams.len() < MAX_STREAMS)
+    /// Whether another stream, to a port or for other work, fits on a connection.
+    pub(crate) fn has_stream_left(&self, id: u64, to_port: bool) -> bool {
+        let Some(connection) = self.connections.get(&id) else { return false };
+        let most = if to_port { MAX_PORT_STREAMS } else { MAX_STREAMS };
+        let is_port = |job| self.jobs.get(job).is_some_and(|job| matches!(job.work, Work::Tcp(_)));
+        connection.streams.len() < MAX_STREAMS
+            || connection.streams.values().filter(|job| is_port(job) == to_port).count() < most
     }
 }

@@ -2,6 +2,8 @@
 //! The standard library has no epoll, signalfd, wait4 or vsock; their `unsafe` lives here alone.
 #![allow(unsafe_code)] // system calls on plain data, each with its own note
 
+pub mod tcp;
+
 use std::ffi::{CStr, CString};
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
@@ -378,4 +380,44 @@ const AGENT_PRIORITY: libc::c_int = -15;
 pub fn put_before_commands() {
     // SAFETY: plain numbers; zero means this process.
     unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, AGENT_PRIORITY) };
+}
+
+const RNDADDENTROPY: libc::c_ulong = 0x4008_5203;
+const RNDRESEEDCRNG: libc::c_ulong = 0x5207;
+
+/// Mixes random bytes into the kernel's generator, counts them in full, and makes it start afresh.
+pub fn add_entropy(random: &OwnedFd, bytes: &[u8]) -> Result<()> {
+    // The kernel's rand_pool_info: bits, bytes, then the bytes as whole words.
+    let mut pool = vec![bytes.len() as u32 * 8, bytes.len() as u32];
+    pool.extend(bytes.chunks(4).map(|chunk| {
+        let mut word = [0; 4];
+        word[..chunk.len()].copy_from_slice(chunk);
+        u32::from_ne_bytes(word)
+    }));
+    // SAFETY: the header says how many bytes follow it, and they do; the second call takes none.
+    unsafe {
+        check(libc::ioctl(random.as_raw_fd(), RNDADDENTROPY, pool.as_ptr()))?;
+        check(libc::ioctl(random.as_raw_fd(), RNDRESEEDCRNG)).map(drop)
+    }
+}
+
+/// Sets the time of day; what counts time since boot does not notice.
+pub fn set_clock(unix_ns: u64) -> Result<()> {
+    let time = libc::timespec {
+        tv_sec: (unix_ns / 1_000_000_000) as libc::time_t,
+        tv_nsec: (unix_ns % 1_000_000_000) as libc::c_long,
+    };
+    // SAFETY: the pointer lives through the call.
+    check(unsafe { libc::clock_settime(libc::CLOCK_REALTIME, &time) }).map(drop)
+}
+
+pub fn set_hostname(name: &str) -> Result<()> {
+    // SAFETY: the pointer and the length are of one string.
+    check(unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) }).map(drop)
+}
+
+/// Writes everything to the disks.
+pub fn sync_disks() {
+    // SAFETY: takes nothing and cannot fail.
+    unsafe { libc::sync() };
 }

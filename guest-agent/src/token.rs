@@ -5,6 +5,8 @@
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Token {
     Listener,
+    /// The listener of the control port.
+    Control,
     Signals,
     Workers,
     Connection(u64),
@@ -19,6 +21,7 @@ impl Token {
     pub fn bits(self) -> u64 {
         match self {
             Self::Listener => 0,
+            Self::Control => 1 << 3,
             Self::Signals => 1,
             Self::Workers => 2,
             Self::Connection(id) => id << 3 | 3,
@@ -32,6 +35,7 @@ impl Token {
     pub fn from_bits(bits: u64) -> Self {
         let id = bits >> 3;
         match bits & 7 {
+            0 if id == 1 => Self::Control,
             0 => Self::Listener,
             1 => Self::Signals,
             2 => Self::Workers,

@@ -120,7 +120,7 @@ pub fn attach(
 }
 
 /// A thread that ends with the process. Without it the command still runs, so its lack is no failure.
-fn in_background(name: &str, work: impl FnOnce() + Send + 'static) {
+pub fn in_background(name: &str, work: impl FnOnce() + Send + 'static) {
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
     if let Err(error) = thread {
         crate::output::remark(false, &format!("warning: no thread for {name}: {error}"));

@@ -13,6 +13,7 @@ use clap::{Args, Parser, Subcommand, ValueHint};
 use crate::args::{self, EnvVar, Place};
 use crate::drive::{self, DriveFlag};
 use crate::exit::{Failure, Outcome, USAGE};
+use crate::ports::{self, PortSpec};
 
 const TEMPLATE: &str =
     "{about-with-newline}\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
@@ -59,6 +60,7 @@ pub enum Verb {
     Run(Run),
     Exec(Exec),
     Cp(Cp),
+    Port(Port),
     Ps(Ps),
     Logs(Logs),
     Kill(Kill),
@@ -76,7 +78,7 @@ Examples:
   pvmm run -- python3 -c 'print(6*7)'
   cat data.csv | pvmm run -i --memory 1G -- python3 -c 'import sys; print(len(sys.stdin.read()))'
   pvmm run --timeout 30s -e TOKEN=x -w /tmp -- sh -c 'echo $TOKEN; pwd'
-  pvmm run -d --name web -- python3 -m http.server
+  pvmm run -d --name web -p 8080:8000 -- python3 -m http.server
   pvmm run --kernel vmlinux --rootfs rootfs.ext4 -- /bin/ls
 ")]
 pub struct Run {
@@ -109,6 +111,9 @@ pub struct Run {
     /// End the run this long after the VM was started: 30s, 500ms, 5m
     #[arg(long, value_name = "TIME", value_parser = args::duration)]
     pub timeout: Option<Duration>,
+    /// Lead a port of this host into the guest: 8080:80, 0.0.0.0:8080:80, 0:80 for any free port
+    #[arg(short, long = "publish", value_name = "HOST:GUEST", value_parser = ports::port_spec)]
+    pub ports: Vec<PortSpec>,
     /// Also write the guest's console to this file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub console: Option<PathBuf>,
@@ -178,6 +183,25 @@ pub struct Cp {
     /// Path here, or VM:PATH
     #[arg(value_name = "TARGET", value_hint = ValueHint::AnyPath, value_parser = OsStringValueParser::new().try_map(|text| args::place(&text)))]
     pub target: Place,
+}
+
+/// Lead ports of this host into a running VM, until Ctrl-C
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm port web 8080:80                port 8080 here is port 80 in the VM
+  pvmm port web 8080:80 5432:5432
+  pvmm port web 0:80                   any free port here; the first line printed says which
+  pvmm port web 0.0.0.0:8080:80        also for other hosts; without an address only for this one
+
+The guest needs no network: its agent connects to the port on the guest's own loopback.
+")]
+pub struct Port {
+    /// Id, the start of an id, or name
+    pub vm: String,
+    /// [ADDRESS:]HOST:GUEST, or one number for both
+    #[arg(required = true, value_name = "HOST:GUEST", value_parser = ports::port_spec)]
+    pub ports: Vec<PortSpec>,
 }
 
 /// List VMs

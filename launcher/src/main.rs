@@ -12,6 +12,7 @@ mod exit;
 mod log_file;
 mod logger;
 mod output;
+mod ports;
 mod prepare;
 mod progress;
 mod rootfs;

@@ -53,6 +53,22 @@ impl User {
 }
 
 #[test]
+fn ports_that_make_no_sense_or_are_taken_are_refused() {
+    let user = User::new();
+    for args in
+        ["run -p 8080:0 -- true", "run -p x -- true", "run -p 70000:80 -- true", "port vm a:b"]
+    {
+        assert!(user.refused(args, 2).contains("HOST:GUEST"), "{args}");
+    }
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let output = user.pvmm(["run", "-p", &format!("{port}:80"), "--", "true"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{error}");
+    assert!(error.contains(&format!("127.0.0.1:{port}")), "{error}");
+}
+
+#[test]
 fn run_with_impossible_sizes_names_flag_and_fix() {
     let user = User::new();
     for (args, flag, fix) in [

@@ -8,6 +8,7 @@ use pvmm_devices::virtio::VirtioDevice;
 use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
+use pvmm_devices::vmgenid::VmGenId;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
@@ -37,7 +38,8 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
     let kvm = KvmVm::new(&memory)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
-    let mut machine = Machine::new(&kvm, open_console(config.console))?;
+    let generation = VmGenId::new(&memory, layout::GENERATION)?;
+    let mut machine = Machine::new(&kvm, generation, open_console(config.console))?;
     for device in devices {
         machine.attach(device, &kvm, &memory)?;
     }
@@ -73,6 +75,7 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
         drives,
         _console: machine.console,
         buses,
+        generation: machine.generation,
         ending: machine.ending,
         vsock_path,
         ready,

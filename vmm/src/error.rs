@@ -6,6 +6,7 @@
 use std::fmt;
 
 use pvmm_devices::virtio::device_loop::DeviceError;
+use pvmm_devices::vmgenid::VmGenIdError;
 
 use crate::agent::AgentError;
 use crate::arch::x86_64::kernel::KernelError;
@@ -124,6 +125,16 @@ impl From<MachineError> for Error {
 impl From<TablesError> for Error {
     fn from(error: TablesError) -> Self {
         Self::new(ErrorKind::Bug, "cannot write the machine's tables", error)
+    }
+}
+
+impl From<VmGenIdError> for Error {
+    fn from(error: VmGenIdError) -> Self {
+        let kind = match error {
+            VmGenIdError::Memory { .. } => ErrorKind::Bug,
+            _ => ErrorKind::HostResource,
+        };
+        Self::new(kind, "generation", error)
     }
 }
 

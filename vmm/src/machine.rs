@@ -17,6 +17,7 @@ use pvmm_devices::legacy::serial::{self, Serial};
 use pvmm_devices::virtio::VirtioDevice;
 use pvmm_devices::virtio::mmio::{MmioTransport, offset};
 use pvmm_devices::virtio::thread::DeviceThread;
+use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::arch::x86_64::layout;
@@ -55,12 +56,18 @@ pub struct Machine {
     pub console: Console,
     pub devices: DeviceThread,
     pub transports: Vec<Arc<MmioTransport>>,
+    pub generation: VmGenId,
     pub ending: Arc<Ending>,
 }
 
 impl Machine {
-    /// Interrupt controller, serial port, power and reset registers, and the thread for the rest.
-    pub fn new(kvm: &KvmVm, output: Box<dyn Write + Send>) -> Result<Self, MachineError> {
+    /// Interrupt controller, serial port, power and reset registers, the generation identifier, and the
+    /// thread for the rest.
+    pub fn new(
+        kvm: &KvmVm,
+        generation: VmGenId,
+        output: Box<dyn Write + Send>,
+    ) -> Result<Self, MachineError> {
         let mut buses = Buses::default();
         let ending = Arc::new(Ending::new().map_err(MachineError::Event)?);
         let ioapic = Arc::new(Ioapic::new(Box::new(KvmRoutes::new(kvm.fd().clone()))));
@@ -72,6 +79,8 @@ impl Machine {
         kvm.connect_interrupt(serial.interrupt(), layout::SERIAL_GSI)?;
         buses.ports.insert(layout::SERIAL_PORT.into(), serial::PORTS, serial)?;
 
+        kvm.connect_interrupt(generation.interrupt(), layout::GENERATION_GSI)?;
+
         let on_power = ending.on_power();
         let reset = Arc::new(I8042::new(on_power.clone()));
         buses.ports.insert(layout::I8042_PORT.into(), i8042::PORTS, reset)?;
@@ -79,7 +88,7 @@ impl Machine {
         buses.ports.insert(layout::POWER_PORT.into(), power::PORTS, power)?;
 
         let devices = DeviceThread::spawn().map_err(MachineError::DeviceThread)?;
-        Ok(Self { buses, console, devices, transports: Vec::new(), ending })
+        Ok(Self { buses, console, devices, transports: Vec::new(), generation, ending })
     }
 
     /// Puts a virtio device in the next place and connects its interrupt and its kicks.

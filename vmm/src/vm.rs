@@ -9,6 +9,7 @@ use pvmm_devices::virtio::MmioTransport;
 use pvmm_devices::virtio::block::BlockHandle;
 pub use pvmm_devices::virtio::counters::CounterValues;
 use pvmm_devices::virtio::thread::DeviceThread;
+use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::agent::{Agent, ReadyListener};
@@ -39,6 +40,7 @@ pub struct Vm {
     pub(crate) drives: Vec<BlockHandle>,
     pub(crate) _console: Console,
     pub(crate) buses: Arc<Buses>,
+    pub(crate) generation: VmGenId,
     pub(crate) ending: Arc<Ending>,
     pub(crate) vsock_path: Option<PathBuf>,
     // There until the agent has said that it is ready.
@@ -87,6 +89,12 @@ impl Vm {
     /// Readable once the guest has ended, to wait for it beside other things.
     pub fn outcome_event(&self) -> &EventFd {
         self.ending.event()
+    }
+
+    /// Gives the guest a new generation identifier, as one does with a machine that lives a second time:
+    /// its kernel then reseeds its random generator.
+    pub fn renew_generation(&self) -> Result<(), Error> {
+        Ok(self.generation.renew()?)
     }
 
     /// How often the guest touched an address or port where nothing is.

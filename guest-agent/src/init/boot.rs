@@ -1,6 +1,6 @@
 //! From the kernel's hand-over to a system that programs can live in, top to bottom.
 //! The root image is never written: everything goes to an overlay on a disk or in memory.
-#![allow(unsafe_code)] // host name, loopback and standard descriptors have no safe calls
+#![allow(unsafe_code)] // loopback and standard descriptors have no safe calls
 
 use std::fs::{self, File};
 use std::io;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use super::mounts::{self, Mount};
 use super::words::Words;
 use super::{device, modules};
-use crate::sys::check;
+use crate::sys::{self, check};
 
 /// How long a disk may take to be found.
 const DEVICE_TIME: Duration = Duration::from_secs(10);
@@ -64,7 +64,7 @@ pub fn boot() -> Result<System, BootError> {
         }
     }
     furnish()?;
-    name_host(words.hostname.as_deref().unwrap_or(DEFAULT_HOSTNAME));
+    let _ = sys::set_hostname(words.hostname.as_deref().unwrap_or(DEFAULT_HOSTNAME));
     raise_loopback();
     Ok(system)
 }
@@ -238,11 +238,6 @@ fn open_console() {
         // It has become one of them and must stay.
         std::mem::forget::<File>(console);
     }
-}
-
-fn name_host(name: &str) {
-    // SAFETY: the pointer and the length are of one string.
-    let _ = check(unsafe { libc::sethostname(name.as_ptr().cast(), name.len()) });
 }
 
 /// Brings `lo` up. A kernel without a network has none, and nobody misses it.

@@ -5,7 +5,7 @@ mod boot;
 mod device;
 mod down;
 mod modules;
-mod mounts;
+pub mod mounts;
 mod words;
 
 use std::io::{self, Write};
@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::encode;
 use pvmm_guest_agent::frame::Kind;
-use pvmm_guest_agent::limits::{AGENT_PORT, HOST_CID, READY_PORT};
+use pvmm_guest_agent::limits::{AGENT_PORT, CONTROL_PORT, HOST_CID, READY_PORT};
 use pvmm_guest_agent::message::{Shutdown, ShutdownHow};
 
 use crate::cgroup::Cgroups;
@@ -49,8 +49,16 @@ fn serve() -> Result<Shutdown, String> {
     sys::raise_open_files(OPEN_FILES);
     let listener = Listener::vsock(AGENT_PORT)
         .map_err(|e| format!("cannot listen on vsock port {AGENT_PORT}: {e}"))?;
+    let control = Listener::vsock(CONTROL_PORT)
+        .map_err(|e| format!("cannot listen on vsock port {CONTROL_PORT}: {e}"))?;
     let cgroups = Cgroups::prepare(Some(PathBuf::from(CGROUP_BASE)));
-    let settings = Settings { listener, cgroups, init: true, open_files: CHILD_OPEN_FILES };
+    let settings = Settings {
+        listener,
+        control: Some(control),
+        cgroups,
+        init: true,
+        open_files: CHILD_OPEN_FILES,
+    };
     let mut server = Server::new(settings).map_err(|e| format!("cannot start: {e}"))?;
     say_ready(&server);
     match server.run().map_err(|e| format!("the event loop failed: {e}"))? {

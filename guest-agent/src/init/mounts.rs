@@ -62,6 +62,16 @@ pub fn move_mount(from: &str, to: &str) -> io::Result<()> {
     .map(drop)
 }
 
+/// Makes a file appear in another's place as well.
+pub fn bind(from: &str, to: &str) -> io::Result<()> {
+    let (from, to) = (c_string(from)?, c_string(to)?);
+    // SAFETY: two C strings that outlive the call; the kernel ignores the null pointers.
+    check(unsafe {
+        libc::mount(from.as_ptr(), to.as_ptr(), std::ptr::null(), libc::MS_BIND, std::ptr::null())
+    })
+    .map(drop)
+}
+
 /// Makes a mounted filesystem read-only, which also writes it out.
 pub fn make_read_only(target: &str) -> io::Result<()> {
     let target = c_string(target)?;

@@ -25,13 +25,38 @@ impl Fixture {
         Self::start_with(false)
     }
 
+    /// An agent with a host name, mounts, `/etc`, `/run` and network of its own, which it may
+    /// change. `prepare` is a shell line that runs in there before it; `None` where this user may
+    /// not make such a place.
+    pub fn start_isolated(prepare: &str) -> Option<Self> {
+        let unshare = ["--mount", "--uts", "--net", "--propagation", "private", "--"];
+        let mut command = Command::new("unshare");
+        command.args(unshare);
+        let possible = Command::new("unshare").args(unshare).arg("true").status();
+        if !possible.is_ok_and(|status| status.success()) {
+            return None;
+        }
+        let line = format!(
+            "set -e; mount -t tmpfs none /etc; mount -t tmpfs none /run; {prepare}; exec \"$@\""
+        );
+        command.args(["sh", "-c", &line, "sh"]);
+        Some(Self::start_command(command, true))
+    }
+
     fn start_with(cgroups: bool) -> Self {
+        Self::start_command(Command::new("env"), cgroups)
+    }
+
+    /// Lets `command`, which executes its arguments, become the agent.
+    fn start_command(mut command: Command, cgroups: bool) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let cgroup = cgroups.then(cgroup_for_test).flatten();
         let place = cgroup.as_deref().unwrap_or(Path::new("none"));
-        let child = Command::new(env!("CARGO_BIN_EXE_pvmm-agent"))
+        let socket = |name: &str| format!("unix:{}", folder.path().join(name).display());
+        let child = command
+            .arg(env!("CARGO_BIN_EXE_pvmm-agent"))
             .arg("serve")
-            .args(["--listen", &format!("unix:{}", folder.path().join("agent.sock").display())])
+            .args(["--listen", &socket("agent.sock"), "--control", &socket("control.sock")])
             .arg("--cgroup")
             .arg(place)
             .spawn()
@@ -43,6 +68,12 @@ impl Fixture {
 
     pub fn agent(&self) -> Agent {
         Agent::over(self.socket()).unwrap()
+    }
+
+    /// A connection to the control port.
+    pub fn control(&self) -> Agent {
+        let socket = UnixStream::connect(self.folder.path().join("control.sock"));
+        Agent::over(socket.unwrap()).unwrap()
     }
 
     pub fn socket(&self) -> UnixStream {

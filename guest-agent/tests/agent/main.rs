@@ -5,6 +5,8 @@
 mod exec;
 mod files;
 mod fixture;
+mod forward;
 mod hostile;
+mod refresh;
 mod streams;
 mod trees;

@@ -10,6 +10,7 @@ mod exec;
 mod kill;
 mod logs;
 mod man;
+mod port;
 mod ps;
 mod run;
 mod template;
@@ -26,6 +27,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),
         Verb::Rm(args) => kill::rm(args),
+        Verb::Port(args) => port::port(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),

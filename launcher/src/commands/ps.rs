@@ -24,7 +24,7 @@ pub fn ps(args: Ps, quiet: bool) -> Outcome {
 }
 
 fn table(entries: &[Entry]) -> Table {
-    let heading = ["ID", "NAME", "STATE", "AGE", "TEMPLATE", "CPUS", "MEMORY", "COMMAND"];
+    let heading = ["ID", "NAME", "STATE", "AGE", "TEMPLATE", "CPUS", "MEMORY", "PORTS", "COMMAND"];
     let mut table = Table::new(&heading);
     for vm in entries {
         let record = &vm.record;
@@ -36,10 +36,18 @@ fn table(entries: &[Entry]) -> Table {
             record.template.clone(),
             record.cpus.to_string(),
             output::bytes(record.memory_mib << 20),
+            ports(&record.ports),
             shortened(&record.command.join(" ")),
         ]);
     }
     table
+}
+
+fn ports(ports: &[String]) -> String {
+    match ports {
+        [] => "-".to_owned(),
+        ports => ports.join(","),
+    }
 }
 
 fn state(state: &State) -> String {
@@ -76,6 +84,7 @@ struct Row<'a> {
     memory_mib: u64,
     pid: Option<u32>,
     command: &'a [String],
+    ports: &'a [String],
     /// The socket of the guest's vsock device.
     vsock: String,
 }
@@ -99,6 +108,7 @@ impl<'a> Row<'a> {
             memory_mib: record.memory_mib,
             pid: record.pid.filter(|_| vm.state.is_alive()),
             command: &record.command,
+            ports: &record.ports,
             vsock: vm.dir.vsock().display().to_string(),
         }
     }

@@ -17,9 +17,10 @@ use crate::attach::{self, Names};
 use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
 use crate::output;
+use crate::ports::{self, BoundPort};
 use crate::prepare::{self, Parts, Sources};
 use crate::sys::signals::{FORWARDED, Signals};
-use crate::vm_dir::{Base, Claim, Record, now};
+use crate::vm_dir::{Base, Claim, Record, VmDir, now};
 use crate::vmm_process::{self, Mode, Plan, VmmProcess};
 
 const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
@@ -38,6 +39,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     if let Some(name) = &args.name {
         base.refuse_taken(name)?;
     }
+    let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
     let parts = sources.prepare(quiet)?;
@@ -48,15 +50,18 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let deadline = args.timeout.map(|timeout| Instant::now() + timeout);
     let names = Names::of(&argv, &args.command);
     let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
-    let claim = base.create(record(&args, &argv, &parts))?;
+    let claim = base.create(record(&args, &argv, &parts, &ports))?;
     let record = claim.dir().read_record().unwrap_or_default();
     let id = record.id.clone();
     let mode = match args.detach {
         true => Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) },
         false => Mode::Foreground,
     };
+    let (ports, detached_ports) =
+        if args.detach { (Vec::new(), ports) } else { (ports, Vec::new()) };
     let drives = args.drive.clone();
-    let plan = Plan { parts, record, drives, console_copy, boot_patience, mode };
+    let plan =
+        Plan { parts, record, drives, console_copy, boot_patience, mode, ports: detached_ports };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
     // On failure `vm` is dropped: the process ends and the directory goes.
@@ -71,6 +76,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
                 );
             }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
+            serve_ports(vm.claim.dir(), ports);
             foreground(vm, request, &names, left, signals)
         }
         _ => {
@@ -82,7 +88,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
 }
 
 /// What other commands will see of the VM.
-fn record(args: &Run, argv: &[OsString], parts: &Parts) -> Record {
+fn record(args: &Run, argv: &[OsString], parts: &Parts, ports: &[BoundPort]) -> Record {
     let rootfs = args.rootfs.as_ref().map(|path| path.display().to_string());
     Record {
         name: args.name.clone(),
@@ -93,9 +99,27 @@ fn record(args: &Run, argv: &[OsString], parts: &Parts) -> Record {
         memory_mib: args.memory,
         // The shell that stands in for a missing command is not the user's.
         command: Record::command_of(if args.argv.is_empty() { &[] } else { argv }),
+        ports: ports.iter().map(BoundPort::to_string).collect(),
         ephemeral: !args.detach,
         ..Record::default()
     }
+}
+
+/// Keeps the ports of a foreground run, on a thread that ends with the process.
+fn serve_ports(dir: &VmDir, ports: Vec<BoundPort>) {
+    if ports.is_empty() {
+        return;
+    }
+    let dir = dir.clone();
+    let keep = move || {
+        let stop = |time| {
+            std::thread::sleep(time);
+            false
+        };
+        // Its end is that of the VM, of which the command's own thread has more to say.
+        let _ = ports::keep(&dir, &ports, |text| output::remark(false, text), stop);
+    };
+    attach::in_background("ports", keep);
 }
 
 fn create_console(path: &Path) -> Result<File, Failure> {

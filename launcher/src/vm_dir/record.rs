@@ -31,6 +31,9 @@ pub struct Record {
     /// The VMM process.
     pub pid: Option<u32>,
     pub command: Vec<String>,
+    /// Ports of the host that lead into it, as `127.0.0.1:8080->80`.
+    #[serde(default)]
+    pub ports: Vec<String>,
     /// Whether the agent has answered.
     pub ready: bool,
     /// A foreground run, of which nothing stays.

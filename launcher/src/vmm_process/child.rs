@@ -17,6 +17,7 @@ use super::main_command::MainCommand;
 use super::{Mode, Plan, Report, Reporter, console};
 use crate::drive::DriveFlag;
 use crate::exit::{FAULT, Failure, USAGE};
+use crate::ports::{self, BoundPort};
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
 use crate::vm_dir::{Base, Claim, Ending, Record, VmDir, now};
@@ -98,7 +99,7 @@ fn watch(
     let boot_deadline = Instant::now() + plan.boot_patience;
     let console = console::start(&dir.console_log(), plan.console_copy.as_ref()).map_err(fault)?;
     let boot_patience = plan.boot_patience;
-    let (config, mode) = configure(plan, dir, record, console);
+    let (config, mode, ports) = configure(plan, dir, record, console);
     let memory_mib = config.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
     let mut vm = Vm::boot(config).map_err(refuse)?;
@@ -127,6 +128,7 @@ fn watch(
         Mode::Detached { command: Some(it) } => Some(MainCommand::start(dir, &it.0, &it.1)?),
         _ => None,
     };
+    keep_ports(dir, ports)?;
     record.ready = true;
     dir.write_record(record)?;
     reporter.tell(&Report::Ready);
@@ -147,8 +149,31 @@ fn watch(
     Ok(machine.stop(end))
 }
 
+/// Serves the ports of a detached VM on a thread that ends with the process.
+fn keep_ports(dir: &VmDir, ports: Vec<BoundPort>) -> Result<(), Failure> {
+    if ports.is_empty() {
+        return Ok(());
+    }
+    let dir = dir.clone();
+    let keep = move || {
+        let stop = |time| {
+            std::thread::sleep(time);
+            false
+        };
+        if let Err(failure) = ports::keep(&dir, &ports, |text| log::warn!("{text}"), stop) {
+            log::warn!("ports: {}", failure.message);
+        }
+    };
+    std::thread::Builder::new().name("ports".to_owned()).spawn(keep).map(drop).map_err(fault)
+}
+
 /// The machine for the library, and what is left of the plan.
-fn configure(plan: Plan, dir: &VmDir, record: &mut Record, console: File) -> (VmConfig, Mode) {
+fn configure(
+    plan: Plan,
+    dir: &VmDir,
+    record: &mut Record,
+    console: File,
+) -> (VmConfig, Mode, Vec<BoundPort>) {
     record.pid = Some(std::process::id());
     // Without it only `kill` cannot find the process, and says so.
     let _ = dir.write_record(record);
@@ -169,7 +194,7 @@ fn configure(plan: Plan, dir: &VmDir, record: &mut Record, console: File) -> (Vm
     config.drives.extend(plan.drives.into_iter().map(DriveFlag::into_drive));
     config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
     config.console = Console::File(console);
-    (config, plan.mode)
+    (config, plan.mode, plan.ports)
 }
 
 fn fault(error: impl std::error::Error) -> Failure {

@@ -20,6 +20,7 @@ use crate::attach::Names;
 use crate::drive::DriveFlag;
 use crate::exit::{self, Failure};
 use crate::log_file;
+use crate::ports::BoundPort;
 use crate::prepare::Parts;
 use crate::sys::process::{self, Ended, Side};
 use crate::sys::signals::Signals;
@@ -44,6 +45,8 @@ pub struct Plan {
     /// How long the guest may take until its agent answers.
     pub boot_patience: Duration,
     pub mode: Mode,
+    /// Ports of the host that lead into a detached VM.
+    pub ports: Vec<BoundPort>,
 }
 
 /// Whose VM it is.

@@ -64,12 +64,14 @@ struct Streams {
 }
 
 impl Connection {
+    pub const FIRST_STREAM: u32 = 1;
+
     pub fn new(socket: UnixStream, welcome: Welcome) -> Result<Arc<Self>, AgentError> {
         socket.set_read_timeout(None).map_err(AgentError::Socket)?;
         socket.set_write_timeout(Some(WRITE_STALL)).map_err(AgentError::Socket)?;
         let shared = Shared {
             socket,
-            writer: Mutex::new(Writer { next_stream: 1, buffer: Vec::new() }),
+            writer: Mutex::new(Writer { next_stream: Self::FIRST_STREAM, buffer: Vec::new() }),
             streams: Mutex::default(),
             ignored: AtomicU64::new(0),
             epoch: Instant::now(),
@@ -92,6 +94,15 @@ impl Connection {
     pub fn open(&self, request: &Request) -> Result<Arc<Stream>, AgentError> {
         self.start_reader()?;
         self.shared.open(request)
+    }
+
+    /// The first stream, whose request travelled with the hello. To be called before any `open`.
+    pub fn first_stream(&self) -> Result<Arc<Stream>, AgentError> {
+        let stream = Arc::new(Stream::new(Self::FIRST_STREAM));
+        lock(&self.shared.writer).next_stream = Self::FIRST_STREAM + 1;
+        lock(&self.shared.streams).open.insert(Self::FIRST_STREAM, Arc::clone(&stream));
+        self.start_reader()?;
+        Ok(stream)
     }
 
     /// Sends bytes that are whole frames.

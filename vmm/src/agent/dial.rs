@@ -1,6 +1,6 @@
 //! From a VM's vsock socket to a greeted agent: connect, `CONNECT port`, hello, welcome.
 //! Every read here has what is left of one deadline, and none takes a byte too many.
-#![allow(unsafe_code)] // a Unix connect with a time limit, and poll, which the standard library lacks
+#![allow(unsafe_code)] // a Unix connect with a time limit, poll and SO_LINGER, which the standard library lacks
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -10,7 +10,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::frame::{HEADER_LEN, Header};
-use pvmm_guest_agent::limits::{AGENT_PORT, VERSION};
+use pvmm_guest_agent::limits::VERSION;
 use pvmm_guest_agent::message::{Code, Goodbye, Hello, Welcome};
 use pvmm_guest_agent::{Kind, decode, encode};
 
@@ -22,14 +22,23 @@ const MAX_LINE: usize = 32;
 const FIRST_REST: Duration = Duration::from_millis(5);
 const LONGEST_REST: Duration = Duration::from_millis(100);
 
-/// Reaches the agent; while it is not listening, again until the deadline.
-pub fn connect(uds: &Path, deadline: Instant) -> Result<(UnixStream, Welcome), AgentError> {
+/// Reaches the agent on a port; while it is not listening, again until the deadline. What follows
+/// the hello on its way, `more`, is acted on by the agent once it has greeted us.
+pub fn connect(
+    uds: &Path,
+    port: u32,
+    more: &[u8],
+    deadline: Instant,
+) -> Result<(UnixStream, Welcome), AgentError> {
+    let mut words = format!("CONNECT {port}\n").into_bytes();
+    append_hello(&mut words)?;
+    words.extend_from_slice(more);
     let mut rest = FIRST_REST;
     loop {
         let socket = dial(uds, deadline)
             .map_err(|source| AgentError::Dial { path: uds.to_owned(), source })?;
-        if ask_for_port(&socket, deadline).is_ok() {
-            match handshake(&socket, deadline) {
+        if ask_for_port(&socket, &words, deadline).is_ok() {
+            match read_greeting(&socket, deadline) {
                 // It was there and went away: as good as not there yet.
                 Err(AgentError::Handshake(GONE)) => {}
                 greeted => return greeted.map(|welcome| (socket, welcome)),
@@ -47,11 +56,19 @@ const GONE: &str = "the connection was closed";
 
 /// Exchanges hello and welcome.
 pub fn handshake(socket: &UnixStream, deadline: Instant) -> Result<Welcome, AgentError> {
-    let hello = Hello { min_version: VERSION, max_version: VERSION, client: "pvmm".to_owned() };
     let mut frame = Vec::new();
-    encode(&mut frame, Kind::Hello, 0, &hello).map_err(AgentError::Encode)?;
+    append_hello(&mut frame)?;
     limit_write(socket, deadline).map_err(|_| AgentError::Handshake("no time was left"))?;
     { socket }.write_all(&frame).map_err(|_| AgentError::Handshake(GONE))?;
+    read_greeting(socket, deadline)
+}
+
+fn append_hello(frame: &mut Vec<u8>) -> Result<(), AgentError> {
+    let hello = Hello { min_version: VERSION, max_version: VERSION, client: "pvmm".to_owned() };
+    encode(frame, Kind::Hello, 0, &hello).map_err(AgentError::Encode)
+}
+
+fn read_greeting(socket: &UnixStream, deadline: Instant) -> Result<Welcome, AgentError> {
     let welcome = read_welcome(socket, deadline)?;
     if welcome.version != VERSION {
         return Err(AgentError::Version(format!("it chose {}", welcome.version)));
@@ -83,10 +100,10 @@ pub fn read_welcome(socket: &UnixStream, deadline: Instant) -> Result<Welcome, A
     decode(&payload).map_err(|_| AgentError::Handshake("a malformed welcome"))
 }
 
-/// Asks the VMM to lead the socket to the agent's port.
-fn ask_for_port(mut socket: &UnixStream, deadline: Instant) -> io::Result<()> {
+/// Asks the VMM to lead the socket to the agent's port, with the first words for the agent.
+fn ask_for_port(mut socket: &UnixStream, words: &[u8], deadline: Instant) -> io::Result<()> {
     limit_write(socket, deadline)?;
-    socket.write_all(format!("CONNECT {AGENT_PORT}\n").as_bytes())?;
+    socket.write_all(words)?;
     let mut line = [0; MAX_LINE];
     for end in 0..MAX_LINE {
         limit_read(socket, deadline)?;
@@ -178,4 +195,35 @@ pub fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant) -> io::Result<bool> 
             },
         }
     }
+}
+
+/// Makes closing the socket a reset, so that the peer does not take a failure for a good end.
+pub fn reset_on_close(socket: &std::net::TcpStream) {
+    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
+    // SAFETY: the option is a linger that lives through the call, with its size. Where it fails,
+    // the peer sees an ordinary end.
+    unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_LINGER,
+            (&raw const linger).cast(),
+            size_of::<libc::linger>() as libc::socklen_t,
+        );
+    }
+}
+
+/// Waits until one of two descriptors is readable; whether the first is.
+pub fn wait_either(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io::Result<bool> {
+    let polled =
+        |fd: BorrowedFd<'_>| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    let mut poll = [polled(first), polled(second)];
+    // SAFETY: two pollfds that outlive the call.
+    while unsafe { libc::poll(poll.as_mut_ptr(), 2, -1) } < 0 {
+        let error = io::Error::last_os_error();
+        if error.kind() != ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+    Ok(poll[0].revents != 0)
 }

@@ -5,7 +5,7 @@ use std::io;
 use std::path::PathBuf;
 
 use pvmm_guest_agent::MessageError;
-use pvmm_guest_agent::message::{Code, Failure};
+use pvmm_guest_agent::message::{Code, Failure, RefreshStep};
 
 /// A request to an agent that gave no result.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +44,10 @@ pub enum AgentError {
     Overdue,
     #[error("the agent's answer does not fit the request")]
     WrongAnswer,
+    #[error("the guest was not made its own, and its workload stands still: {step:?}: {why}")]
+    NotRefreshed { step: RefreshStep, why: String },
+    #[error("the host gives no random numbers")]
+    Random(#[source] io::Error),
     #[error("the agent has {what} more than the {limit} that are allowed")]
     TooLarge { what: &'static str, limit: u64 },
     #[error("the agent is lost: {0}")]

@@ -8,8 +8,11 @@ mod connection;
 mod dial;
 mod error;
 mod files;
+mod forward;
 mod ready;
+mod refresh;
 mod stream;
+mod tcp;
 
 #[cfg(test)]
 mod tests;
@@ -19,13 +22,17 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use pvmm_guest_agent::limits::AGENT_PORT;
 use pvmm_guest_agent::message::{self, Answer, Outcome, Request};
 
 pub use pvmm_guest_agent::message::{Entry, FileKind, Info, Metadata, Owner, ShutdownHow, Welcome};
 
 pub use error::{AgentError, Lost, Refusal};
 pub use files::{FileReader, FileWriter, WriteOptions};
+pub use forward::Forward;
 pub use ready::ReadyListener;
+pub use refresh::{FreezeOptions, Frozen, Interface, Refresh, RefreshStep};
+pub use tcp::{GuestTcp, GuestTcpReader, GuestTcpWriter};
 
 use connection::Connection;
 pub(crate) use stream::{Event, Exchange, StreamRef};
@@ -45,7 +52,7 @@ impl Agent {
     /// Reaches the agent through the VM's vsock socket, trying until the deadline while the agent
     /// is not listening yet.
     pub fn connect(uds: &Path, deadline: Instant) -> Result<Self, AgentError> {
-        let (socket, welcome) = dial::connect(uds, deadline)?;
+        let (socket, welcome) = dial::connect(uds, AGENT_PORT, &[], deadline)?;
         Ok(Self { connection: Connection::new(socket, welcome)? })
     }
 

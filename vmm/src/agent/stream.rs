@@ -21,6 +21,15 @@ pub(crate) enum Event {
     Done(Outcome),
 }
 
+/// What came of waiting for the output channel alone.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Received {
+    Bytes(Vec<u8>),
+    /// The channel has ended; the stream may go on.
+    Ended,
+    Done(Outcome),
+}
+
 /// What came of waiting with input at hand.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Exchange {
@@ -194,10 +203,29 @@ impl StreamRef {
         Ok(Self { connection: Arc::clone(connection), stream })
     }
 
+    /// A stream whose request travelled with the hello.
+    pub fn opened_before(connection: &Arc<Connection>) -> Result<Self, AgentError> {
+        let stream = connection.first_stream()?;
+        Ok(Self { connection: Arc::clone(connection), stream })
+    }
+
     /// What happens next; `None` when the deadline passes first.
     pub fn next(&self, deadline: Option<Instant>) -> Result<Option<Event>, AgentError> {
         let taken = self.wait(deadline, State::take_event)?;
         Ok(taken.map(|taken| self.settle(taken)))
+    }
+
+    /// The next bytes of the output channel, or its end; `None` when the deadline passes first.
+    pub fn next_output(&self, deadline: Option<Instant>) -> Result<Option<Received>, AgentError> {
+        let taken = self.wait(deadline, |state| match state.take_event() {
+            Some(taken) => Some(Some(taken)),
+            None => state.output.ended.then_some(None),
+        })?;
+        Ok(taken.map(|taken| match taken.map(|taken| self.settle(taken)) {
+            Some(Event::Data(_, bytes)) => Received::Bytes(bytes),
+            Some(Event::Done(outcome)) => Received::Done(outcome),
+            None => Received::Ended,
+        }))
     }
 
     /// Waits for whichever is first: something happens, or some of `input` can be sent.
@@ -291,6 +319,8 @@ impl StreamRef {
             let header = Header::new(Kind::Cancel, self.number(), 0, 0);
             let _ = self.connection.send(&[&header.to_bytes()]);
             self.connection.forget(self.number());
+            // Whoever else waits on it must not wait for an answer that finds nobody.
+            self.stream.lose(Lost::Dropped);
         }
     }
 

@@ -12,12 +12,12 @@ use std::time::{Duration, Instant};
 use pvmm_guest_agent::frame::{END, HEADER_LEN, Header, Kind, credit_frame};
 use pvmm_guest_agent::limits::{INPUT_WINDOW, MAX_DATA, OUTPUT_WINDOW, VERSION};
 use pvmm_guest_agent::message::{
-    Answer, Code, Entry, ExecReport, ExecStatus, Failure, FileKind, Goodbye, Metadata, Outcome,
-    OutputCount, Started, Usage, Welcome,
+    Answer, Code, Entry, ExecReport, ExecStatus, FailedStep, Failure, FileKind, Goodbye, Metadata,
+    Outcome, OutputCount, RefreshStep, Refreshed, Started, Usage, Welcome,
 };
 use pvmm_guest_agent::{Channel, encode};
 
-use super::{Agent, AgentError, Lost, ReadyListener};
+use super::{Agent, AgentError, Lost, ReadyListener, Refresh};
 use crate::exec::{ExecError, ExecRequest, OutputCap, ProcessEvent};
 
 /// The agent's side of a socket.
@@ -577,4 +577,76 @@ fn ready_signal_that_never_comes_meets_the_deadline_g8() {
     let folder = tempfile::tempdir().unwrap();
     let ready = ReadyListener::bind(&folder.path().join("vsock")).unwrap();
     assert!(matches!(ready.wait(soon()), Err(AgentError::NotReady)));
+}
+
+/// A VM's socket behind which a scripted agent answers the first connection.
+fn behind_a_socket(
+    script: impl FnOnce(&mut Peer, &str) + Send + 'static,
+) -> (PathBuf, tempfile::TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("vsock.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    thread::spawn(move || {
+        let mut peer = Peer(listener.accept().unwrap().0);
+        let mut line = Vec::new();
+        while line.last() != Some(&b'\n') {
+            let mut byte = [0];
+            peer.0.read_exact(&mut byte).unwrap();
+            line.extend(byte);
+        }
+        script(&mut peer, std::str::from_utf8(&line).unwrap());
+    });
+    (path, folder)
+}
+
+#[test]
+fn connect_refreshed_sends_all_in_one_go_and_the_connection_goes_on() {
+    let (path, _folder) = behind_a_socket(|peer, line| {
+        assert_eq!(line, "CONNECT 1026\n");
+        // Nothing was answered yet, and the hello and the refresh are there.
+        assert_eq!(peer.frame().unwrap().0.kind, Kind::Hello);
+        assert_eq!(peer.opened(), 1);
+        peer.send(b"OK 5\n");
+        peer.control(Kind::Welcome, 0, &welcome());
+        let steps = vec![RefreshStep::Entropy, RefreshStep::Thaw];
+        let report = Refreshed { steps, failed: None };
+        peer.control(Kind::Done, 1, &Outcome::Ok(Answer::Refreshed(report)));
+        let stream = peer.opened();
+        assert_eq!(stream, 2);
+        peer.exit(stream, OK);
+        peer.until_hung_up();
+    });
+    let refresh = Refresh::new(3).unwrap().env("A", "b");
+    let deadline = Instant::now() + Duration::from_secs(5);
+    let agent = Agent::connect_refreshed(&path, &refresh, deadline).unwrap();
+    assert!(run(&agent).unwrap().status.success());
+}
+
+#[test]
+fn connect_refreshed_with_a_failed_step_is_an_error_that_names_it() {
+    let (path, _folder) = behind_a_socket(|peer, _| {
+        peer.send(b"OK 5\n");
+        peer.welcome();
+        let failed =
+            FailedStep { step: RefreshStep::Clock, errno: Some(1), message: "\x1b[2J".into() };
+        let report = Refreshed { steps: vec![RefreshStep::Entropy], failed: Some(failed) };
+        peer.control(Kind::Done, 1, &Outcome::Ok(Answer::Refreshed(report)));
+        peer.until_hung_up();
+    });
+    let deadline = Instant::now() + Duration::from_secs(5);
+    let failed =
+        Agent::connect_refreshed(&path, &Refresh::new(1).unwrap(), deadline).err().unwrap();
+    assert!(matches!(failed, AgentError::NotRefreshed { step: RefreshStep::Clock, .. }));
+    assert!(!failed.to_string().contains('\x1b'), "{failed}");
+}
+
+#[test]
+fn connect_refreshed_to_an_agent_that_stalls_meets_its_deadline() {
+    let (path, _folder) = behind_a_socket(|peer, _| {
+        peer.send(b"OK 5\n");
+        peer.welcome();
+        peer.until_hung_up();
+    });
+    let failed = Agent::connect_refreshed(&path, &Refresh::new(1).unwrap(), soon()).err().unwrap();
+    assert!(matches!(failed, AgentError::Overdue), "{failed}");
 }

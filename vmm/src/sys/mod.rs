@@ -14,6 +14,22 @@ pub fn internal_suberror(exit: &kvm_run__bindgen_ty_1) -> u32 {
     unsafe { exit.internal.suberror }
 }
 
+/// Fills `bytes` with random ones from the kernel.
+pub fn fill_random(mut bytes: &mut [u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        // SAFETY: `bytes` is writable for its length.
+        let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
+        match usize::try_from(count) {
+            Ok(count) => bytes = &mut bytes[count..],
+            Err(_) => match io::Error::last_os_error() {
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
+    Ok(())
+}
+
 /// The signal that gets a vCPU out of the guest. Sent to vCPU threads only, which keep it blocked.
 pub fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1

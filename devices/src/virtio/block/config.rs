@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 
-use super::io::{EngineKind, OpenError};
+use super::io::{EngineKind, LayeredDisk, OpenError};
 use super::wire::{ID_LEN, SECTOR_SIZE};
 use crate::rate_limiter::{RateLimiterConfig, RateLimiterError};
 
@@ -63,6 +63,8 @@ pub enum Source {
     Path(PathBuf),
     /// Opened by somebody else, with the access that the disk needs.
     File(File),
+    /// Layers that the owner of the disk can freeze, fork and take back.
+    Layers(LayeredDisk),
 }
 
 impl Source {
@@ -70,7 +72,7 @@ impl Source {
     pub fn name(&self, id: &str) -> String {
         match self {
             Self::Path(path) => path.display().to_string(),
-            Self::File(_) => format!("of disk {id:?}"),
+            Self::File(_) | Self::Layers(_) => format!("of disk {id:?}"),
         }
     }
 }
@@ -98,6 +100,11 @@ impl BlockConfig {
     /// A writable disk on a file that is already open.
     pub fn from_file(file: File) -> Self {
         Self::from_source(Source::File(file))
+    }
+
+    /// A disk of layers.
+    pub fn from_layers(layers: LayeredDisk) -> Self {
+        Self::from_source(Source::Layers(layers))
     }
 
     #[must_use]

@@ -11,7 +11,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
 use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, BlockConfig, BlockError, CacheMode, Source};
-use super::io::{Access, Engine, EngineKind, FileDisk, engine};
+use super::io::{Access, Engine, EngineKind, FileDisk, OpenError, Plain, engine};
 use super::state::BlockStateV1;
 use super::wire::SECTOR_SIZE;
 use super::worker::BlockWorker;
@@ -111,6 +111,17 @@ fn open(
     ended: &Arc<EventFd>,
 ) -> Result<Backend, BlockError> {
     let opened = || {
+        let source = match source {
+            Source::Layers(_) if mode.access.direct || mode.engine == EngineKind::IoUring => {
+                return Err(OpenError::Layers);
+            }
+            Source::Layers(layers) => {
+                let (block_size, size) = (SECTOR_SIZE as u32, Ok(layers.size()));
+                let engine: Box<dyn Engine> = Box::new(Plain::new(Box::new(layers)));
+                return Ok((engine, block_size, size));
+            }
+            source => source,
+        };
         let disk = FileDisk::open(source, mode.access)?;
         let (block_size, size) = (disk.block_size(), disk.size());
         Ok((engine(mode.engine, disk, ended)?, block_size, size))
@@ -161,7 +172,7 @@ impl Block {
         let facts = Facts { capacity_sectors, block_size, direct, read_only, cache, id };
         Self {
             facts,
-            engine: Box::new(super::io::Plain::new(disk)),
+            engine: Box::new(Plain::new(disk)),
             ended: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
             limiter: RateLimiter::new(&RateLimiterConfig::default()).unwrap(),
             flush_failed: false,

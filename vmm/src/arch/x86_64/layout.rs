@@ -24,7 +24,9 @@ pub const CMDLINE: GuestAddress = GuestAddress(0x2_0000);
 pub const LOW_MEMORY_END: u64 = 0x9_fc00;
 /// ACPI tables, in the range that firmware uses for them.
 pub const ACPI: GuestAddress = GuestAddress(0xe_0000);
-pub const ACPI_END: u64 = 0x10_0000;
+pub const ACPI_END: u64 = 0xf_f000;
+/// The generation identifier, alone in its page; reserved like the tables before it.
+pub const GENERATION: GuestAddress = GuestAddress(0xf_f000);
 /// Kernels are loaded from here.
 pub const HIGH_MEMORY: GuestAddress = GuestAddress(0x10_0000);
 
@@ -47,7 +49,8 @@ pub const POWER_PORT: u16 = 0x600;
 
 /// Interrupt lines.
 pub const SERIAL_GSI: u32 = 4;
-pub const FIRST_VIRTIO_GSI: u32 = 5;
+pub const GENERATION_GSI: u32 = 5;
+pub const FIRST_VIRTIO_GSI: u32 = 6;
 
 /// RAM as ranges of guest addresses: one, or two around the hole.
 pub fn ram(memory_mib: u64) -> Vec<(GuestAddress, usize)> {
@@ -90,6 +93,15 @@ mod tests {
     fn ram_above_three_gib_continues_after_the_hole() {
         assert_eq!(ram(3072), [(GuestAddress(0), 3 << 30)]);
         assert_eq!(ram(4096), [(GuestAddress(0), 3 << 30), (GuestAddress(1 << 32), 1 << 30)]);
+    }
+
+    #[test]
+    fn memory_map_reserves_tables_and_generation() {
+        for address in [ACPI.0, ACPI_END - 1, GENERATION.0, GENERATION.0 + 15] {
+            let holds = |(start, len, _): &&(u64, u64, _)| (*start..start + len).contains(&address);
+            let map = memory_map(32);
+            assert_eq!(map.iter().find(holds).unwrap().2, MemoryKind::Reserved, "{address:#x}");
+        }
     }
 
     #[test]

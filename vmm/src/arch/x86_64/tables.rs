@@ -1,12 +1,14 @@
 //! ACPI: how the kernel learns of processors, interrupts and devices.
 //!
 //! The machine is hardware-reduced ACPI: no PIC, no PIT, no PM timer, no SCI. What is left are the
-//! local APICs, one I/O APIC, two registers to sleep and to reset, and a DSDT that lists a serial port
-//! and the virtio-mmio devices.
+//! local APICs, one I/O APIC, two registers to sleep and to reset, and a DSDT that lists a serial port,
+//! the generation identifier and the virtio-mmio devices.
 
 use acpi_tables::Aml;
-use acpi_tables::aml::{Device, EISAName, IO, Interrupt, Memory32Fixed, Name, Package, Path};
-use acpi_tables::aml::{ResourceTemplate, Scope};
+use acpi_tables::aml::{
+    Arg, Device, EISAName, Equal, IO, If, Interrupt, Memory32Fixed, Method, Name,
+};
+use acpi_tables::aml::{Notify, Package, Path, ResourceTemplate, Scope};
 use acpi_tables::fadt::{FADTBuilder, Flags};
 use acpi_tables::gas::{AccessSize, AddressSpace, GAS};
 use acpi_tables::madt::{
@@ -29,6 +31,9 @@ const DSDT_REVISION: u8 = 6;
 /// The machine has no VGA and no CMOS clock to probe for; the wall clock is kvm-clock's.
 const NO_VGA: u16 = 1 << 2;
 const NO_CMOS_RTC: u16 = 1 << 5;
+
+/// What the generation identifier's driver is notified with.
+const GENERATION_CHANGED: u8 = 0x80;
 
 /// A virtio-mmio device on the bus.
 #[derive(Clone, Copy, Debug)]
@@ -119,6 +124,7 @@ fn dsdt(devices: &[MmioDevice]) -> Sdt {
     let (off, zero) = (power::SLEEP_TYPE_S5, 0u8);
     Name::new("_S5_".into(), &Package::new(vec![&off, &zero, &zero, &zero])).to_aml_bytes(&mut aml);
     serial(&mut aml);
+    generation(&mut aml);
     for (index, device) in devices.iter().enumerate() {
         virtio(index, device, &mut aml);
     }
@@ -135,6 +141,46 @@ fn serial(aml: &mut Vec<u8>) {
     ])
     .bytes();
     device("COM1", &EISAName::new("PNP0501"), 0, &Raw(resources), aml);
+}
+
+/// Where the generation identifier is, and the event by which its driver hears of a new one.
+fn generation(aml: &mut Vec<u8>) {
+    let address = layout::GENERATION.0;
+    let (low, high) = (address as u32, (address >> 32) as u32);
+    let resources = ResourceTemplate::new(vec![&edge(layout::GENERATION_GSI) as &dyn Aml]).bytes();
+    Scope::new(
+        Path::new("_SB_"),
+        vec![
+            &Device::new(
+                "VGEN".into(),
+                vec![
+                    &Name::new("_HID".into(), &"PVMM0001"),
+                    &Name::new("_CID".into(), &"VM_Gen_Counter"),
+                    &Name::new("_DDN".into(), &"VM_Gen_Counter"),
+                    &Name::new("ADDR".into(), &Package::new(vec![&low, &high])),
+                ],
+            ),
+            // Without an SCI, interrupts become events of this device (ACPI 6.5 section 5.6.9).
+            &Device::new(
+                "GED_".into(),
+                vec![
+                    &Name::new("_HID".into(), &"ACPI0013"),
+                    &Name::new("_UID".into(), &0u8),
+                    &Name::new("_CRS".into(), &Raw(resources)),
+                    &Method::new(
+                        "_EVT".into(),
+                        1,
+                        true,
+                        vec![&If::new(
+                            &Equal::new(&Arg(0), &layout::GENERATION_GSI),
+                            vec![&Notify::new(&Path::new("VGEN"), &GENERATION_CHANGED)],
+                        )],
+                    ),
+                ],
+            ),
+        ],
+    )
+    .to_aml_bytes(aml);
 }
 
 fn virtio(index: usize, mmio: &MmioDevice, aml: &mut Vec<u8>) {

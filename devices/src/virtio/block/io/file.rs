@@ -36,6 +36,8 @@ pub enum OpenError {
         #[source]
         source: io::Error,
     },
+    #[error("is made of layers, which have neither io_uring nor direct I/O")]
+    Layers,
     #[error("needs direct I/O in units of {align} bytes, which is more than a page")]
     Alignment { align: u32 },
     #[error("cannot {act} it")]
@@ -69,6 +71,8 @@ impl FileDisk {
         let file = match source {
             Source::Path(path) => open(&path, read_only)?,
             Source::File(file) => file,
+            // Layers are a disk of their own.
+            Source::Layers(_) => return Err(OpenError::Kind),
         };
         let failed = |act| move |source| OpenError::Access { act, source };
         let kind = file.metadata().map_err(failed("examine"))?.file_type();

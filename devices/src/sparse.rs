@@ -1,0 +1,126 @@
+//! Files with holes: copying their data and giving ranges back, so that what is empty stays empty.
+//!
+//! Disks and memory images are mostly holes. A copy that filled them would cost what nobody ever wrote.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+
+use crate::sys::{self, Clear};
+
+/// Bytes moved at a time where the kernel cannot copy by itself.
+const BUFFER: usize = 256 << 10;
+/// The unit in which zeros are looked for.
+const BLOCK: usize = 4096;
+
+/// Makes a range of a file a hole.
+pub fn punch(file: &File, range: Range<u64>) -> io::Result<()> {
+    if range.is_empty() {
+        return Ok(());
+    }
+    retry(|| sys::fallocate(file.as_fd(), Clear::Punch, range.start, range.end - range.start))
+}
+
+/// The parts of `range` in which `file` has data, in order.
+pub fn data(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
+    if !sys::knows_holes(file.as_fd())? {
+        return Ok(vec![range]);
+    }
+    let mut parts = Vec::new();
+    let mut at = range.start;
+    while at < range.end {
+        let Some(start) = sys::seek_data(file.as_fd(), at)? else { break };
+        if start >= range.end {
+            break;
+        }
+        let end = sys::seek_hole(file.as_fd(), start)?.min(range.end);
+        if end <= start {
+            return Err(io::Error::other("file has no end to its data"));
+        }
+        parts.push(start..end);
+        at = end;
+    }
+    Ok(parts)
+}
+
+/// Copies the data in `range` to the same place of another file, leaving out what is zero.
+pub fn copy(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
+    for part in data(from, range)? {
+        let done = sys::copy_range(from.as_fd(), to.as_fd(), part.clone())?;
+        if done < part.end {
+            copy_by_hand(from, to, done..part.end)?;
+        }
+    }
+    Ok(())
+}
+
+/// Shares all blocks of one file with another, where the file system can.
+pub fn clone(from: &File, to: &File) -> io::Result<()> {
+    sys::clone_file(from.as_fd(), to.as_fd())
+}
+
+fn copy_by_hand(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
+    let mut buffer = vec![0; BUFFER];
+    let mut at = range.start;
+    while at < range.end {
+        let len = (range.end - at).min(BUFFER as u64) as usize;
+        let bytes = buffer.get_mut(..len).unwrap_or_default();
+        from.read_exact_at(bytes, at)?;
+        for (index, block) in bytes.chunks(BLOCK).enumerate() {
+            if block.iter().any(|byte| *byte != 0) {
+                to.write_all_at(block, at + (index * BLOCK) as u64)?;
+            }
+        }
+        at += len as u64;
+    }
+    Ok(())
+}
+
+fn retry(mut act: impl FnMut() -> io::Result<()>) -> io::Result<()> {
+    loop {
+        match act() {
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            result => return result,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copy_moves_data_and_keeps_holes() {
+        let (from, to) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+        from.set_len(64 << 20).unwrap();
+        to.set_len(64 << 20).unwrap();
+        from.write_all_at(b"here", 1 << 20).unwrap();
+        from.write_all_at(b"there", (40 << 20) + 17).unwrap();
+        copy(&from, &to, 0..64 << 20).unwrap();
+        let mut got = [0; 5];
+        to.read_exact_at(&mut got, (40 << 20) + 17).unwrap();
+        assert_eq!(&got, b"there");
+        assert!(data(&to, 0..64 << 20).unwrap().len() <= 2);
+        assert!(std::os::unix::fs::MetadataExt::blocks(&to.metadata().unwrap()) < 1024);
+    }
+
+    #[test]
+    fn data_of_a_part_stays_within_it() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[1; 8 * BLOCK], 0).unwrap();
+        let part = BLOCK as u64..3 * BLOCK as u64;
+        assert_eq!(data(&file, part.clone()).unwrap(), [part]);
+    }
+
+    #[test]
+    fn punch_makes_a_range_read_as_zero() {
+        let file = tempfile::tempfile().unwrap();
+        file.write_all_at(&[1; 4 * BLOCK], 0).unwrap();
+        punch(&file, BLOCK as u64..2 * BLOCK as u64).unwrap();
+        let mut got = vec![1; BLOCK];
+        file.read_exact_at(&mut got, BLOCK as u64).unwrap();
+        assert!(got.iter().all(|byte| *byte == 0));
+    }
+}

@@ -1,0 +1,348 @@
+//! A disk of layers: writes go to the top one, reads find the highest that has the block.
+//!
+//! This is how a disk is frozen without a copy: the top becomes a layer that never changes again, and an
+//! empty one takes its place. Forks share the frozen layers; going back means emptying the top.
+//! The owner changes layers only while the device is quiet; the lock makes that sound, and is never waited for.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::fd::AsFd;
+use std::os::unix::fs::FileExt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use vm_memory::VolatileSlice;
+
+use super::plain::MeasuredDisk;
+use super::{Clear, DiskIo};
+use crate::{sparse, sys};
+
+/// The unit in which layers hold data: what guests' file systems write.
+const BLOCK: u64 = 4096;
+/// Blocks whose presence one piece of a map tells.
+const PIECE: u64 = 4096;
+/// Frozen layers before the upper ones are made into one.
+const MAX_FROZEN: usize = 16;
+
+/// A disk that can be frozen, forked and taken back. Clones are the same disk.
+#[derive(Clone, Debug)]
+pub struct LayeredDisk {
+    layers: Arc<Mutex<Layers>>,
+    size: u64,
+}
+
+#[derive(Debug)]
+struct Layers {
+    frozen: Vec<Arc<Layer>>,
+    top: Layer,
+}
+
+#[derive(Debug)]
+struct Layer {
+    file: File,
+    present: Present,
+}
+
+#[derive(Debug)]
+enum Present {
+    /// A plain image: it has every block.
+    All,
+    Some(BlockMap),
+}
+
+/// Which blocks are there; costs memory for what was written only.
+#[derive(Debug, Default)]
+struct BlockMap(HashMap<u64, Box<[u64; PIECE as usize / 64]>>);
+
+impl LayeredDisk {
+    /// A plain image that is this disk's alone.
+    pub fn new(file: File) -> io::Result<Self> {
+        let size = file.metadata()?.len();
+        let top = Layer { file, present: Present::All };
+        Ok(Self::of(Vec::new(), top, size))
+    }
+
+    /// An image that must not change, with `top` for what is written over it.
+    pub fn over(base: File, top: File) -> io::Result<Self> {
+        let size = base.metadata()?.len();
+        let frozen = vec![Arc::new(Layer { file: base, present: Present::All })];
+        Ok(Self::of(frozen, Layer::empty(top, size)?, size))
+    }
+
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    /// Freezes what was written until now; from here on `new_file` gives the files to write to.
+    pub fn freeze(&self, new_file: impl Fn() -> io::Result<File>) -> io::Result<()> {
+        let mut layers = self.lock();
+        let empty = Layer::empty(new_file()?, self.size)?;
+        let full = std::mem::replace(&mut layers.top, empty);
+        layers.frozen.push(Arc::new(full));
+        if layers.frozen.len() > MAX_FROZEN {
+            let merged = merge(layers.frozen.get(1..).unwrap_or_default(), new_file()?, self.size)?;
+            layers.frozen.truncate(1);
+            layers.frozen.push(Arc::new(merged));
+        }
+        Ok(())
+    }
+
+    /// A disk that starts as this one was when it was last frozen, and writes to `top`.
+    pub fn fork(&self, top: File) -> io::Result<Self> {
+        Ok(Self::of(self.lock().frozen.clone(), Layer::empty(top, self.size)?, self.size))
+    }
+
+    /// Forgets what was written since the disk was last frozen.
+    pub fn discard(&self) -> io::Result<()> {
+        let mut layers = self.lock();
+        if layers.frozen.is_empty() {
+            return Err(io::Error::other("the disk was never frozen"));
+        }
+        layers.top.file.set_len(0)?;
+        layers.top.file.set_len(self.size)?;
+        layers.top.present = Present::Some(BlockMap::default());
+        Ok(())
+    }
+
+    /// Copies the disk as it was when it was last frozen into an empty file.
+    pub fn write_frozen(&self, to: &File) -> io::Result<()> {
+        let frozen = self.lock().frozen.clone();
+        to.set_len(self.size)?;
+        write_layers(&frozen, to, self.size)
+    }
+
+    fn of(frozen: Vec<Arc<Layer>>, top: Layer, size: u64) -> Self {
+        Self { layers: Arc::new(Mutex::new(Layers { frozen, top })), size }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Layers> {
+        // A panic while locked would leave whole layers.
+        self.layers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Layers {
+    /// The layer that answers for the block at `offset`, and how far it does, up to `end`.
+    fn find(&self, offset: u64, end: u64) -> (&Layer, u64) {
+        let mut limit = end;
+        for layer in std::iter::once(&self.top).chain(self.frozen.iter().rev().map(|l| &**l)) {
+            match &layer.present {
+                Present::All => return (layer, limit),
+                Present::Some(map) => {
+                    let (has, same_until) = map.run(offset, limit);
+                    if has {
+                        return (layer, same_until);
+                    }
+                    // Above this point the layer stays silent; beyond it, it may speak.
+                    limit = same_until;
+                }
+            }
+        }
+        // The lowest layer is a plain image: there always is an answer above.
+        (&self.top, limit)
+    }
+
+    /// Brings a block that is about to be written in part into the top layer.
+    fn fill(&mut self, block: u64, size: u64) -> io::Result<()> {
+        let end = (block + BLOCK).min(size);
+        let mut bytes = vec![0; (end - block) as usize];
+        self.find(block, end).0.file.read_exact_at(&mut bytes, block)?;
+        self.top.file.write_all_at(&bytes, block)?;
+        self.top.add(block..end);
+        Ok(())
+    }
+}
+
+impl Layer {
+    fn empty(file: File, size: u64) -> io::Result<Self> {
+        file.set_len(size)?;
+        Ok(Self { file, present: Present::Some(BlockMap::default()) })
+    }
+
+    fn has(&self, offset: u64) -> bool {
+        match &self.present {
+            Present::All => true,
+            Present::Some(map) => map.has(offset / BLOCK),
+        }
+    }
+
+    fn add(&mut self, range: Range<u64>) {
+        if let Present::Some(map) = &mut self.present {
+            (range.start / BLOCK..range.end.div_ceil(BLOCK)).for_each(|block| map.add(block));
+        }
+    }
+
+    /// Ranges that this layer has, in order.
+    fn ranges(&self, size: u64) -> io::Result<Vec<Range<u64>>> {
+        match &self.present {
+            Present::All => sparse::data(&self.file, 0..size),
+            Present::Some(map) => Ok(map.ranges(size)),
+        }
+    }
+}
+
+impl BlockMap {
+    fn has(&self, block: u64) -> bool {
+        let word = |piece: &[u64; 64]| piece[(block % PIECE / 64) as usize];
+        self.0.get(&(block / PIECE)).is_some_and(|piece| word(piece) >> (block % 64) & 1 != 0)
+    }
+
+    fn add(&mut self, block: u64) {
+        let piece = self.0.entry(block / PIECE).or_insert_with(|| Box::new([0; 64]));
+        piece[(block % PIECE / 64) as usize] |= 1 << (block % 64);
+    }
+
+    /// Whether the block at `offset` is there, and until where, at most `end`, the answer is the same.
+    fn run(&self, offset: u64, end: u64) -> (bool, u64) {
+        let first = offset / BLOCK;
+        let has = self.has(first);
+        let mut next = first + 1;
+        while next * BLOCK < end && self.has(next) == has {
+            next += 1;
+        }
+        (has, (next * BLOCK).min(end))
+    }
+
+    fn ranges(&self, size: u64) -> Vec<Range<u64>> {
+        let mut pieces: Vec<_> = self.0.keys().copied().collect();
+        pieces.sort_unstable();
+        let mut ranges: Vec<Range<u64>> = Vec::new();
+        let blocks = pieces.into_iter().flat_map(|piece| piece * PIECE..(piece + 1) * PIECE);
+        for block in blocks.filter(|block| self.has(*block)) {
+            let (start, end) = (block * BLOCK, ((block + 1) * BLOCK).min(size));
+            match ranges.last_mut() {
+                Some(last) if last.end == start => last.end = end,
+                _ => ranges.push(start..end),
+            }
+        }
+        ranges
+    }
+}
+
+/// One layer that has what any of `layers`, lowest first, has.
+fn merge(layers: &[Arc<Layer>], file: File, size: u64) -> io::Result<Layer> {
+    let mut merged = Layer::empty(file, size)?;
+    write_layers(layers, &merged.file, size)?;
+    for layer in layers {
+        layer.ranges(size)?.into_iter().for_each(|range| merged.add(range));
+    }
+    Ok(merged)
+}
+
+fn write_layers(layers: &[Arc<Layer>], to: &File, size: u64) -> io::Result<()> {
+    for (index, layer) in layers.iter().enumerate() {
+        if index == 0
+            && matches!(layer.present, Present::All)
+            && sparse::clone(&layer.file, to).is_ok()
+        {
+            continue;
+        }
+        for range in layer.ranges(size)? {
+            // Zeros are not copied, and they hide what a lower layer had.
+            if index > 0 {
+                sparse::punch(to, range.clone())?;
+            }
+            sparse::copy(&layer.file, to, range)?;
+        }
+    }
+    Ok(())
+}
+
+impl DiskIo for LayeredDisk {
+    fn read(&self, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize> {
+        let layers = self.lock();
+        let end = offset.saturating_add(total(buffers)).min(self.size);
+        if offset >= end {
+            return Ok(0);
+        }
+        let (layer, until) = layers.find(offset, end);
+        sys::preadv(layer.file.as_fd(), &prefix(buffers, until - offset)?, offset)
+    }
+
+    fn write(&self, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize> {
+        let mut layers = self.lock();
+        let end = offset.saturating_add(total(buffers)).min(self.size);
+        if offset >= end {
+            return Ok(0);
+        }
+        let block = offset / BLOCK * BLOCK;
+        // Whole blocks as many as there are; otherwise the part of one, which must be there first.
+        let whole = end / BLOCK * BLOCK;
+        let until = match offset == block && (whole > offset || end == self.size) {
+            true if whole > offset => whole,
+            true => end,
+            false => {
+                if !layers.top.has(block) {
+                    layers.fill(block, self.size)?;
+                }
+                end.min(block + BLOCK)
+            }
+        };
+        let part = prefix(buffers, until - offset)?;
+        let done = sys::pwritev(layers.top.file.as_fd(), &part, offset)?;
+        // A short write may end within a block, and then that block is not there yet.
+        let reached = offset + done as u64;
+        let there = if reached == until { reached } else { reached / BLOCK * BLOCK };
+        if there > block {
+            layers.top.add(block..there);
+        }
+        if reached > there && there >= block && !layers.top.has(there) {
+            return match there > offset {
+                true => Ok((there - offset) as usize),
+                false => Err(io::ErrorKind::WriteZero.into()),
+            };
+        }
+        Ok(done)
+    }
+
+    fn sync(&self) -> io::Result<()> {
+        self.lock().top.file.sync_data()
+    }
+
+    fn clear(&self, how: Clear, offset: u64, len: u64) -> io::Result<()> {
+        let mut layers = self.lock();
+        let end = offset.saturating_add(len).min(self.size);
+        if offset >= end {
+            return Ok(());
+        }
+        for edge in [offset, end] {
+            let block = edge / BLOCK * BLOCK;
+            if edge % BLOCK != 0 && edge < self.size && !layers.top.has(block) {
+                layers.fill(block, self.size)?;
+            }
+        }
+        sys::fallocate(layers.top.file.as_fd(), how, offset, end - offset)?;
+        // A hole in the top hides what is below, and reads as zero.
+        layers.top.add(offset / BLOCK * BLOCK..end);
+        Ok(())
+    }
+}
+
+impl MeasuredDisk for LayeredDisk {
+    fn measure(&self) -> io::Result<u64> {
+        Ok(self.size)
+    }
+}
+
+fn total(buffers: &[VolatileSlice]) -> u64 {
+    buffers.iter().map(|buffer| buffer.len() as u64).sum()
+}
+
+/// The first `len` bytes of the buffers.
+fn prefix<'a>(buffers: &[VolatileSlice<'a>], len: u64) -> io::Result<Vec<VolatileSlice<'a>>> {
+    let mut left = len as usize;
+    let mut parts = Vec::with_capacity(buffers.len());
+    for buffer in buffers {
+        if left == 0 {
+            break;
+        }
+        let here = left.min(buffer.len());
+        parts.push(buffer.subslice(0, here).map_err(io::Error::other)?);
+        left -= here;
+    }
+    Ok(parts)
+}
+
+#[cfg(test)]
+mod tests;

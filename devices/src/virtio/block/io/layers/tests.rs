@@ -1,0 +1,137 @@
+//! A layered disk against a plain array of bytes.
+
+use proptest::prelude::*;
+
+use super::*;
+
+const SIZE: u64 = 64 * BLOCK + 512;
+
+fn file() -> io::Result<File> {
+    tempfile::tempfile()
+}
+
+fn disk() -> LayeredDisk {
+    let image = file().unwrap();
+    image.set_len(SIZE).unwrap();
+    LayeredDisk::new(image).unwrap()
+}
+
+fn write(disk: &LayeredDisk, offset: u64, bytes: &[u8]) {
+    let (mut bytes, mut done) = (bytes.to_vec(), 0);
+    while done < bytes.len() {
+        let rest = VolatileSlice::from(&mut bytes[done..]);
+        done += disk.write(&[rest], offset + done as u64).unwrap();
+    }
+}
+
+fn read(disk: &LayeredDisk) -> Vec<u8> {
+    let mut bytes = vec![0xee; SIZE as usize];
+    let mut done = 0;
+    while done < bytes.len() {
+        done += disk.read(&[VolatileSlice::from(&mut bytes[done..])], done as u64).unwrap();
+    }
+    bytes
+}
+
+fn frozen(disk: &LayeredDisk) -> Vec<u8> {
+    let to = file().unwrap();
+    disk.write_frozen(&to).unwrap();
+    let mut bytes = vec![0xee; SIZE as usize];
+    to.read_exact_at(&mut bytes, 0).unwrap();
+    bytes
+}
+
+#[test]
+fn forks_share_what_was_frozen_and_nothing_else() {
+    let parent = disk();
+    write(&parent, 5, b"before");
+    parent.freeze(file).unwrap();
+    let child = parent.fork(file().unwrap()).unwrap();
+    write(&parent, 5, b"parent");
+    write(&child, BLOCK * 3, b"child!");
+    assert_eq!(&read(&parent)[5..11], b"parent");
+    assert_eq!(&read(&child)[5..11], b"before");
+    assert_eq!(read(&parent)[3 * BLOCK as usize], 0);
+    assert_eq!(&frozen(&parent)[5..11], b"before");
+}
+
+#[test]
+fn discard_goes_back_to_the_freeze_as_often_as_it_is_asked() {
+    let disk = disk();
+    write(&disk, 0, &[1; 9000]);
+    disk.freeze(file).unwrap();
+    let then = read(&disk);
+    for round in 2..5 {
+        write(&disk, 100, &[round; 5000]);
+        disk.clear(Clear::Punch, 0, 50).unwrap();
+        disk.discard().unwrap();
+        assert_eq!(read(&disk), then);
+    }
+}
+
+#[test]
+fn frozen_image_under_a_disk_is_never_written() {
+    let base = file().unwrap();
+    base.write_all_at(&[7; SIZE as usize], 0).unwrap();
+    let kept = base.try_clone().unwrap();
+    let disk = LayeredDisk::over(base, file().unwrap()).unwrap();
+    write(&disk, 1, &[1; 3]);
+    write(&disk, SIZE - 512, &[2; 512]);
+    disk.clear(Clear::Zero, 4 * BLOCK, 2 * BLOCK).unwrap();
+    let mut bytes = vec![0; SIZE as usize];
+    kept.read_exact_at(&mut bytes, 0).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == 7));
+    let seen = read(&disk);
+    assert_eq!((seen[0], seen[1], seen[4], seen[4 * BLOCK as usize]), (7, 1, 7, 0));
+    assert_eq!(&seen[SIZE as usize - 512..], [2; 512]);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Write(u64, Vec<u8>),
+    Clear(u64, u64),
+    Freeze,
+    Discard,
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let write = (0..SIZE, prop::collection::vec(any::<u8>(), 1..9000))
+        .prop_map(|(at, bytes)| Step::Write(at, bytes));
+    let clear = (0..SIZE, 1..20_000u64).prop_map(|(at, len)| Step::Clear(at, len));
+    let step =
+        prop_oneof![4 => write, 2 => clear, 2 => Just(Step::Freeze), 1 => Just(Step::Discard)];
+    prop::collection::vec(step, 1..40)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+    #[test]
+    fn layers_read_like_a_plain_array(steps in steps()) {
+        let disk = disk();
+        let mut model = vec![0; SIZE as usize];
+        let mut kept: Option<Vec<u8>> = None;
+        for step in steps {
+            match step {
+                Step::Write(at, mut bytes) => {
+                    bytes.truncate((SIZE - at) as usize);
+                    write(&disk, at, &bytes);
+                    model[at as usize..at as usize + bytes.len()].copy_from_slice(&bytes);
+                }
+                Step::Clear(at, len) => {
+                    disk.clear(Clear::Punch, at, len).unwrap();
+                    model[at as usize..(at + len).min(SIZE) as usize].fill(0);
+                }
+                Step::Freeze => {
+                    disk.freeze(file).unwrap();
+                    kept = Some(model.clone());
+                    prop_assert_eq!(&frozen(&disk), &model);
+                }
+                Step::Discard => if let Some(kept) = &kept {
+                    disk.discard().unwrap();
+                    model.clone_from(kept);
+                },
+            }
+            prop_assert_eq!(&read(&disk), &model);
+        }
+    }
+}

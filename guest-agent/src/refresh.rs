@@ -1,0 +1,319 @@
+//! What makes a copied guest its own, step by step in a fixed order, before its workload goes on.
+//! It is on the way of every restore, so it starts no program and waits for nothing.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::path::Path;
+
+use pvmm_guest_agent::limits::{
+    MAX_ADDRESSES, MAX_ENTROPY, MAX_HOSTNAME, MAX_INTERFACE_NAME, MAX_INTERFACES, MAX_SECRETS,
+    MIN_ENTROPY,
+};
+use pvmm_guest_agent::message::{
+    ByteBuf, FailedStep, Interface, Refresh, RefreshStep as Step, Refreshed,
+};
+
+use crate::init::mounts;
+use crate::netlink::{self, Prefixed};
+use crate::server::Server;
+use crate::sys;
+
+/// Where programs find what is theirs alone; in memory, so that no disk carries it.
+const PLACE: &str = "/run/pvmm";
+const SECRETS: &str = "/run/pvmm/secrets";
+const MACHINE_ID: &str = "/etc/machine-id";
+const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+const RESOLVER: &str = "/etc/resolv.conf";
+
+/// The order is a promise: nothing that draws random numbers or looks at the time comes before
+/// those are fresh, and the workload comes last.
+const ORDER: [Step; 9] = [
+    Step::Entropy,
+    Step::Clock,
+    Step::Hostname,
+    Step::MachineId,
+    Step::BootId,
+    Step::Addresses,
+    Step::Generation,
+    Step::Env,
+    Step::Thaw,
+];
+
+/// What the last refresh left for later execs.
+#[derive(Default)]
+pub struct Identity {
+    pub generation: u64,
+    pub env: Vec<(ByteBuf, ByteBuf)>,
+    /// A secret was delivered, ever.
+    pub had_secrets: bool,
+    /// Open from the start, so that a refresh need not look for it.
+    random: Option<OwnedFd>,
+}
+
+impl Identity {
+    pub fn new() -> Self {
+        Self { random: sys::open(c"/dev/urandom", libc::O_RDWR, 0).ok(), ..Self::default() }
+    }
+}
+
+/// Refuses what can never work, before the first step is taken.
+pub fn check(request: &Refresh) -> Result<(), &'static str> {
+    if !(MIN_ENTROPY..=MAX_ENTROPY).contains(&request.entropy.len()) {
+        return Err("entropy is not 32 to 512 bytes");
+    }
+    let ids = [&request.machine_id, &request.boot_id];
+    if ids.into_iter().flatten().any(|id| id.len() != 16) {
+        return Err("machine_id or boot_id is not 16 bytes");
+    }
+    if request.hostname.as_ref().is_some_and(|name| !is_hostname(name)) {
+        return Err("hostname is empty, too long, or not of letters, digits, dots and dashes");
+    }
+    if request.interfaces.len() > MAX_INTERFACES {
+        return Err("interfaces are too many");
+    }
+    request.interfaces.iter().try_for_each(check_interface)?;
+    let dns = request.dns.as_deref().unwrap_or_default();
+    if dns.len() > MAX_ADDRESSES || dns.iter().any(|it| it.parse::<std::net::IpAddr>().is_err()) {
+        return Err("dns has an entry that is no address, or too many");
+    }
+    if request.secrets.len() > MAX_SECRETS {
+        return Err("secrets are too many");
+    }
+    let bad_name = |name: &str| {
+        name.is_empty() || name.len() > 255 || name.contains(['/', '\0']) || name.starts_with('.')
+    };
+    if request.secrets.iter().any(|(name, _)| bad_name(name)) {
+        return Err("a secret's name is not that of a file");
+    }
+    Ok(())
+}
+
+fn is_hostname(name: &str) -> bool {
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    (1..=MAX_HOSTNAME).contains(&name.len()) && name.chars().all(plain)
+}
+
+fn check_interface(interface: &Interface) -> Result<(), &'static str> {
+    let name = &interface.name;
+    if name.is_empty() || name.len() > MAX_INTERFACE_NAME || name.contains(['/', '\0']) {
+        return Err("an interface's name is empty or too long");
+    }
+    if interface.mac.as_ref().is_some_and(|mac| mac.len() != 6 || mac[0] & 1 != 0) {
+        return Err("an interface's mac is not six bytes, or is a group address");
+    }
+    let (addresses, gateways) = (&interface.addresses, &interface.gateways);
+    if addresses.len() > MAX_ADDRESSES || gateways.len() > MAX_ADDRESSES {
+        return Err("an interface's addresses are too many");
+    }
+    if addresses.iter().any(|text| Prefixed::parse(text).is_none()) {
+        return Err("an interface's address is not ADDRESS/PREFIX");
+    }
+    if gateways.iter().any(|text| text.parse::<std::net::IpAddr>().is_err()) {
+        return Err("a gateway is no address");
+    }
+    Ok(())
+}
+
+impl Server {
+    /// Takes every step that the request asks for. When one fails, none follows it and the workload
+    /// stands still, whatever it did before.
+    pub(crate) fn refresh(&mut self, request: &Refresh) -> Refreshed {
+        let mut report = Refreshed::default();
+        for step in ORDER {
+            if !is_wanted(step, request) {
+                continue;
+            }
+            if let Err(error) = self.take_step(step, request) {
+                if let Some(cgroups) = &mut self.settings.cgroups {
+                    cgroups.hold();
+                }
+                let message: String = error.to_string().chars().take(200).collect();
+                let errno = error.raw_os_error();
+                report.failed = Some(FailedStep { step, errno, message });
+                return report;
+            }
+            report.steps.push(step);
+        }
+        report
+    }
+
+    fn take_step(&mut self, step: Step, request: &Refresh) -> io::Result<()> {
+        match step {
+            Step::Entropy => {
+                let random = self.identity.random.as_ref().ok_or(ErrorKind::NotFound)?;
+                sys::add_entropy(random, &request.entropy)
+            }
+            Step::Clock => sys::set_clock(request.unix_ns.unwrap_or(0)),
+            Step::Hostname => sys::set_hostname(request.hostname.as_deref().unwrap_or_default()),
+            Step::MachineId => {
+                let id = request.machine_id.as_deref().map_or(&[][..], |id| id);
+                show(MACHINE_ID, format!("{}\n", hex(id)).as_bytes())
+            }
+            Step::BootId => {
+                let id = request.boot_id.as_deref().map_or(&[][..], |id| id);
+                show(BOOT_ID, format!("{}\n", uuid(id)).as_bytes())
+            }
+            Step::Addresses => configure_network(request),
+            Step::Generation => {
+                self.identity.generation = request.generation;
+                make_place(PLACE, 0o755)?;
+                write(
+                    &format!("{PLACE}/generation"),
+                    format!("{}\n", request.generation).as_bytes(),
+                )
+            }
+            Step::Env => {
+                self.identity.env.clone_from(&request.env);
+                self.deliver_secrets(&request.secrets)
+            }
+            Step::Thaw => match &mut self.settings.cgroups {
+                Some(cgroups) => cgroups.thaw(),
+                None => Ok(()),
+            },
+            Step::Other => Ok(()),
+        }
+    }
+
+    fn deliver_secrets(&mut self, secrets: &[(String, ByteBuf)]) -> io::Result<()> {
+        if self.identity.had_secrets {
+            match fs::remove_dir_all(SECRETS) {
+                Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
+                _ => {}
+            }
+        }
+        if secrets.is_empty() {
+            return Ok(());
+        }
+        self.identity.had_secrets = true;
+        make_place(SECRETS, 0o700)?;
+        for (name, value) in secrets {
+            let path = format!("{SECRETS}/{name}");
+            let mut options = OpenOptions::new();
+            let mut file = options.write(true).create_new(true).mode(0o600).open(path)?;
+            file.write_all(value)?;
+        }
+        Ok(())
+    }
+}
+
+fn is_wanted(step: Step, request: &Refresh) -> bool {
+    match step {
+        Step::Entropy | Step::Generation | Step::Env => true,
+        Step::Clock => request.unix_ns.is_some(),
+        Step::Hostname => request.hostname.is_some(),
+        Step::MachineId => request.machine_id.is_some(),
+        Step::BootId => request.boot_id.is_some(),
+        Step::Addresses => !request.interfaces.is_empty() || request.dns.is_some(),
+        Step::Thaw => request.thaw,
+        Step::Other => false,
+    }
+}
+
+fn configure_network(request: &Refresh) -> io::Result<()> {
+    for interface in &request.interfaces {
+        netlink::configure(interface)
+            .map_err(|e| io::Error::new(e.kind(), format!("{}: {e}", interface.name)))?;
+    }
+    if let Some(dns) = &request.dns {
+        let lines: String = dns.iter().map(|server| format!("nameserver {server}\n")).collect();
+        show(RESOLVER, lines.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// Makes a path show these bytes: by writing them, or where that cannot be, by mounting a file of
+/// ours over it. Whatever the workload put in that place, what counts is what is read afterwards.
+fn show(path: &str, bytes: &[u8]) -> io::Result<()> {
+    if write(path, bytes).is_err() {
+        mount_over(path, bytes)?;
+    }
+    let mut shown = Vec::new();
+    open_plain(OpenOptions::new().read(true), path)?
+        .take(bytes.len() as u64 + 1)
+        .read_to_end(&mut shown)?;
+    if shown == bytes { Ok(()) } else { Err(io::Error::other(format!("{path} does not change"))) }
+}
+
+fn mount_over(path: &str, bytes: &[u8]) -> io::Result<()> {
+    if fs::metadata(path).is_err_and(|e| e.kind() == ErrorKind::NotFound) {
+        // A link that leads nowhere: nothing can be mounted there, but a file can take its place.
+        fs::remove_file(path)?;
+        return write(path, bytes);
+    }
+    make_place(PLACE, 0o755)?;
+    let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy();
+    let ours = format!("{PLACE}/{name}");
+    write(&ours, bytes)?;
+    fs::set_permissions(&ours, fs::Permissions::from_mode(0o444))?;
+    mounts::bind(&ours, path)
+}
+
+fn write(path: &str, bytes: &[u8]) -> io::Result<()> {
+    let mut options = OpenOptions::new();
+    open_plain(options.write(true).create(true).truncate(true), path)?.write_all(bytes)
+}
+
+/// Opens a file and nothing that could keep us waiting.
+fn open_plain(options: &mut OpenOptions, path: &str) -> io::Result<File> {
+    let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(ErrorKind::InvalidInput.into()) }
+}
+
+fn make_place(path: &str, mode: u32) -> io::Result<()> {
+    fs::DirBuilder::new().recursive(true).mode(mode).create(path)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// A random UUID made of sixteen random bytes.
+fn uuid(bytes: &[u8]) -> String {
+    let mut bytes = bytes.to_vec();
+    if let [.., version, _, variant, _, _, _, _, _, _, _] = &mut bytes[..] {
+        *version = *version & 0x0f | 0x40;
+        *variant = *variant & 0x3f | 0x80;
+    }
+    let text = hex(&bytes);
+    let parts = [(0, 8), (8, 12), (12, 16), (16, 20), (20, 32)];
+    parts.map(|(from, to)| text.get(from..to).unwrap_or_default()).join("-")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn uuid_of_random_bytes_says_that_it_is_random() {
+        assert_eq!(uuid(&[0xff; 16]), "ffffffff-ffff-4fff-bfff-ffffffffffff");
+        assert_eq!(uuid(&[0; 16]), "00000000-0000-4000-8000-000000000000");
+    }
+
+    #[test]
+    fn refresh_that_can_never_work_is_refused() {
+        let good = || Refresh { entropy: ByteBuf::from([1; 256]), ..Refresh::default() };
+        assert_eq!(check(&good()), Ok(()));
+        let interface = |name: &str| Interface { name: name.into(), ..Interface::default() };
+        let with = |interface| Refresh { interfaces: vec![interface], ..good() };
+        assert_eq!(check(&with(interface("eth0"))), Ok(()));
+        for bad in [
+            Refresh::default(),
+            Refresh { machine_id: Some(ByteBuf::from([0; 15])), ..good() },
+            Refresh { boot_id: Some(ByteBuf::from([0; 17])), ..good() },
+            Refresh { hostname: Some("a b".into()), ..good() },
+            Refresh { hostname: Some(String::new()), ..good() },
+            Refresh { dns: Some(vec!["example.org".into()]), ..good() },
+            Refresh { secrets: vec![("../x".into(), ByteBuf::new())], ..good() },
+            Refresh { secrets: vec![("..".into(), ByteBuf::new())], ..good() },
+            with(interface("")),
+            with(interface("a-name-too-long-x")),
+            with(Interface { mac: Some(ByteBuf::from([1; 6])), ..interface("eth0") }),
+            with(Interface { addresses: vec!["10.0.0.1".into()], ..interface("eth0") }),
+            with(Interface { gateways: vec!["10.0.0.1/8".into()], ..interface("eth0") }),
+        ] {
+            assert!(check(&bad).is_err(), "{bad:?}");
+        }
+    }
+}

@@ -1,0 +1,29 @@
+//! `pvmm port`: ports of this host that lead into a running VM, for as long as the command runs.
+//!
+//! The way is the VM's vsock and its agent, so that a guest without any network can still be served from.
+
+use std::os::fd::AsFd;
+
+use crate::cli::Port;
+use crate::exit::{self, Failure, Outcome};
+use crate::sys::poll;
+use crate::sys::signals::{FORWARDED, Signals};
+use crate::vm_dir::Base;
+use crate::{output, ports};
+
+pub fn port(args: Port) -> Outcome {
+    let vm = Base::open()?.find(&args.vm)?;
+    vm.require_running()?;
+    let bound = ports::bind(&args.ports)?;
+    let signals = Signals::hold(&FORWARDED)?;
+    for port in &bound {
+        output::line(&port.to_string())?;
+    }
+    ports::keep(
+        &vm.dir,
+        &bound,
+        |text| output::remark(false, text),
+        |time| poll::readable(&[signals.as_fd()], Some(time)).map_or(true, |ready| ready[0]),
+    )?;
+    Err(Failure::silent(exit::by_signal(signals.next()?)))
+}
