@@ -11,6 +11,7 @@ use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueHint};
 
 use crate::args::{self, EnvVar, NetCard, Place};
+use crate::drive::{self, DriveFlag};
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::ports::{self, PortSpec};
 
@@ -102,6 +103,9 @@ pub struct Run {
     /// How much the guest may write to its disk; grows as it is used
     #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
     pub disk_size: u64,
+    /// Another disk, /dev/vdc and on: PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]
+    #[arg(long, value_name = "DRIVE", value_parser = drive::parse)]
+    pub drive: Vec<DriveFlag>,
     /// Network card on a tap of this host [default: none]: tap=NAME[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,mac=MAC][,mtu=N]
     #[arg(long, value_name = "CARD", value_parser = args::net)]
     pub net: Option<NetCard>,

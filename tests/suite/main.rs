@@ -6,6 +6,7 @@
 
 mod boot;
 mod detached;
+mod drives;
 mod exec;
 mod generation;
 mod net;

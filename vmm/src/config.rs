@@ -6,6 +6,9 @@
 use std::fs::File;
 use std::path::PathBuf;
 
+use pvmm_devices::rate_limiter::RateLimiterError;
+pub use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
+pub use pvmm_devices::virtio::block::{CacheMode, EngineKind};
 pub use pvmm_devices::virtio::net::{Mac, MacError, NetConfig as Net, TapSource};
 
 /// The most vCPUs a machine may have.
@@ -64,6 +67,16 @@ pub enum Initrd {
 pub struct Drive {
     pub source: DriveSource,
     pub read_only: bool,
+    /// What the guest reads as the drive's serial number, at most 20 bytes of ASCII.
+    pub id: String,
+    /// Whether a flush of the guest reaches the host's disk.
+    pub cache: CacheMode,
+    /// How the host's file is read and written.
+    pub engine: EngineKind,
+    /// Past the host's page cache. The guest then sees the block size that this takes.
+    pub direct: bool,
+    /// What the guest may read and write per time.
+    pub limits: RateLimiterConfig,
 }
 
 /// Where a drive's bytes are.
@@ -114,6 +127,8 @@ pub enum ConfigError {
     Cmdline(&'static str),
     #[error("drives: {0} is more than {MAX_DRIVES}")]
     Drives(usize),
+    #[error("drive: rate limit of {0}")]
+    Limits(RateLimiterError),
     #[error("nets: {0} is more than {MAX_NETS}")]
     Nets(usize),
     #[error("net {index}: {why}")]
@@ -167,6 +182,7 @@ impl VmConfig {
             if let DriveSource::Path(path) = &drive.source {
                 no_nul("drive", path)?;
             }
+            drive.limits.validate().map_err(ConfigError::Limits)?;
         }
         if self.nets.len() > MAX_NETS {
             return Err(ConfigError::Nets(self.nets.len()));
@@ -187,16 +203,28 @@ impl VmConfig {
 
 impl Drive {
     pub fn read_only(path: impl Into<PathBuf>) -> Self {
-        Self { source: DriveSource::Path(path.into()), read_only: true }
+        Self::new(DriveSource::Path(path.into()), true)
     }
 
     pub fn writable(path: impl Into<PathBuf>) -> Self {
-        Self { source: DriveSource::Path(path.into()), read_only: false }
+        Self::new(DriveSource::Path(path.into()), false)
     }
 
     /// A writable image that is already open.
     pub fn from_file(file: File) -> Self {
-        Self { source: DriveSource::File(file), read_only: false }
+        Self::new(DriveSource::File(file), false)
+    }
+
+    fn new(source: DriveSource, read_only: bool) -> Self {
+        Self {
+            source,
+            read_only,
+            id: String::new(),
+            cache: CacheMode::default(),
+            engine: EngineKind::default(),
+            direct: false,
+            limits: RateLimiterConfig::default(),
+        }
     }
 }
 
@@ -246,6 +274,14 @@ mod tests {
         assert_eq!(refused(|c| c.kernel = "a\0".into()), ConfigError::Nul("kernel"));
         let drive = Drive::read_only("a\0b");
         assert_eq!(refused(|c| c.drives.push(drive)), ConfigError::Nul("drive"));
+    }
+
+    #[test]
+    fn validate_of_limit_that_lets_nothing_through_is_refused() {
+        let mut drive = Drive::read_only("a");
+        drive.limits.ops = Some(BucketConfig::per_second(0));
+        let error = refused(|c| c.drives.push(drive));
+        assert!(matches!(error, ConfigError::Limits(_)), "{error}");
     }
 
     #[test]

@@ -5,6 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm_devices::legacy::console::Console;
+use pvmm_devices::virtio::MmioTransport;
+use pvmm_devices::virtio::block::BlockHandle;
+pub use pvmm_devices::virtio::counters::CounterValues;
 use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::EventFd;
@@ -18,12 +21,23 @@ use crate::machine::Ending;
 use crate::vcpu::run::{Buses, Outcome};
 use crate::vcpu::thread::VcpuThread;
 
+/// What one device has counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceCounters {
+    /// `block`, `net`, `vsock`, …
+    pub device: &'static str,
+    pub values: CounterValues,
+}
+
 /// A virtual machine. Dropping it stops its vCPUs and then its devices.
 pub struct Vm {
     // Dropped in this order: nothing may run in the guest when its devices go, and nothing may touch
     // its memory when KVM lets go of it.
     pub(crate) vcpus: Vec<VcpuThread>,
     pub(crate) devices: DeviceThread,
+    pub(crate) transports: Vec<Arc<MmioTransport>>,
+    // In the guest's order; their transports are the first ones.
+    pub(crate) drives: Vec<BlockHandle>,
     pub(crate) _console: Console,
     pub(crate) buses: Arc<Buses>,
     pub(crate) generation: VmGenId,
@@ -87,6 +101,15 @@ impl Vm {
     /// How often the guest touched an address or port where nothing is.
     pub fn missed_accesses(&self) -> u64 {
         self.buses.missed()
+    }
+
+    /// What each virtio device has counted about its driver, in the guest's order.
+    pub fn device_counters(&self) -> Vec<DeviceCounters> {
+        let of = |transport: &Arc<MmioTransport>| DeviceCounters {
+            device: transport.kind().name(),
+            values: transport.counters(),
+        };
+        self.transports.iter().map(of).collect()
     }
 
     /// The Unix socket that leads into the guest, if it has a vsock device.

@@ -34,7 +34,7 @@ pub mod vsock;
 
 pub use chain::Chain;
 pub use counters::Counters;
-pub use device::{Activation, Stopped, VirtioDevice, Worker};
+pub use device::{Activation, Stopped, UpdateError, Updated, VirtioDevice, Worker};
 pub use device_loop::{DeviceError, DeviceId};
 pub use interrupt::Interrupt;
 pub use mmio::MmioTransport;

@@ -4,7 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::block::BlockStateV1;
+use super::block::{BlockStateV1, BlockUpdate};
 use super::net::NetStateV1;
 use super::rng::RngStateV1;
 use super::vsock::VsockStateV1;
@@ -49,4 +49,10 @@ impl DeviceState {
             Self::Net(_) => DeviceKind::Net,
         }
     }
+}
+
+/// What the host may change about a device while the machine lives.
+#[derive(Debug)]
+pub enum DeviceUpdate {
+    Block(BlockUpdate),
 }

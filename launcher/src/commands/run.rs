@@ -62,6 +62,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let plan = Plan {
         parts,
         record,
+        drives: args.drive.clone(),
         console_copy,
         boot_patience,
         mode,

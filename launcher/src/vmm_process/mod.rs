@@ -18,6 +18,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::args::NetCard;
 use crate::attach::Names;
+use crate::drive::DriveFlag;
 use crate::exit::{self, Failure};
 use crate::log_file;
 use crate::ports::BoundPort;
@@ -38,6 +39,8 @@ const END_PATIENCE: Duration = Duration::from_secs(10);
 pub struct Plan {
     pub parts: Parts,
     pub record: Record,
+    /// Disks besides the root filesystem and what is written over it.
+    pub drives: Vec<DriveFlag>,
     /// A copy of the guest's console for the user, who then also gets the kernel's messages.
     pub console_copy: Option<File>,
     /// How long the guest may take until its agent answers.
