@@ -57,7 +57,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    Run(Run),
+    Run(Box<Run>),
     Exec(Exec),
     Cp(Cp),
     Port(Port),
