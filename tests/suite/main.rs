@@ -6,9 +6,11 @@
 
 mod boot;
 mod detached;
+mod drives;
 mod exec;
 mod fork;
 mod generation;
+mod net;
 mod outcomes;
 mod ports;
 mod refresh;

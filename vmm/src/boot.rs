@@ -2,14 +2,14 @@
 
 use std::io::{self, Write};
 
-use pvmm_devices::virtio::block::Block;
+use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
 use pvmm_devices::vmgenid::VmGenId;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
-use crate::config::{self, Console, Drive, VmConfig};
+use crate::config::{self, Console, VmConfig};
 use crate::drives;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
@@ -22,15 +22,14 @@ use crate::vm::Vm;
 /// Makes the machine that `config` describes, paused before its first instruction.
 ///
 /// Everything the machine will ever open is opened before its threads start.
-pub fn boot(config: VmConfig) -> Result<Vm, Error> {
+pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     config.validate()?;
 
     // What the host must supply.
     let socket = config.vsock.as_ref().map(|vsock| vsock.uds_path.as_path());
     let ready = socket.map(ReadyListener::bind).transpose()?;
     let scratch = Scratch::new(config.scratch_dir.as_deref());
-    let Opened { devices, drives, vsock_path } =
-        open_devices(config.drives, config.vsock, config.rng)?;
+    let Opened { devices, drives, taps, vsock_path } = open_devices(&mut config)?;
     let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;
     let guest = &memory.guest;
 
@@ -60,30 +59,28 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
         vcpu::configure(vcpu, id, config.vcpus, &host, entry, guest)?;
     }
 
-    machine.start(vcpus, kvm, memory, Held { drives, scratch, vsock_path, ready, base: None })
+    let held = Held { drives, taps, scratch, vsock_path, ready, base: None };
+    machine.start(vcpus, kvm, memory, held)
 }
 
 /// Opens what stands behind the virtio devices, in the order in which the guest will number them.
-fn open_devices(
-    drives: Vec<Drive>,
-    vsock: Option<config::Vsock>,
-    rng: bool,
-) -> Result<Opened, Error> {
+fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
     let mut opened = Opened::default();
     let refused = |error: Box<dyn std::error::Error + Send + Sync>| {
         Error::new(ErrorKind::InvalidConfig, "cannot open a device", error)
     };
-    for (index, drive) in drives.into_iter().enumerate() {
-        let (config, drive) = drives::open(drive, index)?;
-        opened.devices.push(Box::new(Block::new(config).map_err(|e| refused(e.into()))?));
-        opened.drives.push(drive);
+    for drive in std::mem::take(&mut config.drives) {
+        opened.add_drive(drives::open(drive).map_err(refused)?);
     }
-    if let Some(config::Vsock { guest_cid, uds_path }) = vsock {
+    for wish in std::mem::take(&mut config.nets) {
+        opened.add_net(net::Net::new(wish).map_err(|e| refused(e.into()))?);
+    }
+    if let Some(config::Vsock { guest_cid, uds_path }) = config.vsock.take() {
         opened.vsock_path = Some(uds_path.clone());
         let config = VsockConfig { guest_cid: guest_cid.into(), uds_path };
         opened.devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
     }
-    if rng {
+    if config.rng {
         opened.devices.push(Box::new(Rng::new(RngConfig::default())));
     }
     Ok(opened)

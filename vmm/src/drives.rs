@@ -1,134 +1,93 @@
-//! What the owner of a machine keeps of its drives, beside the devices that serve them.
+//! The drives of a machine: opened before it starts, and what may be changed while it runs.
 //!
-//! A device moves bytes; freezing, forking and copying a disk is the owner's business.
+//! Files are opened here, on the caller's thread; the device thread only swaps one for another.
 
-use std::fs::File;
-use std::io;
-use std::path::PathBuf;
+use pvmm_devices::virtio::block::{Block, BlockConfig, BlockHandle, BlockUpdate, EngineKind};
+use pvmm_devices::virtio::device_loop::DeviceError;
+use pvmm_devices::virtio::registry::DeviceUpdate;
 
-use pvmm_devices::sparse;
-use pvmm_devices::virtio::block::BlockConfig;
-use pvmm_devices::virtio::block::io::LayeredDisk;
-
-use crate::config::{Drive, DriveSource};
+use crate::config::{ConfigError, Drive, DriveSource, RateLimiterConfig};
 use crate::error::{Error, ErrorKind};
-use crate::scratch::Scratch;
-use crate::snapshot::SnapshotError;
+use crate::storage::{self, Storage};
+use crate::vm::Vm;
 
-/// A drive in the owner's hands.
-#[derive(Debug)]
-pub enum HeldDrive {
-    /// The guest only reads it.
-    Fixed { file: File, path: Option<PathBuf> },
-    /// The guest's own: it has no name and ends with the machine.
-    Layers(LayeredDisk),
-    /// A named file that the guest writes in place and that outlives the machine.
-    InPlace { file: File, path: PathBuf },
-}
-
-/// What the device needs and what the owner keeps.
-pub fn open(drive: Drive, index: usize) -> Result<(BlockConfig, HeldDrive), Error> {
-    let failed = |error: io::Error| {
-        Error::new(ErrorKind::InvalidConfig, format!("drive {index}: cannot open it"), error)
-    };
-    let opened = match (drive.source, drive.read_only) {
-        (DriveSource::Path(path), read_only) => {
-            let file = File::open(&path).map_err(|error| {
-                let act = format!("drive {index}: cannot open {}", path.display());
-                Error::new(ErrorKind::InvalidConfig, act, error)
-            })?;
-            let held = match read_only {
-                true => HeldDrive::Fixed { file, path: Some(path.clone()) },
-                false => HeldDrive::InPlace { file, path: path.clone() },
-            };
-            (BlockConfig::new(path), held)
-        }
-        (DriveSource::File(file), true) => {
-            let held = HeldDrive::Fixed { file: file.try_clone().map_err(failed)?, path: None };
-            (BlockConfig::from_file(file), held)
-        }
-        (DriveSource::File(file), false) => {
-            let layers = LayeredDisk::new(file).map_err(failed)?;
-            (BlockConfig::from_layers(layers.clone()), HeldDrive::Layers(layers))
-        }
-    };
-    Ok((opened.0.read_only(drive.read_only), opened.1))
-}
-
-/// A drive as it was at one instant, from which any number of machines can go on.
-#[derive(Debug)]
-pub enum FrozenDrive {
-    Fixed {
-        file: File,
-        path: Option<PathBuf>,
-    },
-    Layers(LayeredDisk),
-    /// Was a file elsewhere that is gone or changed.
-    Missing {
-        index: usize,
-        path: PathBuf,
-    },
+/// What the owner keeps of a drive beside the device that serves it.
+pub struct HeldDrive {
+    handle: BlockHandle,
+    pub storage: Storage,
 }
 
 impl HeldDrive {
-    /// The drive as it is now; what is written later goes elsewhere. The guest must be paused.
-    pub fn freeze(&self, scratch: &Scratch) -> io::Result<FrozenDrive> {
-        match self {
-            Self::Fixed { file, path } => {
-                Ok(FrozenDrive::Fixed { file: file.try_clone()?, path: path.clone() })
-            }
-            Self::Layers(layers) => {
-                layers.freeze(|| scratch.file())?;
-                Ok(FrozenDrive::Layers(layers.fork(scratch.file()?)?))
-            }
-            Self::InPlace { file, .. } => {
-                // Its owner wants the writes in the named file, so it is the copy that stands still.
-                let copy = scratch.file()?;
-                let size = file.metadata()?.len();
-                copy.set_len(size)?;
-                if sparse::clone(file, &copy).is_err() {
-                    sparse::copy(file, &copy, 0..size)?;
-                }
-                Ok(FrozenDrive::Layers(LayeredDisk::over(copy, scratch.file()?)?))
-            }
-        }
-    }
-
-    /// Forgets what the guest wrote since it was frozen. The guest must be paused.
-    pub fn discard(&self) -> io::Result<()> {
-        match self {
-            Self::Fixed { .. } => Ok(()),
-            Self::Layers(layers) => layers.discard(),
-            Self::InPlace { path, .. } => Err(io::Error::other(format!(
-                "{} is written in place and cannot be taken back",
-                path.display()
-            ))),
-        }
+    pub fn new(block: &Block, storage: Storage) -> Self {
+        Self { handle: block.handle(), storage }
     }
 }
 
-impl FrozenDrive {
-    /// The same for a machine that goes on from here.
-    pub fn thaw(&self, scratch: &Scratch) -> io::Result<(BlockConfig, HeldDrive)> {
-        match self {
-            Self::Fixed { file, path } => {
-                let held = HeldDrive::Fixed { file: file.try_clone()?, path: path.clone() };
-                Ok((BlockConfig::from_file(file.try_clone()?).read_only(true), held))
-            }
-            Self::Layers(layers) => {
-                let layers = layers.fork(scratch.file()?)?;
-                Ok((BlockConfig::from_layers(layers.clone()), HeldDrive::Layers(layers)))
-            }
-            Self::Missing { index, .. } => Err(io::Error::other(self.missing(*index))),
-        }
+/// What is wrong with a drive, whichever step found it.
+pub type OpenError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Opens and locks what stands behind a drive.
+pub fn open(drive: Drive) -> Result<(Block, HeldDrive), OpenError> {
+    let (config, storage) = prepare(drive)?;
+    let block = Block::new(config)?;
+    let held = HeldDrive::new(&block, storage);
+    Ok((block, held))
+}
+
+/// What a device would be made of.
+pub fn prepare(drive: Drive) -> Result<(BlockConfig, Storage), OpenError> {
+    let Drive { source, read_only, id, cache, engine, direct, limits } = drive;
+    let plain = direct || engine == EngineKind::IoUring;
+    let (source, storage) = storage::open(source, read_only, !plain)?;
+    Ok((BlockConfig { source, read_only, cache, id, engine, direct, limits }, storage))
+}
+
+impl Vm {
+    /// Looks at the size of drive `index` again, after its image grew or shrank, and tells the guest.
+    pub fn resize_drive(&self, index: usize) -> Result<(), Error> {
+        self.update_drive(index, BlockUpdate::Resize)
     }
 
-    /// What is wrong with a drive that is not there.
-    pub fn missing(&self, index: usize) -> SnapshotError {
-        let path = match self {
-            Self::Missing { path, .. } => path.display().to_string(),
-            Self::Fixed { .. } | Self::Layers(_) => String::new(),
-        };
-        SnapshotError::Drive { index, path }
+    /// Puts another image behind drive `index`, with the access that the first one had, and tells the
+    /// guest its size. What is under way ends on the old image; requests after that go to the new one.
+    /// Whatever the guest still caches of the old one is its own affair.
+    pub fn replace_drive(&mut self, index: usize, source: DriveSource) -> Result<(), Error> {
+        let held = self.held.drives.get(index).ok_or_else(|| self.no_drive(index))?;
+        let what = || format!("drive {index}: cannot use another image");
+        let read_only = matches!(held.storage, Storage::Fixed { .. });
+        let (source, storage) = storage::open(source, read_only, false)
+            .map_err(|error| Error::new(ErrorKind::InvalidConfig, what(), error))?;
+        let opened = held.handle.open(source);
+        let update = opened.map_err(|error| Error::new(ErrorKind::InvalidConfig, what(), error))?;
+        self.update_drive(index, update)?;
+        if let Some(held) = self.held.drives.get_mut(index) {
+            held.storage = storage;
+        }
+        Ok(())
+    }
+
+    /// Sets what the guest may read and write of drive `index` per time.
+    pub fn limit_drive(&self, index: usize, limits: RateLimiterConfig) -> Result<(), Error> {
+        limits.validate().map_err(ConfigError::Limits)?;
+        self.update_drive(index, BlockUpdate::Limits(limits))
+    }
+
+    fn update_drive(&self, index: usize, update: BlockUpdate) -> Result<(), Error> {
+        if index >= self.held.drives.len() {
+            return Err(self.no_drive(index));
+        }
+        let transport = self.transports.get(index).ok_or_else(|| self.no_drive(index))?;
+        transport.update(DeviceUpdate::Block(update)).map_err(|error| match error {
+            DeviceError::Update(cause) => {
+                Error::new(ErrorKind::HostResource, format!("drive {index}: not changed"), cause)
+            }
+            other => other.into(),
+        })
+    }
+
+    fn no_drive(&self, index: usize) -> Error {
+        let count = self.held.drives.len();
+        let act = format!("drive {index}: the machine has {count}, counted from 0");
+        Error::plain(ErrorKind::InvalidConfig, act)
     }
 }

@@ -37,7 +37,7 @@ impl Vm {
         };
         let drives = self.held.drives.iter().enumerate();
         let drives = drives
-            .map(|(index, drive)| drive.freeze(&self.held.scratch).map_err(failed(index)))
+            .map(|(index, drive)| drive.storage.freeze(&self.held.scratch).map_err(failed(index)))
             .collect::<Result<_, _>>()?;
         self.memory.freeze()?;
         Ok(Template {
@@ -45,6 +45,7 @@ impl Vm {
             machine,
             image: self.memory.image.clone(),
             drives,
+            taps: self.held.taps.clone(),
             vsock_path: self.held.vsock_path.clone(),
             base: self.held.base.clone(),
         })

@@ -8,6 +8,7 @@
 //! | `rollback.rs` | how a machine goes back to its checkpoint |
 //! | `snapshot/` | a template in a folder |
 //! | `config.rs` | what can be asked for |
+//! | `drives.rs` | what can be changed about a running machine's drives |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
 pub mod agent;
@@ -25,13 +26,17 @@ mod restore;
 mod rollback;
 mod scratch;
 pub mod snapshot;
+mod storage;
 mod sys;
 mod template;
 mod vcpu;
 mod vm;
 
-pub use config::{BootProtocol, Console, Drive, DriveSource, Initrd, VmConfig, Vsock};
+pub use config::{
+    BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac, Net,
+    RateLimiterConfig, TapSource, VmConfig, Vsock,
+};
 pub use error::{Error, ErrorKind};
 pub use template::{Overrides, Template};
 pub use vcpu::run::Outcome;
-pub use vm::Vm;
+pub use vm::{CounterValues, DeviceCounters, Vm};

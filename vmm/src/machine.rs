@@ -17,7 +17,9 @@ use pvmm_devices::legacy::i8042::{self, I8042};
 use pvmm_devices::legacy::power::{self, PowerEvent, PowerRegisters, PowerSink};
 use pvmm_devices::legacy::serial::{self, Serial};
 use pvmm_devices::virtio::VirtioDevice;
+use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::mmio::{MmioTransport, offset};
+use pvmm_devices::virtio::net::Net;
 use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -172,12 +174,28 @@ pub struct Opened {
     /// In the order in which the guest numbers them.
     pub devices: Vec<Box<dyn VirtioDevice>>,
     pub drives: Vec<HeldDrive>,
+    /// The interfaces on the host that the network cards are connected to.
+    pub taps: Vec<String>,
     pub vsock_path: Option<PathBuf>,
+}
+
+impl Opened {
+    pub fn add_drive(&mut self, (block, held): (Block, HeldDrive)) {
+        self.devices.push(Box::new(block));
+        self.drives.push(held);
+    }
+
+    pub fn add_net(&mut self, net: Net) {
+        self.taps.push(net.tap_name().to_owned());
+        self.devices.push(Box::new(net));
+    }
 }
 
 /// What the owner keeps beside the machine itself.
 pub struct Held {
+    /// In the guest's order; their transports are the first ones.
     pub drives: Vec<HeldDrive>,
+    pub taps: Vec<String>,
     pub scratch: Scratch,
     pub vsock_path: Option<PathBuf>,
     /// There until the agent has said that it is ready.

@@ -37,7 +37,7 @@ impl Vm {
         let saved = checkpoint.machine.clone();
         self.memory.discard()?;
         for (index, drive) in self.held.drives.iter().enumerate() {
-            drive.discard().map_err(|error| {
+            drive.storage.discard().map_err(|error| {
                 let what = format!("drive {index}: cannot be taken back");
                 Error::new(ErrorKind::HostResource, what, error)
             })?;

@@ -6,13 +6,13 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::config::{Console, Drive, Vsock};
-use crate::drives::FrozenDrive;
+use crate::config::{Console, Drive, Net, Vsock};
 use crate::error::Error;
 use crate::kvm::vm::KvmHost;
 use crate::memory::MemoryImage;
 use crate::snapshot::Base;
 use crate::snapshot::state::MachineState;
+use crate::storage::FrozenStorage;
 use crate::vm::Vm;
 use crate::{kvm, restore};
 
@@ -21,7 +21,9 @@ pub struct Template {
     pub(crate) host: Arc<KvmHost>,
     pub(crate) machine: Arc<MachineState>,
     pub(crate) image: MemoryImage,
-    pub(crate) drives: Vec<FrozenDrive>,
+    pub(crate) drives: Vec<FrozenStorage>,
+    /// The interfaces that the network cards were connected to.
+    pub(crate) taps: Vec<String>,
     pub(crate) vsock_path: Option<PathBuf>,
     /// The snapshot that the lowest layer of the image is the memory of.
     pub(crate) base: Option<Base>,
@@ -34,6 +36,9 @@ pub struct Overrides {
     pub vsock: Option<Vsock>,
     /// Other drives, by their place in the template.
     pub drives: Vec<(usize, Drive)>,
+    /// Other taps and addresses, by their place; without one a card takes the interface of the template's
+    /// name.
+    pub nets: Vec<(usize, Net)>,
     pub console: Console,
     /// As in [`crate::VmConfig`].
     pub scratch_dir: Option<PathBuf>,

@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use pvmm_devices::ioapic::Ioapic;
 use pvmm_devices::legacy::Serial;
 use pvmm_devices::legacy::console::Console;
-use pvmm_devices::virtio::mmio::MmioTransport;
+use pvmm_devices::virtio::MmioTransport;
+pub use pvmm_devices::virtio::counters::CounterValues;
 use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::EventFd;
@@ -22,6 +23,14 @@ use crate::memory::Memory;
 use crate::template::Template;
 use crate::vcpu::run::{Buses, Outcome};
 use crate::vcpu::thread::VcpuThread;
+
+/// What one device has counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceCounters {
+    /// `block`, `net`, `vsock`, …
+    pub device: &'static str,
+    pub values: CounterValues,
+}
 
 /// A virtual machine. Dropping it stops its vCPUs and then its devices.
 pub struct Vm {
@@ -96,9 +105,23 @@ impl Vm {
         self.buses.missed()
     }
 
+    /// What each virtio device has counted about its driver, in the guest's order.
+    pub fn device_counters(&self) -> Vec<DeviceCounters> {
+        let of = |transport: &Arc<MmioTransport>| DeviceCounters {
+            device: transport.kind().name(),
+            values: transport.counters(),
+        };
+        self.transports.iter().map(of).collect()
+    }
+
     /// The Unix socket that leads into the guest, if it has a vsock device.
     pub fn vsock_path(&self) -> Option<&Path> {
         self.held.vsock_path.as_deref()
+    }
+
+    /// The host's end of each network card, by the name of its interface.
+    pub fn taps(&self) -> &[String] {
+        &self.held.taps
     }
 
     /// What hears the agent's ready signal, for those who wait for it beside other things.

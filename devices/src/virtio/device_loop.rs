@@ -11,8 +11,8 @@ use event_manager::{
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::registry::DeviceState;
-use super::{Activation, QueueConfig, VirtioDevice, Worker};
+use super::registry::{DeviceState, DeviceUpdate};
+use super::{Activation, QueueConfig, UpdateError, Updated, VirtioDevice, Worker};
 
 /// Names a device of one loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -44,6 +44,11 @@ pub enum Command {
         id: DeviceId,
         state: Box<DeviceState>,
     },
+    /// Change a setting of a device, in use or not.
+    Update {
+        id: DeviceId,
+        update: DeviceUpdate,
+    },
     /// Stop every worker for good.
     Stop,
 }
@@ -54,6 +59,7 @@ pub enum Reply {
     Done,
     Added(DeviceId),
     Saved(Box<SavedDevice>),
+    Updated(Updated),
 }
 
 /// A device's part of a snapshot.
@@ -71,6 +77,8 @@ pub struct SavedDevice {
 pub enum DeviceError {
     #[error("no such device on this thread")]
     Unknown,
+    #[error("setting was not changed")]
+    Update(#[source] UpdateError),
     #[error("device is already active")]
     AlreadyActive,
     #[error("activation was overtaken by a reset")]
@@ -159,6 +167,7 @@ impl DeviceLoop {
                     _ => return Err(DeviceError::AlreadyActive),
                 }
             }
+            Command::Update { id, update } => return self.update(id, update).map(Reply::Updated),
             Command::Stop => {
                 for index in 0..self.slots.len() {
                     self.stop(DeviceId(index))?;
@@ -222,6 +231,20 @@ impl DeviceLoop {
                 }
             }
         }
+    }
+
+    fn update(&mut self, id: DeviceId, update: DeviceUpdate) -> Result<Updated, DeviceError> {
+        let updated = match self.slots.get_mut(id.0).and_then(|slot| slot.shape.as_mut()) {
+            None => return Err(DeviceError::Unknown),
+            Some(Shape::Idle(device)) => device.update(update),
+            Some(Shape::Running(subscriber)) => {
+                match self.events.subscriber_mut(*subscriber).map_err(DeviceError::Events)? {
+                    Subscriber::Worker(worker) => worker.update(update),
+                    Subscriber::Wake(_) => return Err(DeviceError::Unknown),
+                }
+            }
+        };
+        updated.map_err(DeviceError::Update)
     }
 
     fn each_worker(&mut self, mut act: impl FnMut(&mut dyn Worker)) {

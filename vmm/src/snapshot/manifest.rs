@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::SnapshotError;
 use crate::config::{MAX_DRIVES, MAX_MEMORY_MIB, MAX_VCPUS};
+use crate::machine::MAX_VIRTIO;
 use crate::memory::{PAGE, Region};
 
 pub const FORMAT: &str = "pvmm-snapshot";
@@ -29,6 +30,8 @@ pub struct Manifest {
     pub machine: MachineFacts,
     pub memory: MemoryFacts,
     pub disks: Vec<DiskFacts>,
+    /// The interfaces that the network cards were connected to.
+    pub taps: Vec<String>,
     /// Where the guest's socket was.
     pub vsock_path: Option<String>,
     pub sections: Vec<SectionFacts>,
@@ -153,6 +156,9 @@ impl Manifest {
             && !is_id(&base.id)
         {
             return Err("id of the base is not 32 hexadecimal digits");
+        }
+        if self.taps.len() > MAX_VIRTIO {
+            return Err("there are too many network cards");
         }
         if self.sections.len() > MAX_SECTIONS {
             return Err("there are too many sections");

@@ -15,9 +15,9 @@ use super::write::{large_files, modified_ns};
 use super::{
     Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, STAMP, STATE, STATE_MAX, SnapshotError, host,
 };
-use crate::drives::FrozenDrive;
 use crate::error::Error;
 use crate::memory::{self, Layer, MemoryImage, PAGE, Runs};
+use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
 
@@ -63,6 +63,7 @@ impl Template {
             machine: Arc::new(saved.machine),
             image,
             drives,
+            taps: manifest.taps.clone(),
             vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
             base: Some(Base { id, dir, layers }),
         })
@@ -175,16 +176,16 @@ impl Folder {
         Ok(layers)
     }
 
-    fn drives(&self) -> Result<Vec<FrozenDrive>, SnapshotError> {
+    fn drives(&self) -> Result<Vec<FrozenStorage>, SnapshotError> {
         let open = |(index, disk): (usize, &DiskFacts)| match disk {
             DiskFacts::Inside { file: name, size, read_only } => {
                 let file = self.large(name, *size)?;
                 let failed = |source| SnapshotError::Read { file: name.clone(), source };
                 match read_only {
-                    true => Ok(FrozenDrive::Fixed { file, path: Some(self.path.join(name)) }),
+                    true => Ok(FrozenStorage::Fixed { file, path: Some(self.path.join(name)) }),
                     false => {
                         let top = memory::memfd(c"pvmm-disk", 0).map_err(failed)?;
-                        LayeredDisk::over(file, top).map(FrozenDrive::Layers).map_err(failed)
+                        LayeredDisk::over(file, top).map(FrozenStorage::Layers).map_err(failed)
                     }
                 }
             }
@@ -198,8 +199,8 @@ impl Folder {
                 });
                 // A machine that gets another drive in this place does not miss it.
                 Ok(match found {
-                    Some(file) => FrozenDrive::Fixed { file, path: Some(path) },
-                    None => FrozenDrive::Missing { index, path },
+                    Some(file) => FrozenStorage::Fixed { file, path: Some(path) },
+                    None => FrozenStorage::Missing { index, path },
                 })
             }
         };

@@ -73,6 +73,7 @@ fn manifest(sections: Vec<SectionFacts>) -> Manifest {
         },
         memory: MemoryFacts { size: 64 << 20, regions: vec![(0, 64 << 20)], base: None },
         disks: vec![DiskFacts::Inside { file: "disk-0.img".into(), size: 512, read_only: false }],
+        taps: vec!["tap0".into()],
         vsock_path: Some("/run/v".into()),
         sections,
         checksum: 0,

@@ -14,8 +14,8 @@ use super::checksum::{FileSums, Stamp};
 use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
 use super::sections::{self, Saved};
 use super::{CHAIN_MAX, MANIFEST, MEMORY, STAMP, STATE, SnapshotError, host};
-use crate::drives::FrozenDrive;
 use crate::error::Error;
+use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
 
@@ -76,9 +76,9 @@ impl Template {
         for (index, drive) in self.drives.iter().enumerate() {
             let name = disk_file(index);
             let facts = match drive {
-                FrozenDrive::Missing { .. } => return Err(drive.missing(index)),
-                FrozenDrive::Fixed { file, path: Some(path) } => outside(file, path, &name)?,
-                FrozenDrive::Fixed { file, path: None } => {
+                FrozenStorage::Missing { .. } => return Err(drive.missing(index)),
+                FrozenStorage::Fixed { file, path: Some(path) } => outside(file, path, &name)?,
+                FrozenStorage::Fixed { file, path: None } => {
                     let size = file.metadata().map_err(|e| cannot(&name, e))?.size();
                     let disk = folder.create(&name)?;
                     let fill = || -> io::Result<()> {
@@ -88,7 +88,7 @@ impl Template {
                     sums.push(folder.finish(&name, &disk, size, fill)?);
                     DiskFacts::Inside { file: name, size, read_only: true }
                 }
-                FrozenDrive::Layers(layers) => {
+                FrozenStorage::Layers(layers) => {
                     let disk = folder.create(&name)?;
                     let fill = || layers.write_frozen(&disk);
                     sums.push(folder.finish(&name, &disk, layers.size(), fill)?);
@@ -121,6 +121,7 @@ impl Template {
                 }),
             },
             disks,
+            taps: self.taps.clone(),
             vsock_path: self.vsock_path.as_ref().map(|path| path.display().to_string()),
             sections,
             checksum: 0,
