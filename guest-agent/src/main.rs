@@ -22,7 +22,9 @@ mod refresh;
 mod requests;
 mod server;
 mod spawn;
+mod stdio;
 mod sys;
+mod terminal;
 mod token;
 mod users;
 

@@ -99,6 +99,16 @@ pub struct Exec {
     pub grace_ms: Option<u64>,
     #[serde(default)]
     pub output_limit: Option<OutputLimit>,
+    /// Standard input and both outputs are a terminal of this size.
+    #[serde(default)]
+    pub pty: Option<WindowSize>,
+}
+
+/// The size of a terminal, in characters. `Resize` has the same form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowSize {
+    pub rows: u16,
+    pub columns: u16,
 }
 
 /// Of each output, how much is sent: the first bytes, and the last.

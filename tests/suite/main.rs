@@ -12,4 +12,5 @@ mod outcomes;
 mod ports;
 mod refresh;
 mod run;
+mod terminal;
 mod vsock;

@@ -95,6 +95,7 @@ fn cat() -> Request {
         timeout_ms: None,
         grace_ms: None,
         output_limit: None,
+        pty: None,
     })
 }
 
