@@ -104,6 +104,24 @@ pub struct Exec {
     pub pty: Option<WindowSize>,
 }
 
+impl Exec {
+    /// A command and nothing else asked for.
+    pub fn new(command: Command) -> Self {
+        Self {
+            command,
+            env: Vec::new(),
+            clear_env: false,
+            cwd: None,
+            user: None,
+            stdin: false,
+            timeout_ms: None,
+            grace_ms: None,
+            output_limit: None,
+            pty: None,
+        }
+    }
+}
+
 /// The size of a terminal, in characters. `Resize` has the same form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WindowSize {

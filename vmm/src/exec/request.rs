@@ -50,18 +50,7 @@ impl ExecRequest {
     }
 
     fn new(command: Command) -> Self {
-        let wire = Exec {
-            command,
-            env: Vec::new(),
-            clear_env: false,
-            cwd: None,
-            user: None,
-            stdin: false,
-            timeout_ms: None,
-            grace_ms: None,
-            output_limit: None,
-            pty: None,
-        };
+        let wire = Exec::new(command);
         let cap = OutputCap::default();
         Self { wire, timeout: None, grace: DEFAULT_GRACE, input: Vec::new(), cap }
     }
