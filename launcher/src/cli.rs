@@ -10,7 +10,8 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueHint};
 
-use crate::args::{self, EnvVar, Place};
+use crate::args::{self, EnvVar, NetCard, Place};
+use crate::drive::{self, DriveFlag};
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::ports::{self, PortSpec};
 use crate::sys::signals::{FORWARDED, WITH_TERMINAL};
@@ -57,7 +58,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    Run(Run),
+    Run(Box<Run>),
     Exec(Exec),
     Cp(Cp),
     Port(Port),
@@ -104,6 +105,12 @@ pub struct Run {
     /// How much the guest may write to its disk; grows as it is used
     #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
     pub disk_size: u64,
+    /// Another disk, /dev/vdc and on: PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]
+    #[arg(long, value_name = "DRIVE", value_parser = drive::parse)]
+    pub drive: Vec<DriveFlag>,
+    /// Network card on a tap of this host [default: none]: tap=NAME[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,mac=MAC][,mtu=N]
+    #[arg(long, value_name = "CARD", value_parser = args::net)]
+    pub net: Option<NetCard>,
     #[command(flatten)]
     pub command: CommandFlags,
     /// End the run this long after the VM was started: 30s, 500ms, 5m

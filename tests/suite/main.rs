@@ -6,8 +6,10 @@
 
 mod boot;
 mod detached;
+mod drives;
 mod exec;
 mod generation;
+mod net;
 mod outcomes;
 mod ports;
 mod refresh;

@@ -60,7 +60,16 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     };
     let (ports, detached_ports) =
         if args.detach { (Vec::new(), ports) } else { (ports, Vec::new()) };
-    let plan = Plan { parts, record, console_copy, boot_patience, mode, ports: detached_ports };
+    let plan = Plan {
+        parts,
+        record,
+        drives: args.drive.clone(),
+        console_copy,
+        boot_patience,
+        mode,
+        ports: detached_ports,
+        net: args.net.clone(),
+    };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
     // On failure `vm` is dropped: the process ends and the directory goes.
