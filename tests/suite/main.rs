@@ -16,4 +16,5 @@ mod ports;
 mod refresh;
 mod run;
 mod snapshot;
+mod terminal;
 mod vsock;
