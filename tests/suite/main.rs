@@ -11,6 +11,7 @@ mod exec;
 mod generation;
 mod net;
 mod outcomes;
+mod outliving;
 mod ports;
 mod refresh;
 mod run;
