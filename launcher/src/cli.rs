@@ -480,7 +480,7 @@ mod tests {
             failure.message,
             "invalid value '33' for '--cpus <N>': use a number from 1 to 32"
         );
-        assert_eq!(refusal("pvmm ps x").hint.as_deref(), Some("see 'pvmm ps --help'"));
+        assert_eq!(refusal("pvmm ps x y").hint.as_deref(), Some("see 'pvmm ps --help'"));
     }
 
     #[test]
