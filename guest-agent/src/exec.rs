@@ -106,7 +106,7 @@ impl Server {
         }
     }
 
-    fn plan(
+    pub(crate) fn plan(
         &self,
         exec: &Exec,
         user: Option<User>,
@@ -130,12 +130,13 @@ impl Server {
             cwd: c_string(cwd.to_vec())?,
             credentials: exec.user.as_ref().and(user).map(|user| user.credentials),
             stdio: [stdin.as_raw_fd(), pipes.stdout.1.as_raw_fd(), pipes.stderr.1.as_raw_fd()],
+            control: None,
             open_files: self.settings.open_files,
             cgroup: cgroup.map(Cgroup::fd),
         })
     }
 
-    fn retire(&mut self, cgroup: Option<Cgroup>) {
+    pub(crate) fn retire(&mut self, cgroup: Option<Cgroup>) {
         if let (Some(cgroups), Some(cgroup)) = (&mut self.settings.cgroups, cgroup) {
             cgroups.retire(cgroup);
         }
@@ -200,8 +201,8 @@ impl Server {
                 Some(outcome) => outcome,
                 None => return,
             },
-            Work::File(None) => return,
-            Work::File(Some(outcome)) => outcome.clone(),
+            Work::File(None) | Work::Code(_, None) => return,
+            Work::File(Some(outcome)) | Work::Code(_, Some(outcome)) => outcome.clone(),
             Work::Process(process) => {
                 let Phase::Dead(death) = process.phase else { return };
                 let count = |index: usize| job.sources.get(index).map(Source::count);
@@ -242,7 +243,7 @@ impl Server {
                     self.set_deadline(Token::Job(id), None);
                 }
             }
-            Work::File(_) => self.cancel_file_work(id),
+            Work::File(_) | Work::Code(..) => self.cancel_file_work(id),
             Work::Tcp(_) => self.cancel_tcp(id),
         }
     }
@@ -264,7 +265,7 @@ impl Server {
                 }
             }
             // The worker sees its pipe break; its report finds nobody.
-            Work::File(_) | Work::Tcp(_) => self.forget(id),
+            Work::File(_) | Work::Code(..) | Work::Tcp(_) => self.forget(id),
         }
     }
 }
@@ -303,16 +304,16 @@ impl Process {
 }
 
 /// The pipes of one exec; of each, the end that the process gets is closed when this is dropped.
-struct Pipes {
+pub struct Pipes {
     /// (theirs, ours)
-    stdin: Option<(OwnedFd, OwnedFd)>,
+    pub stdin: Option<(OwnedFd, OwnedFd)>,
     /// (ours, theirs)
-    stdout: (OwnedFd, OwnedFd),
-    stderr: (OwnedFd, OwnedFd),
+    pub stdout: (OwnedFd, OwnedFd),
+    pub stderr: (OwnedFd, OwnedFd),
 }
 
 impl Pipes {
-    fn make(stdin: bool) -> std::io::Result<Self> {
+    pub fn make(stdin: bool) -> std::io::Result<Self> {
         let stdin = if stdin { Some(sys::pipe()?) } else { None };
         let this = Self { stdin, stdout: sys::pipe()?, stderr: sys::pipe()? };
         if let Some((_, ours)) = &this.stdin {
@@ -324,11 +325,11 @@ impl Pipes {
     }
 }
 
-fn prepare(error: std::io::Error) -> SpawnError {
+pub fn prepare(error: std::io::Error) -> SpawnError {
     SpawnError { stage: Stage::Prepare, errno: error.raw_os_error().unwrap_or(libc::EIO) }
 }
 
-fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
+pub fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
     match spec {
         Some(spec) => users::find(spec)
             .map(Some)
@@ -387,7 +388,7 @@ fn duration(millis: Option<u64>) -> Option<Duration> {
     millis.map(|millis| Duration::from_millis(millis).min(MAX_TIMEOUT))
 }
 
-fn status(raw: libc::c_int) -> ExecStatus {
+pub fn status(raw: libc::c_int) -> ExecStatus {
     if libc::WIFSIGNALED(raw) {
         ExecStatus::Signaled { signal: libc::WTERMSIG(raw), core_dumped: libc::WCOREDUMP(raw) }
     } else {

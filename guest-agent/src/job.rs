@@ -1,6 +1,7 @@
 //! What runs behind a stream: a process, or file work on a thread of the pool.
 //! Both have at most one input and two outputs, and one outcome when those have ended.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::Channel;
@@ -9,6 +10,7 @@ use pvmm_guest_agent::message::{ExecStatus, Outcome, Usage};
 use crate::cgroup::Cgroup;
 use crate::channel::{Sink, Source};
 use crate::forward::Tcp;
+use crate::interpreter::Session;
 use crate::token::Token;
 
 pub struct Job {
@@ -25,6 +27,8 @@ pub enum Work {
     Process(Process),
     /// File work, and its outcome once the worker has reported it.
     File(Option<Outcome>),
+    /// A call in an interpreter session, and its outcome once its thread has reported it.
+    Code(Arc<Session>, Option<Outcome>),
     /// A connection to a port of the guest.
     Tcp(Tcp),
 }

@@ -13,6 +13,7 @@ mod forward;
 mod freeze;
 
 mod init;
+mod interpreter;
 mod job;
 mod listener;
 mod netlink;

@@ -1,11 +1,13 @@
 //! The messages inside control frames, as MessagePack maps with named fields.
 //! Bytes that the guest's kernel treats as bytes (arguments, paths, names) stay bytes here.
 
+mod code;
 mod fresh;
 
 use serde::{Deserialize, Serialize};
 pub use serde_bytes::ByteBuf;
 
+pub use code::{CloseSession, Language, OpenSession, RunCode, RunReport, RunStatus, SessionInfo};
 pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
 
 /// `Hello`: who the client is and which versions it speaks.
@@ -57,6 +59,10 @@ pub enum Request {
     Mkdir(Mkdir),
     Move(Move),
     Connect(Connect),
+    OpenSession(OpenSession),
+    RunCode(RunCode),
+    CloseSession(CloseSession),
+    ListSessions {},
     Shutdown(Shutdown),
     Freeze(Freeze),
     Refresh(Box<Refresh>),
@@ -270,6 +276,9 @@ pub enum Answer {
     Info(Info),
     Frozen(Frozen),
     Refreshed(Refreshed),
+    Session(SessionInfo),
+    Sessions(Vec<SessionInfo>),
+    Run(RunReport),
     /// Everything that has nothing else to tell.
     Done {},
 }
@@ -298,6 +307,8 @@ pub enum Code {
     TooMany,
     /// The kernel refused; `errno` and `path` say more.
     Io,
+    /// Something else is under way there; try again when it is over.
+    Busy,
     /// The client cancelled.
     Cancelled,
     /// The workload is frozen: thaw it first.

@@ -7,6 +7,7 @@ mod files;
 mod fixture;
 mod forward;
 mod hostile;
+mod interpreter;
 mod refresh;
 mod streams;
 mod trees;

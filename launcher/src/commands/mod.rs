@@ -3,6 +3,7 @@
 //! A verb takes its parsed arguments and returns the exit code or a failure; nothing else knows what
 //! was typed.
 
+mod code;
 mod completions;
 mod cp;
 mod doctor;
@@ -23,6 +24,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
     match cli.verb {
         Verb::Run(args) => run::run(args, cli.quiet),
         Verb::Exec(args) => exec::exec(args),
+        Verb::Code(args) => code::code(args),
         Verb::Cp(args) => cp::cp(args, cli.quiet),
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),
