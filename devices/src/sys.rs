@@ -10,7 +10,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use vm_memory::VolatileSlice;
 
 // The most buffers that one call takes on Linux.
-const IOV_MAX: usize = 1024;
+pub const IOV_MAX: usize = 1024;
 
 /// Reads from `offset` of a file straight into guest memory; may be short.
 pub fn preadv(fd: BorrowedFd, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize> {
@@ -156,6 +156,27 @@ pub fn lock(file: &File, exclusive: bool) -> io::Result<()> {
     // SAFETY: the kernel reads one flock structure, which outlives the call.
     let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const range) };
     length(done as isize).map(drop)
+}
+
+/// Turns direct I/O on or off. Other modes of the file, such as appending, are turned off.
+pub fn set_direct(file: &File, direct: bool) -> io::Result<()> {
+    let flags = if direct { libc::O_DIRECT } else { 0 };
+    // SAFETY: no memory is passed; the descriptor is borrowed for the call.
+    let done = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, flags) };
+    length(done as isize).map(drop)
+}
+
+/// What direct I/O on the file must be aligned to, if the host says so.
+pub fn direct_alignment(file: &File) -> Option<u32> {
+    let mut facts = std::mem::MaybeUninit::<libc::statx>::zeroed();
+    let (fd, empty, flags) = (file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH);
+    // SAFETY: the kernel reads an empty string and fills one statx structure, which outlives the call.
+    let done = unsafe { libc::statx(fd, empty, flags, libc::STATX_DIOALIGN, facts.as_mut_ptr()) };
+    // SAFETY: zeroed bytes are a valid statx, and the kernel writes whole fields.
+    let facts = unsafe { facts.assume_init() };
+    let known = done == 0 && facts.stx_mask & libc::STATX_DIOALIGN != 0;
+    let align = facts.stx_dio_mem_align.max(facts.stx_dio_offset_align);
+    (known && align > 0).then_some(align)
 }
 
 /// Fills `buf` with random bytes of the host, without waiting; returns how many there were.

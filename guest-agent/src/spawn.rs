@@ -34,6 +34,8 @@ pub struct Plan {
     pub stdio: [RawFd; 3],
     /// What becomes descriptor 3; above 3.
     pub control: Option<RawFd>,
+    /// They are a terminal, which becomes the one of the new session.
+    pub terminal: bool,
     pub open_files: libc::rlimit,
     /// Directory of the control group to be born in.
     pub cgroup: Option<RawFd>,
@@ -165,6 +167,9 @@ extern "C" fn child(shared: *mut Shared<'_>) -> ! {
             if libc::dup2(*fd, target as libc::c_int) < 0 {
                 fail(shared, 0);
             }
+        }
+        if plan.terminal && libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+            fail(shared, 0);
         }
         let mut first_unused = 3u32;
         if let Some(control) = plan.control {

@@ -7,6 +7,7 @@ mod args;
 mod attach;
 mod cli;
 mod commands;
+mod drive;
 mod exit;
 mod log_file;
 mod logger;

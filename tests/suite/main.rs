@@ -7,10 +7,13 @@
 mod boot;
 mod code;
 mod detached;
+mod drives;
 mod exec;
 mod generation;
+mod net;
 mod outcomes;
 mod ports;
 mod refresh;
 mod run;
+mod terminal;
 mod vsock;

@@ -5,14 +5,16 @@ use std::sync::Arc;
 
 use pvmm_devices::GuestMemory;
 use pvmm_devices::virtio::VirtioDevice;
-use pvmm_devices::virtio::block::{Block, BlockConfig};
+use pvmm_devices::virtio::block::Block;
+use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
 use pvmm_devices::vmgenid::VmGenId;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
-use crate::config::{self, Console, Drive, DriveSource, VmConfig};
+use crate::config::{self, Console, VmConfig};
+use crate::drives;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::KvmVm;
@@ -29,7 +31,11 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     // What the host must supply.
     let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
     let ready = vsock_path.as_deref().map(ReadyListener::bind).transpose()?;
-    let devices = open_devices(config.drives, config.vsock, config.rng)?;
+    let blocks = drives::open_all(config.drives)?;
+    let drives = blocks.iter().map(Block::handle).collect();
+    let nets = open_nets(config.nets)?;
+    let taps = nets.iter().map(|net| net.tap_name().to_owned()).collect();
+    let devices = open_devices(blocks, nets, config.vsock, config.rng)?;
     let memory = allocate_memory(config.memory_mib)?;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
@@ -68,11 +74,14 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     Ok(Vm {
         vcpus,
         devices: machine.devices,
+        transports: machine.transports,
+        drives,
         _console: machine.console,
         buses,
         generation: machine.generation,
         ending: machine.ending,
         vsock_path,
+        taps,
         ready,
         running: false,
         _kvm: kvm,
@@ -81,7 +90,8 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
 
 /// Opens what stands behind the virtio devices, in the order in which the guest will number them.
 fn open_devices(
-    drives: Vec<Drive>,
+    blocks: Vec<Block>,
+    nets: Vec<net::Net>,
     vsock: Option<config::Vsock>,
     rng: bool,
 ) -> Result<Vec<Box<dyn VirtioDevice>>, Error> {
@@ -89,14 +99,10 @@ fn open_devices(
     let refused = |error: Box<dyn std::error::Error + Send + Sync>| {
         Error::new(ErrorKind::InvalidConfig, "cannot open a device", error)
     };
-    for drive in drives {
-        let config = match drive.source {
-            DriveSource::Path(path) => BlockConfig::new(path),
-            DriveSource::File(file) => BlockConfig::from_file(file),
-        };
-        let block = Block::new(config.read_only(drive.read_only)).map_err(|e| refused(e.into()))?;
+    for block in blocks {
         devices.push(Box::new(block));
     }
+    devices.extend(nets.into_iter().map(|net| Box::new(net) as Box<dyn VirtioDevice>));
     if let Some(config::Vsock { guest_cid, uds_path }) = vsock {
         let config = VsockConfig { guest_cid: guest_cid.into(), uds_path };
         devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
@@ -105,6 +111,12 @@ fn open_devices(
         devices.push(Box::new(Rng::new(RngConfig::default())));
     }
     Ok(devices)
+}
+
+/// Opens or makes the taps.
+fn open_nets(nets: Vec<config::Net>) -> Result<Vec<net::Net>, Error> {
+    let refused = |error| Error::new(ErrorKind::InvalidConfig, "cannot open a device", error);
+    nets.into_iter().map(net::Net::new).collect::<Result<_, _>>().map_err(refused)
 }
 
 fn open_console(console: Console) -> Box<dyn Write + Send> {

@@ -6,6 +6,11 @@
 use std::fs::File;
 use std::path::PathBuf;
 
+use pvmm_devices::rate_limiter::RateLimiterError;
+pub use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
+pub use pvmm_devices::virtio::block::{CacheMode, EngineKind};
+pub use pvmm_devices::virtio::net::{Mac, MacError, NetConfig as Net, TapSource};
+
 /// The most vCPUs a machine may have.
 pub const MAX_VCPUS: u32 = 32;
 /// The least memory a Linux guest can start in, and the most that is accepted (1 TiB).
@@ -15,6 +20,8 @@ pub const MAX_MEMORY_MIB: u64 = 1 << 20;
 pub const MAX_CMDLINE: usize = 2048;
 /// The most drives a machine may have.
 pub const MAX_DRIVES: usize = 16;
+/// The most network cards a machine may have.
+pub const MAX_NETS: usize = 8;
 
 /// A machine to boot.
 ///
@@ -39,6 +46,8 @@ pub struct VmConfig {
     pub vcpus: u32,
     /// Block devices, in order: `/dev/vda`, `/dev/vdb`, …
     pub drives: Vec<Drive>,
+    /// Network cards, in order: `eth0`, `eth1`, … None by default.
+    pub nets: Vec<Net>,
     pub vsock: Option<Vsock>,
     /// A virtio entropy device.
     pub rng: bool,
@@ -58,6 +67,16 @@ pub enum Initrd {
 pub struct Drive {
     pub source: DriveSource,
     pub read_only: bool,
+    /// What the guest reads as the drive's serial number, at most 20 bytes of ASCII.
+    pub id: String,
+    /// Whether a flush of the guest reaches the host's disk.
+    pub cache: CacheMode,
+    /// How the host's file is read and written.
+    pub engine: EngineKind,
+    /// Past the host's page cache. The guest then sees the block size that this takes.
+    pub direct: bool,
+    /// What the guest may read and write per time.
+    pub limits: RateLimiterConfig,
 }
 
 /// Where a drive's bytes are.
@@ -108,6 +127,12 @@ pub enum ConfigError {
     Cmdline(&'static str),
     #[error("drives: {0} is more than {MAX_DRIVES}")]
     Drives(usize),
+    #[error("drive: rate limit of {0}")]
+    Limits(RateLimiterError),
+    #[error("nets: {0} is more than {MAX_NETS}")]
+    Nets(usize),
+    #[error("net {index}: {why}")]
+    Net { index: usize, why: String },
     #[error("vsock: guest cid {0} is reserved; use 3 or more")]
     Cid(u32),
     #[error("{0}: the path contains a NUL byte")]
@@ -124,6 +149,7 @@ impl VmConfig {
             memory_mib: 256,
             vcpus: 1,
             drives: Vec::new(),
+            nets: Vec::new(),
             vsock: None,
             rng: true,
             console: Console::default(),
@@ -156,6 +182,13 @@ impl VmConfig {
             if let DriveSource::Path(path) = &drive.source {
                 no_nul("drive", path)?;
             }
+            drive.limits.validate().map_err(ConfigError::Limits)?;
+        }
+        if self.nets.len() > MAX_NETS {
+            return Err(ConfigError::Nets(self.nets.len()));
+        }
+        for (index, net) in self.nets.iter().enumerate() {
+            net.validate().map_err(|error| ConfigError::Net { index, why: with_causes(&error) })?;
         }
         if let Some(vsock) = &self.vsock {
             // 0 to 2 are the hypervisor, loopback and the host; all ones means "any".
@@ -170,17 +203,35 @@ impl VmConfig {
 
 impl Drive {
     pub fn read_only(path: impl Into<PathBuf>) -> Self {
-        Self { source: DriveSource::Path(path.into()), read_only: true }
+        Self::new(DriveSource::Path(path.into()), true)
     }
 
     pub fn writable(path: impl Into<PathBuf>) -> Self {
-        Self { source: DriveSource::Path(path.into()), read_only: false }
+        Self::new(DriveSource::Path(path.into()), false)
     }
 
     /// A writable image that is already open.
     pub fn from_file(file: File) -> Self {
-        Self { source: DriveSource::File(file), read_only: false }
+        Self::new(DriveSource::File(file), false)
     }
+
+    fn new(source: DriveSource, read_only: bool) -> Self {
+        Self {
+            source,
+            read_only,
+            id: String::new(),
+            cache: CacheMode::default(),
+            engine: EngineKind::default(),
+            direct: false,
+            limits: RateLimiterConfig::default(),
+        }
+    }
+}
+
+/// An error and its causes in one line.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    std::iter::successors(error.source(), |error| error.source())
+        .fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }
 
 fn no_nul(field: &'static str, path: &std::path::Path) -> Result<(), ConfigError> {
@@ -223,6 +274,23 @@ mod tests {
         assert_eq!(refused(|c| c.kernel = "a\0".into()), ConfigError::Nul("kernel"));
         let drive = Drive::read_only("a\0b");
         assert_eq!(refused(|c| c.drives.push(drive)), ConfigError::Nul("drive"));
+    }
+
+    #[test]
+    fn validate_of_limit_that_lets_nothing_through_is_refused() {
+        let mut drive = Drive::read_only("a");
+        drive.limits.ops = Some(BucketConfig::per_second(0));
+        let error = refused(|c| c.drives.push(drive));
+        assert!(matches!(error, ConfigError::Limits(_)), "{error}");
+    }
+
+    #[test]
+    fn d11_validate_of_bad_network_card_names_it() {
+        let net = |name: &str| Net::new(TapSource::Name(name.to_owned()));
+        let refused_net = refused(|c| c.nets = vec![net("tap0"), net("tap%d")]);
+        assert!(refused_net.to_string().starts_with("net 1: tap \"tap%d\": "), "{refused_net}");
+        let many = || (0..MAX_NETS + 1).map(|index| net(&format!("tap{index}"))).collect();
+        assert_eq!(refused(|c| c.nets = many()), ConfigError::Nets(MAX_NETS + 1));
     }
 
     #[test]

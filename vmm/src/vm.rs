@@ -5,6 +5,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm_devices::legacy::console::Console;
+use pvmm_devices::virtio::MmioTransport;
+use pvmm_devices::virtio::block::BlockHandle;
+pub use pvmm_devices::virtio::counters::CounterValues;
 use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::EventFd;
@@ -18,17 +21,29 @@ use crate::machine::Ending;
 use crate::vcpu::run::{Buses, Outcome};
 use crate::vcpu::thread::VcpuThread;
 
+/// What one device has counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DeviceCounters {
+    /// `block`, `net`, `vsock`, …
+    pub device: &'static str,
+    pub values: CounterValues,
+}
+
 /// A virtual machine. Dropping it stops its vCPUs and then its devices.
 pub struct Vm {
     // Dropped in this order: nothing may run in the guest when its devices go, and nothing may touch
     // its memory when KVM lets go of it.
     pub(crate) vcpus: Vec<VcpuThread>,
     pub(crate) devices: DeviceThread,
+    pub(crate) transports: Vec<Arc<MmioTransport>>,
+    // In the guest's order; their transports are the first ones.
+    pub(crate) drives: Vec<BlockHandle>,
     pub(crate) _console: Console,
     pub(crate) buses: Arc<Buses>,
     pub(crate) generation: VmGenId,
     pub(crate) ending: Arc<Ending>,
     pub(crate) vsock_path: Option<PathBuf>,
+    pub(crate) taps: Vec<String>,
     // There until the agent has said that it is ready.
     pub(crate) ready: Option<ReadyListener>,
     pub(crate) running: bool,
@@ -88,9 +103,23 @@ impl Vm {
         self.buses.missed()
     }
 
+    /// What each virtio device has counted about its driver, in the guest's order.
+    pub fn device_counters(&self) -> Vec<DeviceCounters> {
+        let of = |transport: &Arc<MmioTransport>| DeviceCounters {
+            device: transport.kind().name(),
+            values: transport.counters(),
+        };
+        self.transports.iter().map(of).collect()
+    }
+
     /// The Unix socket that leads into the guest, if it has a vsock device.
     pub fn vsock_path(&self) -> Option<&Path> {
         self.vsock_path.as_deref()
+    }
+
+    /// The host's end of each network card, by the name of its interface.
+    pub fn taps(&self) -> &[String] {
+        &self.taps
     }
 
     /// What hears the agent's ready signal, for those who wait for it beside other things.

@@ -45,12 +45,24 @@ pub struct Chain {
     segments: Vec<Segment>,
     // Index of the first writable segment.
     writable_from: usize,
+    // Where in the available ring it was found.
+    position: u16,
 }
 
 impl Chain {
     /// The index that identifies this chain to the driver.
     pub fn head(&self) -> u16 {
         self.head
+    }
+
+    /// The ring's count of chains at which this one was found.
+    pub(super) fn position(&self) -> u16 {
+        self.position
+    }
+
+    pub(super) fn at(mut self, position: u16) -> Self {
+        self.position = position;
+        self
     }
 
     /// Buffers that the driver filled, in order.
@@ -116,7 +128,7 @@ pub(super) fn walk(
     size: u16,
     head: u16,
 ) -> Result<Chain, ChainFault> {
-    let mut chain = Chain { head, segments: Vec::new(), writable_from: 0 };
+    let mut chain = Chain { head, segments: Vec::new(), writable_from: 0, position: 0 };
     let mut seen_writable = false;
     let (mut table, mut size, mut index, mut indirect) = (table, size, head, false);
     let mut steps = 0;

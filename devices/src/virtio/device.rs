@@ -14,7 +14,7 @@
 
 use event_manager::MutEventSubscriber;
 
-use super::registry::{DeviceKind, DeviceState};
+use super::registry::{DeviceKind, DeviceState, DeviceUpdate};
 use super::{Interrupt, VirtQueue};
 use crate::GuestMemory;
 
@@ -37,6 +37,34 @@ pub trait VirtioDevice: Send {
 
     /// What a snapshot must keep of a device that no driver uses.
     fn save(&self) -> DeviceState;
+
+    /// Changes what the host may change while the machine lives. Called on the device thread, so it opens
+    /// nothing and waits for nothing; a device without settings refuses.
+    fn update(&mut self, _update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        Err(UpdateError::NotOfThisDevice)
+    }
+}
+
+/// What the guest must hear of a change.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Updated {
+    /// A new configuration space, of which the driver is told.
+    pub config: Option<Vec<u8>>,
+}
+
+/// Why a setting was not changed; nothing is then different from before.
+#[derive(Debug, thiserror::Error)]
+pub enum UpdateError {
+    #[error("this device has no such setting")]
+    NotOfThisDevice,
+    #[error("{0}")]
+    Refused(String),
+    #[error("cannot {act}")]
+    Host {
+        act: &'static str,
+        #[source]
+        source: std::io::Error,
+    },
 }
 
 /// Everything a device may use once the driver is ready. All of it was validated by the transport.
@@ -70,6 +98,11 @@ pub trait Worker: MutEventSubscriber + Send {
 
     /// The queues, for the transport to save their positions. Only called between `quiesce` and `resume`.
     fn queues(&self) -> &[VirtQueue];
+
+    /// As `VirtioDevice::update`, while a driver uses the device.
+    fn update(&mut self, _update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        Err(UpdateError::NotOfThisDevice)
+    }
 }
 
 /// What is left of a worker.

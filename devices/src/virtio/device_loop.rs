@@ -11,8 +11,8 @@ use event_manager::{
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
-use super::registry::DeviceState;
-use super::{Activation, QueueConfig, VirtioDevice, Worker};
+use super::registry::{DeviceState, DeviceUpdate};
+use super::{Activation, QueueConfig, UpdateError, Updated, VirtioDevice, Worker};
 
 /// Names a device of one loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,6 +39,11 @@ pub enum Command {
     Resume,
     /// Copy out the state of a device; if it runs, only while quiet.
     Save(DeviceId),
+    /// Change a setting of a device, in use or not.
+    Update {
+        id: DeviceId,
+        update: DeviceUpdate,
+    },
     /// Stop every worker for good.
     Stop,
 }
@@ -49,6 +54,7 @@ pub enum Reply {
     Done,
     Added(DeviceId),
     Saved(Box<SavedDevice>),
+    Updated(Updated),
 }
 
 /// A device's part of a snapshot.
@@ -66,6 +72,8 @@ pub struct SavedDevice {
 pub enum DeviceError {
     #[error("no such device on this thread")]
     Unknown,
+    #[error("setting was not changed")]
+    Update(#[source] UpdateError),
     #[error("device is already active")]
     AlreadyActive,
     #[error("activation was overtaken by a reset")]
@@ -147,6 +155,7 @@ impl DeviceLoop {
                 self.each_worker(|worker| worker.resume());
             }
             Command::Save(id) => return self.save(id).map(|saved| Reply::Saved(Box::new(saved))),
+            Command::Update { id, update } => return self.update(id, update).map(Reply::Updated),
             Command::Stop => {
                 for index in 0..self.slots.len() {
                     self.stop(DeviceId(index))?;
@@ -210,6 +219,20 @@ impl DeviceLoop {
                 }
             }
         }
+    }
+
+    fn update(&mut self, id: DeviceId, update: DeviceUpdate) -> Result<Updated, DeviceError> {
+        let updated = match self.slots.get_mut(id.0).and_then(|slot| slot.shape.as_mut()) {
+            None => return Err(DeviceError::Unknown),
+            Some(Shape::Idle(device)) => device.update(update),
+            Some(Shape::Running(subscriber)) => {
+                match self.events.subscriber_mut(*subscriber).map_err(DeviceError::Events)? {
+                    Subscriber::Worker(worker) => worker.update(update),
+                    Subscriber::Wake(_) => return Err(DeviceError::Unknown),
+                }
+            }
+        };
+        updated.map_err(DeviceError::Update)
     }
 
     fn each_worker(&mut self, mut act: impl FnMut(&mut dyn Worker)) {

@@ -51,6 +51,9 @@ pub struct VirtQueue {
     kick: Arc<EventFd>,
     // One bit per head: set from `pop` to `push`.
     in_flight: Vec<u64>,
+    // Ring positions of malformed chains that went back while chains before them were still out: those
+    // may be undone, and then these must not be looked at a second time.
+    returned: Vec<u16>,
     // Whether anything was pushed since the driver's wish for interrupts was last read.
     pushed: bool,
     counters: Arc<Counters>,
@@ -90,7 +93,8 @@ impl VirtQueue {
         let queue = Queue::try_from(state).map_err(QueueFault::Access)?;
         let in_flight = vec![0; usize::from(size).div_ceil(64)];
         let counters = Arc::default();
-        Ok(Self { queue, memory, kick, in_flight, pushed: false, counters })
+        let returned = Vec::new();
+        Ok(Self { queue, memory, kick, in_flight, returned, pushed: false, counters })
     }
 
     /// Counts into the device's own counters from now on.
@@ -134,10 +138,14 @@ impl VirtQueue {
         let size = self.queue.size();
         let table = GuestAddress(self.queue.desc_table());
         for _ in 0..size {
+            let position = self.queue.next_avail();
             let head = match self.queue.iter(&self.memory).map_err(QueueFault::Access)?.next() {
                 Some(chain) => chain.head_index(),
                 None => return Ok(None),
             };
+            if self.was_returned(position) {
+                continue;
+            }
             let walked = chain::walk(&self.memory, table, size, head);
             if head < size && self.is_in_flight(head) {
                 return Err(QueueFault::Duplicate { head });
@@ -145,10 +153,13 @@ impl VirtQueue {
             match walked {
                 Ok(chain) => {
                     self.set_in_flight(head, true);
-                    return Ok(Some(chain));
+                    return Ok(Some(chain.at(position)));
                 }
                 Err(ChainFault::Order) => {
                     self.counters.add_refused();
+                    if self.in_flight() > 0 {
+                        self.returned.push(position);
+                    }
                     self.push(head, 0)?;
                 }
                 Err(fault) => return Err(QueueFault::Chain(fault)),
@@ -158,11 +169,10 @@ impl VirtQueue {
     }
 
     /// Gives the most recently popped chain back to the available ring, unused: for a receive queue
-    /// whose data did not come. Several go back last one first. A driver that puts malformed chains between
-    /// good ones loses one for each, since those have gone back already.
+    /// whose data did not come, or a request that has to wait. Several go back last one first.
     pub fn undo_pop(&mut self, chain: Chain) {
         self.set_in_flight(chain.head(), false);
-        self.queue.go_to_previous_position();
+        self.queue.set_next_avail(chain.position());
     }
 
     /// Returns a chain to the driver with `len` bytes written to it.
@@ -192,6 +202,11 @@ impl VirtQueue {
         self.queue.disable_notification(&self.memory).map_err(QueueFault::Access)
     }
 
+    /// How many entries the ring has.
+    pub fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
     /// How many chains are out with the worker.
     pub fn in_flight(&self) -> u32 {
         self.in_flight.iter().map(|word| word.count_ones()).sum()
@@ -208,6 +223,19 @@ impl VirtQueue {
             next_avail: self.queue.next_avail(),
             next_used: self.queue.next_used(),
         }
+    }
+
+    /// Whether what stands at `position` has gone back already. Forgets positions that no undo reaches.
+    fn was_returned(&mut self, position: u16) -> bool {
+        if self.returned.is_empty() {
+            return false;
+        }
+        let size = self.queue.size();
+        let near = |other: &u16| {
+            other.wrapping_sub(position) <= size || position.wrapping_sub(*other) <= size
+        };
+        self.returned.retain(near);
+        self.returned.contains(&position)
     }
 
     fn is_in_flight(&self, head: u16) -> bool {

@@ -393,3 +393,40 @@ fn pop_for_every_index_of_small_queues_agrees_with_the_model() {
         }
     }
 }
+
+#[test]
+fn undone_pops_with_malformed_chains_between_lose_nothing_and_return_nothing_twice() {
+    // Chains 0, 2 and 5 are good; 1 and 3 are in the wrong order and go back by themselves.
+    let (mut queue, memory) = ring(&[0, 1, 2, 3, 5]);
+    [0, 2, 5].iter().for_each(|head| describe(&memory, *head, (DATA, 8, WRITE, 0)));
+    describe(&memory, 1, (DATA, 8, WRITE | NEXT, 4));
+    describe(&memory, 3, (DATA, 8, WRITE | NEXT, 4));
+    describe(&memory, 4, (DATA, 8, 0, 0));
+    let used = || memory.read_obj::<u16>(GuestAddress(USED + 2)).unwrap();
+    for _ in 0..3 {
+        let mut popped: Vec<_> = std::iter::from_fn(|| queue.pop().unwrap()).collect();
+        let heads: Vec<_> = popped.iter().map(Chain::head).collect();
+        assert_eq!((heads, used()), (vec![0, 2, 5], 2));
+        while let Some(chain) = popped.pop() {
+            queue.undo_pop(chain);
+        }
+        assert_eq!((queue.in_flight(), queue.save().next_avail), (0, 0));
+    }
+    for head in [0, 2, 5] {
+        assert_eq!(queue.pop().unwrap().unwrap().head(), head);
+        queue.push(head, 0).unwrap();
+    }
+    assert_eq!((queue.pop().unwrap(), used()), (None, 5));
+    // A full turn of the counter later the same positions are chains like any other.
+    for round in 0..=u16::MAX {
+        memory
+            .write_obj(
+                2u16,
+                GuestAddress(AVAIL + 4 + 2 * u64::from(5u16.wrapping_add(round) % 256)),
+            )
+            .unwrap();
+        memory.write_obj(6u16.wrapping_add(round), GuestAddress(AVAIL + 2)).unwrap();
+        assert_eq!(queue.pop().unwrap().unwrap().head(), 2, "{round}");
+        queue.push(2, 0).unwrap();
+    }
+}

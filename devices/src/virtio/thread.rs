@@ -12,7 +12,8 @@ use std::{io, thread};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::device_loop::{Command, DeviceError, DeviceId, DeviceLoop, Reply, SavedDevice};
-use super::{Activation, VirtioDevice};
+use super::registry::DeviceUpdate;
+use super::{Activation, Updated, VirtioDevice};
 
 // Longer than any single request that a worker serves; only a broken host disk takes more.
 const CALL_DEADLINE: Duration = Duration::from_secs(30);
@@ -41,7 +42,7 @@ impl DeviceHandle {
     pub fn add(&self, device: Box<dyn VirtioDevice>) -> Result<DeviceId, DeviceError> {
         match self.calls.call(Command::Add(device))? {
             Reply::Added(id) => Ok(id),
-            Reply::Done | Reply::Saved(_) => Err(DeviceError::Unknown),
+            _ => Err(DeviceError::Unknown),
         }
     }
 
@@ -72,7 +73,15 @@ impl DeviceHandle {
     pub fn save(&self, id: DeviceId) -> Result<SavedDevice, DeviceError> {
         match self.calls.call(Command::Save(id))? {
             Reply::Saved(saved) => Ok(*saved),
-            Reply::Done | Reply::Added(_) => Err(DeviceError::Unknown),
+            _ => Err(DeviceError::Unknown),
+        }
+    }
+
+    /// Changes a setting of a device; what the guest must hear of it comes back.
+    pub fn update(&self, id: DeviceId, update: DeviceUpdate) -> Result<Updated, DeviceError> {
+        match self.calls.call(Command::Update { id, update })? {
+            Reply::Updated(updated) => Ok(updated),
+            _ => Err(DeviceError::Unknown),
         }
     }
 }

@@ -18,11 +18,12 @@ use pvmm_guest_agent::message::{
 
 use crate::cgroup::{self, Cgroup, Freezer};
 use crate::channel::Source;
-use crate::exec::{self, Pipes};
+use crate::exec;
 use crate::job::{Job, Work};
 use crate::pool::{Report, Reporter};
 use crate::server::Server;
 use crate::spawn::SpawnError;
+use crate::stdio::Stdio;
 use crate::sys::{self, Reaped};
 use crate::token::Token;
 
@@ -188,19 +189,14 @@ impl Server {
         let program = request.program.unwrap_or_else(|| ByteBuf::from(program));
         let words = [program, ByteBuf::from(option), ByteBuf::from(driver)];
         let exec = Exec {
-            command: Command::Argv(words.into()),
             env: request.env,
-            clear_env: false,
             cwd: request.cwd,
             user: request.user,
-            stdin: false,
-            timeout_ms: None,
-            grace_ms: None,
-            output_limit: None,
+            ..Exec::new(Command::Argv(words.into()))
         };
-        let pipes = Pipes::make(false).map_err(exec::prepare)?;
+        let stdio = Stdio::of(&exec, None).map_err(exec::prepare)?;
         let (control, theirs) = sys::session::control_pair().map_err(exec::prepare)?;
-        let (pid, cgroup) = self.spawn_exec(&exec, &pipes, theirs.as_raw_fd())?;
+        let (pid, cgroup) = self.spawn_exec(&exec, &stdio, theirs.as_raw_fd())?;
         let process = match sys::session::process_watch(pid) {
             Ok(process) => process,
             Err(e) => {
@@ -210,7 +206,10 @@ impl Server {
             }
         };
         let name = request.session.unwrap_or_else(|| self.sessions.new_name());
-        let ends = Ends { control, stdout: pipes.stdout.0, stderr: pipes.stderr.0, process };
+        // Pipes always come with one for errors.
+        let stderr = stdio.error.map_or_else(|| self.null.try_clone(), |ends| Ok(ends.ours));
+        let stderr = stderr.map_err(exec::prepare)?;
+        let ends = Ends { control, stdout: stdio.output.ours, stderr, process };
         let session = Arc::new(Session {
             name: name.clone(),
             language: request.language,
@@ -230,7 +229,7 @@ impl Server {
     fn spawn_exec(
         &mut self,
         exec: &Exec,
-        pipes: &Pipes,
+        stdio: &Stdio,
         control: RawFd,
     ) -> Result<(libc::pid_t, Option<Cgroup>), SpawnError> {
         let user = exec::find_user(exec.user.as_deref())?;
@@ -238,7 +237,7 @@ impl Server {
             Some(cgroups) => Some(cgroups.create().map_err(exec::prepare)?),
             None => None,
         };
-        let mut plan = self.plan(exec, user, pipes, cgroup.as_ref())?;
+        let mut plan = self.plan(exec, user, stdio, cgroup.as_ref())?;
         plan.control = Some(control);
         match self.spawner.spawn(&plan) {
             Ok(pid) => Ok((pid, cgroup)),

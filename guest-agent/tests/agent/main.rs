@@ -10,4 +10,5 @@ mod hostile;
 mod interpreter;
 mod refresh;
 mod streams;
+mod terminal;
 mod trees;

@@ -15,6 +15,7 @@ use pvmm::{Console, Drive, ErrorKind, Initrd, Outcome, Vm, VmConfig, Vsock};
 
 use super::main_command::MainCommand;
 use super::{Mode, Plan, Report, Reporter, console};
+use crate::drive::DriveFlag;
 use crate::exit::{FAULT, Failure, USAGE};
 use crate::ports::{self, BoundPort};
 use crate::sys::signals::{self, Signals};
@@ -190,6 +191,13 @@ fn configure(
     config.memory_mib = record.memory_mib;
     config.vcpus = record.cpus;
     config.drives = vec![Drive::read_only(parts.rootfs), Drive::from_file(parts.upper)];
+    config.drives.extend(plan.drives.into_iter().map(DriveFlag::into_drive));
+    if let Some(card) = plan.net {
+        config.nets.push(card.config());
+        if let Some(words) = card.kernel_words() {
+            config.cmdline = format!("{} {words}", config.cmdline);
+        }
+    }
     config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
     config.console = Console::File(console);
     (config, plan.mode, plan.ports)

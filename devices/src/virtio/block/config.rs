@@ -5,8 +5,9 @@
 use std::fs::File;
 use std::path::PathBuf;
 
-use super::io::{LayeredDisk, OpenError};
+use super::io::{EngineKind, LayeredDisk, OpenError};
 use super::wire::{ID_LEN, SECTOR_SIZE};
+use crate::rate_limiter::{RateLimiterConfig, RateLimiterError};
 
 /// The most buffers of one request: what fits in a queue with header and status.
 pub const SEGMENTS_MAX: u32 = super::device::QUEUE_SIZE as u32 - 2;
@@ -38,6 +39,18 @@ pub enum BlockError {
         #[source]
         source: OpenError,
     },
+    #[error("disk {name}: bad rate limit")]
+    Limits {
+        name: String,
+        #[source]
+        source: RateLimiterError,
+    },
+    #[error("disk {name}: cannot make its descriptors")]
+    Descriptors {
+        name: String,
+        #[source]
+        source: std::io::Error,
+    },
     #[error("saved disk has {saved} sectors, this one has {here}")]
     Capacity { saved: u64, here: u64 },
     #[error("saved disk was {}, this one is not", if *saved_read_only { "read-only" } else { "writable" })]
@@ -54,6 +67,16 @@ pub enum Source {
     Layers(LayeredDisk),
 }
 
+impl Source {
+    /// How errors name the image of disk `id`.
+    pub fn name(&self, id: &str) -> String {
+        match self {
+            Self::Path(path) => path.display().to_string(),
+            Self::File(_) | Self::Layers(_) => format!("of disk {id:?}"),
+        }
+    }
+}
+
 /// A disk as the host wishes it.
 #[derive(Debug)]
 pub struct BlockConfig {
@@ -62,6 +85,10 @@ pub struct BlockConfig {
     pub cache: CacheMode,
     /// What the guest reads as the serial number, at most 20 bytes.
     pub id: String,
+    pub engine: EngineKind,
+    /// Past the host's page cache.
+    pub direct: bool,
+    pub limits: RateLimiterConfig,
 }
 
 impl BlockConfig {
@@ -98,41 +125,65 @@ impl BlockConfig {
         self
     }
 
+    #[must_use]
+    pub fn engine(mut self, engine: EngineKind) -> Self {
+        self.engine = engine;
+        self
+    }
+
+    #[must_use]
+    pub fn direct(mut self, direct: bool) -> Self {
+        self.direct = direct;
+        self
+    }
+
+    #[must_use]
+    pub fn limits(mut self, limits: RateLimiterConfig) -> Self {
+        self.limits = limits;
+        self
+    }
+
     /// Checks what can be checked without the file.
     pub fn validate(&self) -> Result<(), BlockError> {
         let printable = self.id.bytes().all(|byte| (0x20..0x7f).contains(&byte));
         if self.id.len() > ID_LEN || !printable {
             return Err(BlockError::Id { id: self.id.clone() });
         }
-        Ok(())
+        let name = || self.name();
+        self.limits.validate().map_err(|source| BlockError::Limits { name: name(), source })
     }
 
     /// How errors name the disk.
     pub fn name(&self) -> String {
-        match &self.source {
-            Source::Path(path) => path.display().to_string(),
-            Source::File(_) | Source::Layers(_) => format!("of disk {:?}", self.id),
-        }
+        self.source.name(&self.id)
     }
 
     fn from_source(source: Source) -> Self {
-        Self { source, read_only: false, cache: CacheMode::default(), id: String::new() }
+        Self {
+            source,
+            read_only: false,
+            cache: CacheMode::default(),
+            id: String::new(),
+            engine: EngineKind::default(),
+            direct: false,
+            limits: RateLimiterConfig::default(),
+        }
     }
 }
 
 /// The configuration space of virtio 1.2 section 5.2.4, up to the write-zeroes fields.
-pub fn space(capacity_sectors: u64) -> Vec<u8> {
+pub fn space(capacity_sectors: u64, block_size: u32) -> Vec<u8> {
     let mut space = vec![0; 60];
     let mut put = |offset: usize, bytes: &[u8]| {
         space[offset..offset + bytes.len()].copy_from_slice(bytes);
     };
     put(0, &capacity_sectors.to_le_bytes());
     put(12, &SEGMENTS_MAX.to_le_bytes());
-    put(20, &(SECTOR_SIZE as u32).to_le_bytes());
+    put(20, &block_size.to_le_bytes());
     put(36, &DISCARD_SECTORS_MAX.to_le_bytes());
     put(40, &RANGES_MAX.to_le_bytes());
-    // Discards need not be aligned to more than a sector.
-    put(44, &1u32.to_le_bytes());
+    // Discards need not be aligned to more than a block.
+    put(44, &(block_size / SECTOR_SIZE as u32).to_le_bytes());
     put(48, &ZERO_SECTORS_MAX.to_le_bytes());
     put(52, &RANGES_MAX.to_le_bytes());
     // Write-zeroes may give blocks back where the guest allows it.

@@ -1,14 +1,21 @@
 //! A disk that no driver uses: what it offers, and how it becomes a worker.
 //!
-//! The image is opened and locked here, before the machine starts, and stays open across resets.
+//! The image is opened and locked here, before the machine starts, and stays open across resets. What the
+//! host may change later is opened by its caller too, so that the device thread opens nothing.
 
-use super::super::registry::{DeviceKind, DeviceState};
-use super::super::{Activation, VirtioDevice, Worker};
+use std::io;
+use std::sync::Arc;
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
+use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, BlockConfig, BlockError, CacheMode, Source};
-use super::io::{DiskIo, FileDisk};
+use super::io::{Access, Engine, EngineKind, FileDisk, OpenError, Plain, engine};
 use super::state::BlockStateV1;
 use super::wire::SECTOR_SIZE;
 use super::worker::BlockWorker;
+use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
 
 pub const QUEUE_SIZE: u16 = 256;
 
@@ -19,20 +26,112 @@ const FLUSH: u64 = 1 << 9;
 const DISCARD: u64 = 1 << 13;
 const WRITE_ZEROES: u64 = 1 << 14;
 
-/// What stays the same for a disk's whole life.
+/// What requests are checked against.
 pub(super) struct Facts {
     pub capacity_sectors: u64,
+    /// What positions and lengths must be multiples of: a sector, or what direct I/O asks for.
+    pub block_size: u32,
+    /// Whether buffers must be aligned to that too.
+    pub direct: bool,
     pub read_only: bool,
     pub cache: CacheMode,
     pub id: String,
 }
 
+impl Facts {
+    fn set_size(&mut self, size: u64) {
+        let blocks = size / u64::from(self.block_size);
+        self.capacity_sectors = blocks * (u64::from(self.block_size) / SECTOR_SIZE);
+    }
+}
+
 /// A virtio disk.
 pub struct Block {
     pub(super) facts: Facts,
-    pub(super) disk: Box<dyn DiskIo>,
+    pub(super) engine: Box<dyn Engine>,
+    // Written by the engine when an operation ends by itself.
+    pub(super) ended: Arc<EventFd>,
+    pub(super) limiter: RateLimiter,
     pub(super) flush_failed: bool,
     pub(super) host_errors: u64,
+    mode: Mode,
+}
+
+/// How the images of a disk are opened, the first and those that replace it.
+#[derive(Clone, Copy, Debug)]
+struct Mode {
+    access: Access,
+    engine: EngineKind,
+}
+
+/// Another image for a disk, open and locked.
+pub struct Backend {
+    engine: Box<dyn Engine>,
+    block_size: u32,
+    size: u64,
+}
+
+impl std::fmt::Debug for Backend {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Backend").field("size", &self.size).finish_non_exhaustive()
+    }
+}
+
+/// What the host may change about a disk while the machine lives.
+#[derive(Debug)]
+pub enum BlockUpdate {
+    /// The image has another size than before; look again.
+    Resize,
+    /// The bytes are elsewhere from now on.
+    Replace(Backend),
+    /// Other limits.
+    Limits(RateLimiterConfig),
+}
+
+/// What the owner of a machine keeps of a disk, to open other images for it.
+#[derive(Clone, Debug)]
+pub struct BlockHandle {
+    ended: Arc<EventFd>,
+    mode: Mode,
+    id: String,
+}
+
+impl BlockHandle {
+    /// Opens and locks another image, the way the disk's first one was.
+    pub fn open(&self, source: Source) -> Result<BlockUpdate, BlockError> {
+        let name = source.name(&self.id);
+        Ok(BlockUpdate::Replace(open(source, name, self.mode, &self.ended)?))
+    }
+}
+
+fn open(
+    source: Source,
+    name: String,
+    mode: Mode,
+    ended: &Arc<EventFd>,
+) -> Result<Backend, BlockError> {
+    let opened = || {
+        let source = match source {
+            Source::Layers(_) if mode.access.direct || mode.engine == EngineKind::IoUring => {
+                return Err(OpenError::Layers);
+            }
+            Source::Layers(layers) => {
+                let (block_size, size) = (SECTOR_SIZE as u32, Ok(layers.size()));
+                let engine: Box<dyn Engine> = Box::new(Plain::new(Box::new(layers)));
+                return Ok((engine, block_size, size));
+            }
+            source => source,
+        };
+        let disk = FileDisk::open(source, mode.access)?;
+        let (block_size, size) = (disk.block_size(), disk.size());
+        Ok((engine(mode.engine, disk, ended)?, block_size, size))
+    };
+    let (engine, block_size, size) = match opened() {
+        Ok(opened) => opened,
+        Err(source) => return Err(BlockError::Open { name, source }),
+    };
+    let size = size.map_err(|source| BlockError::Descriptors { name, source })?;
+    Ok(Backend { engine, block_size, size })
 }
 
 impl Block {
@@ -40,21 +139,16 @@ impl Block {
     pub fn new(config: BlockConfig) -> Result<Self, BlockError> {
         config.validate()?;
         let name = config.name();
-        let BlockConfig { source, read_only, cache, id } = config;
-        let (disk, capacity_sectors): (Box<dyn DiskIo>, u64) = match source {
-            Source::Layers(layers) => {
-                let sectors = layers.size() / SECTOR_SIZE;
-                (Box::new(layers), sectors)
-            }
-            source => {
-                let disk = FileDisk::open(source, read_only)
-                    .map_err(|source| BlockError::Open { name, source })?;
-                let sectors = disk.capacity_sectors();
-                (Box::new(disk), sectors)
-            }
-        };
-        let facts = Facts { capacity_sectors, read_only, cache, id };
-        Ok(Self { facts, disk, flush_failed: false, host_errors: 0 })
+        let BlockConfig { source, read_only, cache, id, engine, direct, limits } = config;
+        let failed = |source| BlockError::Descriptors { name: name.clone(), source };
+        let ended = Arc::new(EventFd::new(EFD_NONBLOCK).map_err(failed)?);
+        let limiter = RateLimiter::new(&limits).map_err(failed)?;
+        let mode = Mode { access: Access { read_only, direct }, engine };
+        let Backend { engine, block_size, size } = open(source, name, mode, &ended)?;
+        let capacity_sectors = 0;
+        let mut facts = Facts { capacity_sectors, block_size, direct, read_only, cache, id };
+        facts.set_size(size);
+        Ok(Self { facts, engine, ended, limiter, flush_failed: false, host_errors: 0, mode })
     }
 
     /// Opens the image of a saved disk, and refuses one that the guest would not recognise.
@@ -65,12 +159,26 @@ impl Block {
         Ok(block)
     }
 
+    /// What the owner keeps.
+    pub fn handle(&self) -> BlockHandle {
+        BlockHandle { ended: self.ended.clone(), mode: self.mode, id: self.facts.id.clone() }
+    }
+
     /// A disk on storage that a test supplies.
     #[cfg(test)]
-    pub(super) fn on(disk: Box<dyn DiskIo>, capacity_sectors: u64) -> Self {
-        let (read_only, cache, id) = (false, CacheMode::Writeback, "test".into());
-        let facts = Facts { capacity_sectors, read_only, cache, id };
-        Self { facts, disk, flush_failed: false, host_errors: 0 }
+    pub(super) fn on(disk: Box<dyn super::io::MeasuredDisk>, capacity_sectors: u64) -> Self {
+        let (block_size, direct, read_only) = (SECTOR_SIZE as u32, false, false);
+        let (cache, id) = (CacheMode::Writeback, "test".into());
+        let facts = Facts { capacity_sectors, block_size, direct, read_only, cache, id };
+        Self {
+            facts,
+            engine: Box::new(Plain::new(disk)),
+            ended: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
+            limiter: RateLimiter::new(&RateLimiterConfig::default()).unwrap(),
+            flush_failed: false,
+            host_errors: 0,
+            mode: Mode { access: Access::default(), engine: EngineKind::Plain },
+        }
     }
 
     pub(super) fn state(&self) -> BlockStateV1 {
@@ -80,6 +188,47 @@ impl Block {
             id: self.facts.id.clone(),
             flush_failed: self.flush_failed,
         }
+    }
+
+    /// Counts an error of the host and logs it ever more rarely.
+    pub(super) fn host_error(&mut self, error: &io::Error) {
+        self.host_errors += 1;
+        if self.host_errors.is_power_of_two() {
+            let (id, count) = (&self.facts.id, self.host_errors);
+            log::warn!("block {id:?}: host error {count}: {error}");
+        }
+    }
+
+    /// Carries out a change. Nothing is out with the engine.
+    pub(super) fn change(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        let DeviceUpdate::Block(update) = update;
+        match update {
+            BlockUpdate::Limits(limits) => {
+                self.limiter.configure(&limits);
+                return Ok(Updated::default());
+            }
+            BlockUpdate::Resize => {
+                let measured = self.engine.measure();
+                let act = "measure the image";
+                let size = measured.map_err(|source| UpdateError::Host { act, source })?;
+                self.facts.set_size(size);
+            }
+            BlockUpdate::Replace(Backend { engine, block_size, size }) => {
+                if block_size > self.facts.block_size {
+                    let (new, old) = (block_size, self.facts.block_size);
+                    let why = format!("image wants blocks of {new} bytes, the guest has {old}");
+                    return Err(UpdateError::Refused(why));
+                }
+                self.engine = engine;
+                self.flush_failed = false;
+                self.facts.set_size(size);
+            }
+        }
+        Ok(Updated { config: Some(self.space()) })
+    }
+
+    fn space(&self) -> Vec<u8> {
+        config::space(self.facts.capacity_sectors, self.facts.block_size)
     }
 }
 
@@ -99,7 +248,7 @@ impl VirtioDevice for Block {
     }
 
     fn config(&self) -> Vec<u8> {
-        config::space(self.facts.capacity_sectors)
+        self.space()
     }
 
     fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
@@ -108,5 +257,9 @@ impl VirtioDevice for Block {
 
     fn save(&self) -> DeviceState {
         DeviceState::Block(self.state())
+    }
+
+    fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        self.change(update)
     }
 }

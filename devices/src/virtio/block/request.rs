@@ -1,141 +1,176 @@
-//! Carries out one request: from the latched chain to a status.
+//! One request, from the latched chain over the operations it takes to a status.
 //!
 //! Apart from the worker so that the worker is about rings and this is about disks. Everything is
-//! checked before the first byte moves, so a refused write changes nothing.
+//! checked before the first operation, so a refused write changes nothing.
 
 use std::io;
 
-use vm_memory::{GuestMemory as _, Permissions, VolatileSlice};
-
 use super::super::chain::{self, Chain, Segment};
 use super::config::{CacheMode, DISCARD_SECTORS_MAX, RANGES_MAX, ZERO_SECTORS_MAX};
-use super::device::Block;
-use super::io::{Clear, read_full, write_full};
+use super::device::{Block, Facts};
+use super::io::{Bounce, Clear, Op, Target, guest_slices};
 use super::wire::{self, HEADER_LEN, Header, Kind, RANGE_LEN, Range, RangeLimits, Status};
 use crate::GuestMemory;
+use crate::rate_limiter::Cost;
 
 // For a file system that cannot zero a range by itself.
-const ZEROES_LEN: usize = 64 << 10;
+const ZEROES_LEN: u64 = 64 << 10;
+// What is copied at once where direct I/O cannot use the guest's buffers as they are.
+const BOUNCE_LEN: u64 = 256 << 10;
 
-/// How a request ended.
-pub struct Outcome {
-    pub status: Status,
-    /// Bytes put into the driver's buffers, without the status.
-    pub written: u32,
-    /// Bytes moved between guest and host, for fairness among devices.
-    pub moved: u64,
+/// A request that is being carried out.
+#[derive(Debug)]
+pub struct Request {
+    chain: Chain,
+    // Bytes that the driver's buffers hold before the status.
+    room: u64,
+    work: Work,
 }
 
-enum Refusal {
-    Status(Status),
-    Host(io::Error),
+#[derive(Debug)]
+enum Work {
+    Refused(Status),
+    Transfer(Transfer),
+    Flush,
+    Id,
+    Clear(Clearing),
 }
 
-impl From<Status> for Refusal {
-    fn from(status: Status) -> Self {
-        Self::Status(status)
+#[derive(Debug)]
+struct Transfer {
+    is_write: bool,
+    // Where in the file, where in the chain's buffers, how much, and how much of it is done.
+    offset: u64,
+    skip: u64,
+    len: u64,
+    done: u64,
+}
+
+#[derive(Debug)]
+struct Clearing {
+    is_discard: bool,
+    ranges: Vec<Range>,
+    // The range that is being cleared, the way that is tried, and how much of it has been overwritten.
+    index: usize,
+    way: usize,
+    done: u64,
+}
+
+/// What comes next for a request.
+pub enum Next {
+    Op(Op),
+    Done {
+        status: Status,
+        /// Bytes put into the driver's buffers, without the status.
+        written: u32,
+    },
+}
+
+impl Next {
+    fn done(status: Status) -> Self {
+        Self::Done { status, written: 0 }
     }
 }
 
-impl From<io::Error> for Refusal {
-    fn from(error: io::Error) -> Self {
-        Self::Host(error)
+impl Request {
+    /// Latches what a chain asks for; None if it has no room for a status.
+    pub fn parse(facts: &Facts, memory: &GuestMemory, chain: Chain) -> Option<Self> {
+        let writable = chain.writable();
+        if writable.last().is_none_or(|last| last.len == 0) {
+            return None;
+        }
+        let room = chain::total_len(writable) - 1;
+        let work = parse(facts, memory, &chain, room).unwrap_or_else(Work::Refused);
+        Some(Self { chain, room, work })
     }
-}
 
-const BAD: Refusal = Refusal::Status(Status::IoError);
-const UNSUPPORTED: Refusal = Refusal::Status(Status::Unsupported);
+    pub fn chain(&self) -> &Chain {
+        &self.chain
+    }
 
-/// Serves `chain`, which has room for `room` bytes before its status.
-pub fn serve(block: &mut Block, memory: &GuestMemory, chain: &Chain, room: u64) -> Outcome {
-    match try_serve(block, memory, chain, room) {
-        Ok((written, moved)) => Outcome { status: Status::Ok, written, moved },
-        Err(Refusal::Status(status)) => Outcome { status, written: 0, moved: 0 },
-        Err(Refusal::Host(error)) => {
-            block.host_errors += 1;
-            if block.host_errors.is_power_of_two() {
-                let count = block.host_errors;
-                log::warn!("block {:?}: host error {count}: {error}", block.facts.id);
+    pub fn into_chain(self) -> Chain {
+        self.chain
+    }
+
+    /// What the request takes out of the disk's limits.
+    pub fn cost(&self) -> Cost {
+        Cost::op(match &self.work {
+            Work::Transfer(transfer) => transfer.len,
+            Work::Clear(clearing) if !clearing.is_discard => {
+                clearing.ranges.iter().map(|range| range.len).sum()
             }
-            Outcome { status: Status::IoError, written: 0, moved: 0 }
+            _ => 0,
+        })
+    }
+
+    /// Writes the status where the driver looks for it; false if that is no longer possible.
+    pub fn write_status(&self, memory: &GuestMemory, status: Status) -> bool {
+        chain::write_at(memory, self.chain.writable(), self.room, &[status as u8]) == 1
+    }
+
+    /// The first operation, or the next one after `last` ended.
+    pub fn next(
+        &mut self,
+        block: &mut Block,
+        memory: &GuestMemory,
+        last: Option<(Op, io::Result<usize>)>,
+    ) -> Next {
+        // An interruption is no answer: the same again.
+        let last = match last {
+            Some((op, Err(error))) if is_temporary(&error) => return Next::Op(op),
+            last => last,
+        };
+        match &mut self.work {
+            Work::Refused(status) => Next::done(*status),
+            Work::Id => {
+                let id = wire::id_bytes(&block.facts.id);
+                let len = id.len().min(usize::try_from(self.room).unwrap_or(usize::MAX));
+                let id = id.get(..len).unwrap_or_default();
+                let written = chain::write_at(memory, self.chain.writable(), 0, id) as u32;
+                Next::Done { status: Status::Ok, written }
+            }
+            Work::Flush => flush(block, last),
+            Work::Transfer(transfer) => transfer.next(block, memory, &self.chain, last),
+            Work::Clear(clearing) => clearing.next(block, last),
         }
     }
 }
 
-fn try_serve(
-    block: &mut Block,
-    memory: &GuestMemory,
-    chain: &Chain,
-    room: u64,
-) -> Result<(u32, u64), Refusal> {
+fn parse(facts: &Facts, memory: &GuestMemory, chain: &Chain, room: u64) -> Result<Work, Status> {
     let mut raw = [0; HEADER_LEN];
     if chain::read_at(memory, chain.readable(), 0, &mut raw) < HEADER_LEN {
-        return Err(BAD);
+        return Err(Status::IoError);
     }
-    let header = Header::parse(raw).ok_or(UNSUPPORTED)?;
+    let header = Header::parse(raw).ok_or(Status::Unsupported)?;
     let payload = chain::total_len(chain.readable()) - HEADER_LEN as u64;
     let changes = matches!(header.kind, Kind::Write | Kind::Discard | Kind::WriteZeroes);
-    if changes && block.facts.read_only {
+    if changes && facts.read_only {
         // Whether or not the driver accepted that the disk is read-only.
-        return Err(BAD);
+        return Err(Status::IoError);
     }
-    let capacity = block.facts.capacity_sectors;
+    let capacity_sectors = facts.capacity_sectors;
+    let transfer = |is_write, skip, len| {
+        let offset = wire::transfer_offset(header.sector, len, capacity_sectors);
+        let offset = offset.ok_or(Status::IoError)?;
+        let block_size = u64::from(facts.block_size);
+        if !offset.is_multiple_of(block_size) || !len.is_multiple_of(block_size) {
+            return Err(Status::IoError);
+        }
+        Ok(Work::Transfer(Transfer { is_write, offset, skip, len, done: 0 }))
+    };
+    let clear = |is_discard: bool, sectors_max| {
+        let limits = RangeLimits { capacity_sectors, sectors_max, may_unmap: !is_discard };
+        let ranges = ranges(memory, chain, payload, limits)?;
+        Ok(Work::Clear(Clearing { is_discard, ranges, index: 0, way: 0, done: 0 }))
+    };
     match header.kind {
-        Kind::Read => {
-            let offset = wire::transfer_offset(header.sector, room, capacity).ok_or(BAD)?;
-            let buffers = buffers(memory, chain.writable(), 0, room)?;
-            read_full(&*block.disk, &buffers, offset)?;
-            Ok((room as u32, room))
-        }
-        Kind::Write => {
-            let offset = wire::transfer_offset(header.sector, payload, capacity).ok_or(BAD)?;
-            let buffers = buffers(memory, chain.readable(), HEADER_LEN as u64, payload)?;
-            write_full(&*block.disk, &buffers, offset)?;
-            Ok((0, payload))
-        }
-        Kind::Flush => flush(block).map(|()| (0, 0)),
-        Kind::GetId => {
-            let id = wire::id_bytes(&block.facts.id);
-            let len = id.len().min(usize::try_from(room).unwrap_or(usize::MAX));
-            let written =
-                chain::write_at(memory, chain.writable(), 0, id.get(..len).unwrap_or(&id));
-            Ok((written as u32, 0))
-        }
-        Kind::Discard => {
-            let limits = limits(capacity, DISCARD_SECTORS_MAX, false);
-            for range in ranges(memory, chain, payload, limits)? {
-                discard(block, range)?;
-            }
-            Ok((0, 0))
-        }
-        Kind::WriteZeroes => {
-            let limits = limits(capacity, ZERO_SECTORS_MAX, true);
-            let ranges = ranges(memory, chain, payload, limits)?;
-            let moved = ranges.iter().map(|range| range.len).sum();
-            for range in ranges {
-                write_zeroes(block, range)?;
-            }
-            Ok((0, moved))
-        }
+        Kind::Read => transfer(false, 0, room),
+        Kind::Write => transfer(true, HEADER_LEN as u64, payload),
+        Kind::Flush => Ok(Work::Flush),
+        Kind::GetId => Ok(Work::Id),
+        Kind::Discard => clear(true, DISCARD_SECTORS_MAX),
+        Kind::WriteZeroes => clear(false, ZERO_SECTORS_MAX),
     }
-}
-
-fn flush(block: &mut Block) -> Result<(), Refusal> {
-    if block.facts.cache == CacheMode::Unsafe {
-        return Ok(());
-    }
-    if block.flush_failed {
-        // The kernel reports a lost write once and then forgets it: no later flush can be believed.
-        return Err(BAD);
-    }
-    block.disk.sync().map_err(|error| {
-        block.flush_failed = true;
-        Refusal::Host(error)
-    })
-}
-
-fn limits(capacity_sectors: u64, sectors_max: u32, may_unmap: bool) -> RangeLimits {
-    RangeLimits { capacity_sectors, sectors_max, may_unmap }
 }
 
 /// All ranges of a request, checked before the first is acted on.
@@ -144,79 +179,168 @@ fn ranges(
     chain: &Chain,
     payload: u64,
     limits: RangeLimits,
-) -> Result<Vec<Range>, Refusal> {
+) -> Result<Vec<Range>, Status> {
     let count = payload / RANGE_LEN as u64;
     let whole = payload.is_multiple_of(RANGE_LEN as u64);
     if !whole || count == 0 || count > u64::from(RANGES_MAX) {
-        return Err(BAD);
+        return Err(Status::IoError);
     }
     let parse = |index: u64| {
         let mut raw = [0; RANGE_LEN];
         let offset = HEADER_LEN as u64 + index * RANGE_LEN as u64;
         if chain::read_at(memory, chain.readable(), offset, &mut raw) < RANGE_LEN {
-            return Err(BAD);
+            return Err(Status::IoError);
         }
-        Ok(Range::parse(raw, limits)?)
+        Range::parse(raw, limits)
     };
     (0..count).map(parse).collect()
 }
 
-fn discard(block: &Block, range: Range) -> Result<(), Refusal> {
-    match clear(block, Clear::Punch, range) {
-        Err(error) if is_unsupported(&error) => Err(UNSUPPORTED),
-        result => Ok(result?),
+fn flush(block: &mut Block, last: Option<(Op, io::Result<usize>)>) -> Next {
+    match last {
+        Some((_, Ok(_))) => Next::done(Status::Ok),
+        Some((_, Err(error))) => {
+            block.flush_failed = true;
+            failed(block, &error)
+        }
+        None if block.facts.cache == CacheMode::Unsafe => Next::done(Status::Ok),
+        // The kernel reports a lost write once and then forgets it: no later flush can be believed.
+        None if block.flush_failed => Next::done(Status::IoError),
+        None => Next::Op(Op::Sync),
     }
 }
 
-fn write_zeroes(block: &Block, range: Range) -> Result<(), Refusal> {
-    let ways: &[Clear] = if range.unmap { &[Clear::Punch, Clear::Zero] } else { &[Clear::Zero] };
-    for way in ways {
-        match clear(block, *way, range) {
-            Err(error) if is_unsupported(&error) => {}
-            result => return Ok(result?),
-        }
-    }
-    let mut zeroes = vec![0; ZEROES_LEN];
-    let mut done = 0;
-    while done < range.len {
-        let len = (range.len - done).min(ZEROES_LEN as u64) as usize;
-        let part = VolatileSlice::from(zeroes.get_mut(..len).unwrap_or_default());
-        write_full(&*block.disk, &[part], range.offset + done)?;
-        done += len as u64;
-    }
-    Ok(())
+fn failed(block: &mut Block, error: &io::Error) -> Next {
+    block.host_error(error);
+    Next::done(Status::IoError)
 }
 
-fn clear(block: &Block, how: Clear, range: Range) -> io::Result<()> {
-    // The kernel takes an empty range for a mistake; to the guest it is nothing to do.
-    if range.len == 0 {
-        return Ok(());
-    }
-    loop {
-        match block.disk.clear(how, range.offset, range.len) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            result => return result,
+impl Transfer {
+    fn next(
+        &mut self,
+        block: &mut Block,
+        memory: &GuestMemory,
+        chain: &Chain,
+        last: Option<(Op, io::Result<usize>)>,
+    ) -> Next {
+        match last {
+            None => {}
+            Some((_, Err(error))) => return failed(block, &error),
+            Some((_, Ok(0))) => {
+                let end = if self.is_write {
+                    io::ErrorKind::WriteZero
+                } else {
+                    io::ErrorKind::UnexpectedEof
+                };
+                return failed(block, &end.into());
+            }
+            Some((op, Ok(done))) => {
+                let done = (done as u64).min(self.len - self.done);
+                if let Op::Read { into: Target::Host(bounce), .. } = op {
+                    let bytes = bounce.bytes().get(..done as usize).unwrap_or_default();
+                    chain::write_at(memory, chain.writable(), self.done, bytes);
+                }
+                self.done += done;
+            }
+        }
+        if self.done == self.len {
+            let written = if self.is_write { 0 } else { self.len as u32 };
+            return Next::Done { status: Status::Ok, written };
+        }
+        match self.target(&block.facts, memory, chain) {
+            Ok(target) => {
+                let offset = self.offset + self.done;
+                Next::Op(match self.is_write {
+                    true => Op::Write { from: target, offset },
+                    false => Op::Read { into: target, offset },
+                })
+            }
+            Err(error) => failed(block, &error),
         }
     }
+
+    /// The rest of the guest's buffers, or a copy of some of it where direct I/O cannot use those.
+    fn target(&self, facts: &Facts, memory: &GuestMemory, chain: &Chain) -> io::Result<Target> {
+        let segments = if self.is_write { chain.readable() } else { chain.writable() };
+        let (at, left) = (self.skip + self.done, self.len - self.done);
+        let rest: Vec<Segment> = chain::slice(segments, at, left).collect();
+        let align = facts.block_size as usize;
+        if !facts.direct || is_aligned(memory, &rest, align)? {
+            return Ok(Target::Guest { memory: memory.clone(), segments: rest });
+        }
+        if !(self.offset + self.done).is_multiple_of(align as u64) {
+            // Direct I/O that stopped in the middle of a block.
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let mut bounce = Bounce::new(left.min(BOUNCE_LEN) as usize, align);
+        if self.is_write {
+            chain::read_at(memory, segments, at, bounce.bytes_mut());
+        }
+        Ok(Target::Host(bounce))
+    }
+}
+
+/// Whether direct I/O can use these buffers as they are.
+fn is_aligned(memory: &GuestMemory, segments: &[Segment], align: usize) -> io::Result<bool> {
+    let slices = guest_slices(memory, segments)?;
+    Ok(slices.iter().all(|slice| {
+        let address = slice.ptr_guard().as_ptr().addr();
+        address.is_multiple_of(align) && slice.len().is_multiple_of(align)
+    }))
+}
+
+impl Clearing {
+    fn next(&mut self, block: &mut Block, last: Option<(Op, io::Result<usize>)>) -> Next {
+        match last {
+            None => {}
+            Some((Op::Write { .. }, Ok(0))) => {
+                return failed(block, &io::ErrorKind::WriteZero.into());
+            }
+            Some((Op::Write { .. }, Ok(done))) => self.done += done as u64,
+            Some((_, Ok(_))) => self.next_range(),
+            Some((Op::Clear { .. }, Err(error))) if is_unsupported(&error) => {
+                if self.is_discard {
+                    return Next::done(Status::Unsupported);
+                }
+                self.way += 1;
+            }
+            Some((_, Err(error))) => return failed(block, &error),
+        }
+        loop {
+            let Some(range) = self.ranges.get(self.index).copied() else {
+                return Next::done(Status::Ok);
+            };
+            // To the guest an empty range is nothing to do; the kernel would take it for a mistake.
+            if self.done >= range.len {
+                self.next_range();
+                continue;
+            }
+            let ways: &[Clear] = match (self.is_discard, range.unmap) {
+                (true, _) => &[Clear::Punch],
+                (false, true) => &[Clear::Punch, Clear::Zero],
+                (false, false) => &[Clear::Zero],
+            };
+            return Next::Op(match ways.get(self.way) {
+                Some(how) => Op::Clear { how: *how, offset: range.offset, len: range.len },
+                None => {
+                    let len = (range.len - self.done).min(ZEROES_LEN);
+                    let bounce = Bounce::new(len as usize, block.facts.block_size as usize);
+                    let offset = range.offset + self.done;
+                    Op::Write { from: Target::Host(bounce), offset }
+                }
+            });
+        }
+    }
+
+    fn next_range(&mut self) {
+        (self.index, self.way, self.done) = (self.index + 1, 0, 0);
+    }
+}
+
+fn is_temporary(error: &io::Error) -> bool {
+    error.kind() == io::ErrorKind::Interrupted
 }
 
 fn is_unsupported(error: &io::Error) -> bool {
     error.raw_os_error() == Some(libc::EOPNOTSUPP)
-}
-
-/// Host views of `len` bytes from `offset` of guest buffers.
-fn buffers<'a>(
-    memory: &'a GuestMemory,
-    segments: &[Segment],
-    offset: u64,
-    len: u64,
-) -> Result<Vec<VolatileSlice<'a>>, Refusal> {
-    let mut buffers = Vec::with_capacity(segments.len());
-    for part in chain::slice(segments, offset, len) {
-        let slices = memory.get_slices(part.address, part.len as usize, Permissions::ReadWrite);
-        for slice in slices.map_err(|_| BAD)? {
-            buffers.push(slice.map_err(|_| BAD)?);
-        }
-    }
-    Ok(buffers)
 }

@@ -14,7 +14,7 @@ use super::super::registry::DeviceState;
 use super::super::testing::Buffer::{self, Readable, Writable};
 use super::super::testing::MockDriver;
 use super::super::{VirtioDevice as _, mmio};
-use super::io::{Clear, DiskIo, OpenError};
+use super::io::{Clear, DiskIo, MeasuredDisk, OpenError};
 use super::{Block, BlockConfig, BlockError, CacheMode};
 
 const IN: u32 = 0;
@@ -149,6 +149,13 @@ impl DiskIo for Fragile {
         self.begin()?;
         self.bytes.lock().unwrap()[offset as usize..][..len as usize].fill(0);
         Ok(())
+    }
+}
+
+impl MeasuredDisk for Fragile {
+    fn measure(&self) -> io::Result<u64> {
+        self.begin()?;
+        Ok(self.bytes.lock().unwrap().len() as u64)
     }
 }
 
@@ -508,7 +515,7 @@ fn c14_file_in_use_is_refused_unless_all_only_read() {
     let image = image();
     let open = |read_only| Block::new(BlockConfig::new(image.path()).read_only(read_only));
     let is_locked = |read_only| {
-        matches!(open(read_only), Err(BlockError::Open { source: OpenError::Locked, .. }))
+        matches!(open(read_only), Err(BlockError::Open { source: OpenError::Locked { .. }, .. }))
     };
     let writer = open(false).unwrap();
     assert!(is_locked(false) && is_locked(true));
@@ -573,3 +580,8 @@ fn restore_onto_another_disk_is_refused() {
     let read_only = super::BlockStateV1 { read_only: true, ..state };
     assert!(matches!(restore(&read_only), Err(BlockError::Access { .. })));
 }
+
+#[path = "tests/engines.rs"]
+mod engines;
+#[path = "tests/updates.rs"]
+mod updates;

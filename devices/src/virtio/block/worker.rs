@@ -1,16 +1,21 @@
-//! Serves the requests of a disk's one queue, in order, on the device thread.
+//! Serves the requests of a disk's one queue on the device thread.
 //!
 //! A request of the guest ends in a status byte. Only a request that leaves no place for one, or a
-//! broken ring, stops the queue.
+//! broken ring, stops the queue. Requests that are out with the engine are kept by the head of their chain.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::AsRawFd;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::epoll::EventSet;
 
-use super::super::chain::{self, Chain};
-use super::super::registry::DeviceState;
-use super::super::{Activation, Interrupt, QueueFault, Stopped, VirtQueue, Worker};
+use super::super::registry::{DeviceState, DeviceUpdate};
+use super::super::{
+    Activation, Interrupt, QueueFault, Stopped, UpdateError, Updated, VirtQueue, Worker,
+};
 use super::device::Block;
-use super::request::{self, Outcome};
+use super::request::{Next, Request};
 use super::wire::Status;
 use crate::GuestMemory;
 
@@ -18,13 +23,15 @@ use crate::GuestMemory;
 const TURN_REQUESTS: usize = 64;
 const TURN_BYTES: u64 = 16 << 20;
 
-/// What a driver can do that ends a disk's work until the next reset.
+/// What ends a disk's work until the next reset.
 #[derive(Debug, thiserror::Error)]
 enum BlockFault {
     #[error("queue failed: {0}")]
     Queue(#[from] QueueFault),
     #[error("request has no room for its status")]
     NoStatus,
+    #[error("host refused the operations: {0}")]
+    Engine(#[from] io::Error),
 }
 
 /// A disk in use.
@@ -34,6 +41,7 @@ pub struct BlockWorker {
     // Exactly one; a list because the transport saves lists.
     queues: Vec<VirtQueue>,
     interrupt: Interrupt,
+    under_way: BTreeMap<u16, Request>,
     quiet: bool,
     failed: bool,
 }
@@ -41,31 +49,55 @@ pub struct BlockWorker {
 impl BlockWorker {
     pub(super) fn new(block: Block, activation: Activation) -> Self {
         let Activation { memory, queues, interrupt, .. } = activation;
-        Self { block, memory, queues, interrupt, quiet: false, failed: false }
+        let under_way = BTreeMap::new();
+        Self { block, memory, queues, interrupt, under_way, quiet: false, failed: false }
     }
 
     fn serve(&mut self) {
-        if self.quiet || self.failed {
-            return;
-        }
-        if let Err(fault) = self.turn() {
-            self.fail(&fault.to_string());
+        if self.failed {
+            // The driver gets none of it, but what the engine holds must be let go of.
+            while self.block.engine.finished().is_some() {}
+        } else if !self.quiet {
+            let served = self.turn();
+            self.end_turn(served);
         }
     }
 
-    /// Serves what is available, up to one turn's share, and tells the driver once.
+    fn end_turn(&mut self, served: Result<(), BlockFault>) {
+        if let Err(fault) = served.and_then(|()| self.tell_driver()) {
+            self.failed = true;
+            if self.interrupt.needs_reset() {
+                log::warn!("block {:?}: {fault}", self.block.facts.id);
+            }
+        }
+    }
+
+    /// Finishes what has ended and starts what is available, up to one turn's share.
     fn turn(&mut self) -> Result<(), BlockFault> {
-        let Some(queue) = self.queues.first_mut() else { return Ok(()) };
+        self.finish_ended()?;
         let (mut bytes, mut more) = (0, true);
-        queue.disable_kicks()?;
+        self.queue()?.disable_kicks()?;
         for _ in 0..TURN_REQUESTS {
-            match queue.pop()? {
+            if !self.block.engine.has_room() {
+                // Whatever ends next starts another turn.
+                more = false;
+                break;
+            }
+            match self.queue()?.pop()? {
                 Some(chain) => {
-                    let (len, moved) = answer(&mut self.block, &self.memory, queue, &chain)?;
-                    queue.push(chain.head(), len)?;
-                    bytes += moved;
+                    let request = Request::parse(&self.block.facts, &self.memory, chain)
+                        .ok_or(BlockFault::NoStatus)?;
+                    if !self.block.limiter.admit(request.cost()) {
+                        // The limiter's timer starts another turn.
+                        self.queue()?.undo_pop(request.into_chain());
+                        more = false;
+                        break;
+                    }
+                    bytes += request.cost().bytes;
+                    self.advance(request, None)?;
+                    self.finish_ended()?;
                 }
-                None if queue.enable_kicks()? => queue.disable_kicks()?,
+                None if self.queue()?.enable_kicks()? => self.queue()?.disable_kicks()?,
                 None => {
                     more = false;
                     break;
@@ -75,54 +107,94 @@ impl BlockWorker {
                 break;
             }
         }
+        self.submit()?;
+        self.finish_ended()?;
         if more {
-            queue.kick_again();
+            self.queue()?.kick_again();
         }
-        if queue.wants_interrupt()? {
+        Ok(())
+    }
+
+    /// Takes a request one step on: to its next operation, or back to the driver.
+    fn advance(
+        &mut self,
+        mut request: Request,
+        last: Option<(super::io::Op, io::Result<usize>)>,
+    ) -> Result<(), BlockFault> {
+        let head = request.chain().head();
+        match request.next(&mut self.block, &self.memory, last) {
+            Next::Op(op) => {
+                self.under_way.insert(head, request);
+                self.block.engine.start(head, op);
+                Ok(())
+            }
+            Next::Done { status, written } => {
+                if !request.write_status(&self.memory, status) {
+                    return Err(BlockFault::NoStatus);
+                }
+                let queue = self.queue()?;
+                if status != Status::Ok {
+                    queue.counters().add_refused();
+                }
+                // What precedes the status of a failed request is undefined, so none of it counts as written.
+                let len = if status == Status::Ok { written.saturating_add(1) } else { 0 };
+                Ok(queue.push(head, len)?)
+            }
+        }
+    }
+
+    fn finish_ended(&mut self) -> Result<(), BlockFault> {
+        while let Some(finished) = self.block.engine.finished() {
+            if let Some(request) = self.under_way.remove(&finished.token) {
+                self.advance(request, Some((finished.op, finished.result)))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn submit(&mut self) -> Result<(), BlockFault> {
+        match self.block.engine.submit() {
+            // The host is short of memory for the moment: what was started is kept, and tried again.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EBUSY)) => {
+                self.queue()?.kick_again();
+                Ok(())
+            }
+            result => Ok(result?),
+        }
+    }
+
+    /// Waits for everything that is out, which takes as long as the host's disk does.
+    fn drain(&mut self) -> Result<(), BlockFault> {
+        self.finish_ended()?;
+        while !self.under_way.is_empty() {
+            self.block.engine.wait()?;
+            self.finish_ended()?;
+        }
+        Ok(())
+    }
+
+    fn tell_driver(&mut self) -> Result<(), BlockFault> {
+        if self.queue()?.wants_interrupt()? {
             self.interrupt.used_buffers();
         }
         Ok(())
     }
 
-    fn fail(&mut self, why: &str) {
-        self.failed = true;
-        if self.interrupt.needs_reset() {
-            log::warn!("block {:?}: {why}", self.block.facts.id);
-        }
+    fn queue(&mut self) -> Result<&mut VirtQueue, BlockFault> {
+        Ok(self.queues.first_mut().ok_or(QueueFault::NotReady)?)
     }
-}
-
-/// Serves one chain and writes its status; returns the length for the used ring and how much was moved.
-fn answer(
-    block: &mut Block,
-    memory: &GuestMemory,
-    queue: &VirtQueue,
-    chain: &Chain,
-) -> Result<(u32, u64), BlockFault> {
-    let writable = chain.writable();
-    if writable.last().is_none_or(|last| last.len == 0) {
-        return Err(BlockFault::NoStatus);
-    }
-    let room = chain::total_len(writable) - 1;
-    let Outcome { status, written, moved } = request::serve(block, memory, chain, room);
-    if status != Status::Ok {
-        queue.counters().add_refused();
-    }
-    if chain::write_at(memory, writable, room, &[status as u8]) == 0 {
-        return Err(BlockFault::NoStatus);
-    }
-    // What precedes the status of a failed request is undefined, so none of it counts as written.
-    let len = if status == Status::Ok { written.saturating_add(1) } else { 0 };
-    Ok((len, moved))
 }
 
 impl MutEventSubscriber for BlockWorker {
     fn init(&mut self, ops: &mut EventOps) {
-        for queue in &self.queues {
-            if let Err(error) = ops.add(Events::new(queue.kick(), EventSet::IN)) {
+        let kicks = self.queues.iter().map(|queue| Events::new(queue.kick(), EventSet::IN));
+        let ended = Events::new(&*self.block.ended, EventSet::IN);
+        let timer = Events::new(&self.block.limiter, EventSet::IN);
+        for events in kicks.chain([ended, timer]) {
+            if let Err(error) = ops.add(events) {
                 self.failed = true;
                 self.interrupt.needs_reset();
-                log::error!("block {:?}: cannot watch its queue: {error}", self.block.facts.id);
+                log::error!("block {:?}: cannot watch its events: {error}", self.block.facts.id);
                 return;
             }
         }
@@ -130,15 +202,25 @@ impl MutEventSubscriber for BlockWorker {
         self.queues.iter().for_each(VirtQueue::kick_again);
     }
 
-    fn process(&mut self, _events: Events, _ops: &mut EventOps) {
-        self.queues.iter().for_each(VirtQueue::clear_kick);
+    fn process(&mut self, events: Events, _ops: &mut EventOps) {
+        if events.fd() == self.block.limiter.as_raw_fd() {
+            self.block.limiter.clear_timer();
+        } else if events.fd() == self.block.ended.as_raw_fd() {
+            // Empty means that it was taken before; nothing is lost.
+            let _ = self.block.ended.read();
+        } else {
+            self.queues.iter().for_each(VirtQueue::clear_kick);
+        }
         self.serve();
     }
 }
 
 impl Worker for BlockWorker {
     fn quiesce(&mut self) {
-        // Nothing is ever in flight between two turns.
+        if !self.failed {
+            let drained = self.drain();
+            self.end_turn(drained);
+        }
         self.quiet = true;
     }
 
@@ -151,11 +233,29 @@ impl Worker for BlockWorker {
         DeviceState::Block(self.block.state())
     }
 
-    fn stop(self: Box<Self>) -> Stopped {
+    fn stop(mut self: Box<Self>) -> Stopped {
+        // Nobody is told of these any more, but no operation may outlive the reset.
+        let engine = &mut self.block.engine;
+        while !self.under_way.is_empty() && engine.wait().is_ok() {
+            while let Some(finished) = engine.finished() {
+                self.under_way.remove(&finished.token);
+            }
+        }
         Stopped { device: Box::new(self.block), queues: self.queues }
     }
 
     fn queues(&self) -> &[VirtQueue] {
         &self.queues
+    }
+
+    fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        if !self.failed {
+            let drained = self.drain();
+            self.end_turn(drained);
+        }
+        let updated = self.block.change(update);
+        // Requests that waited for the old limits or were refused by the old size get their turn.
+        self.queues.iter().for_each(VirtQueue::kick_again);
+        updated
     }
 }

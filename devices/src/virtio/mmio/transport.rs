@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::super::counters::CounterValues;
-use super::super::registry::DeviceKind;
+use super::super::registry::{DeviceKind, DeviceUpdate};
 use super::super::{
     Activation, DeviceError, DeviceHandle, DeviceId, Interrupt, QueueConfig, QueueFault, VirtQueue,
     VirtioDevice,
@@ -74,6 +74,14 @@ impl MmioTransport {
     pub fn set_config(&self, config: Vec<u8>) {
         self.registers().set_config(config);
         self.interrupt.config_changed();
+    }
+
+    /// Changes a setting of the device, and tells the driver if that changed its configuration.
+    pub fn update(&self, update: DeviceUpdate) -> Result<(), DeviceError> {
+        if let Some(config) = self.thread.update(self.id, update)?.config {
+            self.set_config(config);
+        }
+        Ok(())
     }
 
     /// Copies out registers, queues and device. The vCPUs must be paused and the devices quiet.

@@ -1,4 +1,4 @@
-//! A disk on a regular file or block device of the host, through the page cache.
+//! A regular file or block device of the host as a disk, through the page cache or past it.
 //!
 //! Opened once and locked before the machine starts; nothing is ever opened on a guest's behalf.
 
@@ -12,11 +12,13 @@ use vm_memory::VolatileSlice;
 
 use super::super::config::Source;
 use super::super::wire::SECTOR_SIZE;
+use super::plain::MeasuredDisk;
 use super::{Clear, DiskIo};
 use crate::sys;
 
 // Larger than any host file system of today lets a useful image be; a sparse file beyond it is a mistake.
 const SIZE_MAX: u64 = 64 << 40;
+const PAGE_SIZE: u32 = 4096;
 
 /// Why a file cannot be a disk.
 #[derive(Debug, thiserror::Error)]
@@ -27,8 +29,17 @@ pub enum OpenError {
     Kind,
     #[error("is {size} bytes, which is not between one sector and {SIZE_MAX} bytes")]
     Size { size: u64 },
-    #[error("is in use by another machine")]
-    Locked,
+    #[error("is in use: another machine has it open{}", if *.read_only { " for writing" } else { "" })]
+    Locked { read_only: bool },
+    #[error("wants io_uring, which this host does not offer; use engine=plain or engine=auto")]
+    IoUring {
+        #[source]
+        source: io::Error,
+    },
+    #[error("is made of layers, which have neither io_uring nor direct I/O")]
+    Layers,
+    #[error("needs direct I/O in units of {align} bytes, which is more than a page")]
+    Alignment { align: u32 },
     #[error("cannot {act} it")]
     Access {
         act: &'static str,
@@ -37,43 +48,87 @@ pub enum OpenError {
     },
 }
 
+/// How an image is opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    pub read_only: bool,
+    /// Past the host's page cache.
+    pub direct: bool,
+}
+
 /// An open, locked image.
 #[derive(Debug)]
 pub struct FileDisk {
     file: File,
-    capacity_sectors: u64,
+    block_size: u32,
 }
 
 impl FileDisk {
     /// Opens or takes over the file, checks that it can be a disk, and locks it: a writer alone,
     /// readers together.
-    pub fn open(source: Source, read_only: bool) -> Result<Self, OpenError> {
-        let mut file = match source {
+    pub fn open(source: Source, access: Access) -> Result<Self, OpenError> {
+        let Access { read_only, direct } = access;
+        let file = match source {
             Source::Path(path) => open(&path, read_only)?,
             Source::File(file) => file,
             // Layers are a disk of their own.
             Source::Layers(_) => return Err(OpenError::Kind),
         };
-        let access = |act| move |source| OpenError::Access { act, source };
-        let kind = file.metadata().map_err(access("examine"))?.file_type();
+        let failed = |act| move |source| OpenError::Access { act, source };
+        let kind = file.metadata().map_err(failed("examine"))?.file_type();
         if !kind.is_file() && !kind.is_block_device() {
             return Err(OpenError::Kind);
         }
-        // The one way to learn the size of both kinds; positioned I/O does not use the cursor.
-        let size = file.seek(SeekFrom::End(0)).map_err(access("measure"))?;
-        if !(SECTOR_SIZE..=SIZE_MAX).contains(&size) {
+        // Also takes away what would make a write go elsewhere than it was sent: appending.
+        sys::set_direct(&file, direct).map_err(failed("use direct I/O on"))?;
+        let block_size = if direct { direct_unit(&file)? } else { SECTOR_SIZE as u32 };
+        let disk = Self { file, block_size };
+        let size = disk.size().map_err(failed("measure"))?;
+        if !(u64::from(block_size)..=SIZE_MAX).contains(&size) {
             return Err(OpenError::Size { size });
         }
-        sys::lock(&file, !read_only).map_err(|source| match source.raw_os_error() {
-            Some(libc::EAGAIN | libc::EACCES) => OpenError::Locked,
+        sys::lock(&disk.file, !read_only).map_err(|source| match source.raw_os_error() {
+            Some(libc::EAGAIN | libc::EACCES) => OpenError::Locked { read_only },
             _ => OpenError::Access { act: "lock", source },
         })?;
-        Ok(Self { file, capacity_sectors: size / SECTOR_SIZE })
+        Ok(disk)
     }
 
-    pub fn capacity_sectors(&self) -> u64 {
-        self.capacity_sectors
+    /// The unit of all transfers: a sector, or what direct I/O asks for.
+    pub fn block_size(&self) -> u32 {
+        self.block_size
     }
+
+    /// The size of the file or device now.
+    pub fn size(&self) -> io::Result<u64> {
+        // The one way to learn the size of both kinds; positioned I/O does not use the cursor.
+        (&self.file).seek(SeekFrom::End(0))
+    }
+
+    pub(super) fn file(&self) -> &File {
+        &self.file
+    }
+
+    /// A file that a test has opened, under a lock that is another disk's.
+    #[cfg(test)]
+    pub fn unlocked(file: File) -> Self {
+        Self { file, block_size: SECTOR_SIZE as u32 }
+    }
+
+    /// Another owner of the same open, locked file.
+    pub(super) fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self { file: self.file.try_clone()?, block_size: self.block_size })
+    }
+}
+
+/// What addresses, positions and lengths must be multiples of.
+fn direct_unit(file: &File) -> Result<u32, OpenError> {
+    // Where the host does not say, a page always does.
+    let align = sys::direct_alignment(file).unwrap_or(PAGE_SIZE).max(SECTOR_SIZE as u32);
+    if align > PAGE_SIZE || !align.is_power_of_two() {
+        return Err(OpenError::Alignment { align });
+    }
+    Ok(align)
 }
 
 fn open(path: &Path, read_only: bool) -> Result<File, OpenError> {
@@ -104,5 +159,11 @@ impl DiskIo for FileDisk {
 
     fn clear(&self, how: Clear, offset: u64, len: u64) -> io::Result<()> {
         sys::fallocate(self.file.as_fd(), how, offset, len)
+    }
+}
+
+impl MeasuredDisk for FileDisk {
+    fn measure(&self) -> io::Result<u64> {
+        self.size()
     }
 }

@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vm_memory::VolatileSlice;
 
+use super::plain::MeasuredDisk;
 use super::{Clear, DiskIo};
 use crate::{sparse, sys};
 
@@ -315,6 +316,12 @@ impl DiskIo for LayeredDisk {
         // A hole in the top hides what is below, and reads as zero.
         layers.top.add(offset / BLOCK * BLOCK..end);
         Ok(())
+    }
+}
+
+impl MeasuredDisk for LayeredDisk {
+    fn measure(&self) -> io::Result<u64> {
+        Ok(self.size)
     }
 }
 

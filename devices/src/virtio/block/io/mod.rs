@@ -1,20 +1,37 @@
-//! What a disk needs of the host, and the kinds of host storage there are.
+//! How bytes move between a disk's requests and the host's storage.
 //!
-//! The trait is small so that a test can be a disk that fails, and a faster engine can take its place.
+//! | file | what it answers |
+//! | --- | --- |
+//! | `op.rs` | one thing that storage is asked to do, and the memory it does it with |
+//! | `file.rs` | which files can be disks, and how they are opened and locked |
+//! | `layers.rs` | a disk that can be frozen, forked and taken back |
+//! | `plain.rs` | the engine that carries an operation out at once |
+//! | `uring.rs`, `sys.rs` | the engine that hands it to the kernel and goes on |
+//!
+//! Nothing here knows of rings or of virtio.
 
 mod file;
 mod layers;
+mod op;
+mod plain;
+mod sys;
+mod uring;
 
 use std::io;
+use std::sync::Arc;
 
 use vm_memory::VolatileSlice;
+use vmm_sys_util::eventfd::EventFd;
 
-pub use file::{FileDisk, OpenError};
+pub use file::{Access, FileDisk, OpenError};
 pub use layers::LayeredDisk;
+pub use op::{Bounce, Finished, Op, Target, guest_slices};
+pub use plain::{MeasuredDisk, Plain};
+pub use uring::Uring;
 
 pub use crate::sys::Clear;
 
-/// Storage that moves bytes between itself and guest memory.
+/// Storage that moves bytes between itself and memory, and returns when it has.
 pub trait DiskIo: Send {
     /// Fills the buffers from `offset`; may be short, zero at the end of the storage.
     fn read(&self, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize>;
@@ -29,49 +46,53 @@ pub trait DiskIo: Send {
     fn clear(&self, how: Clear, offset: u64, len: u64) -> io::Result<()>;
 }
 
-/// Reads all of the buffers, however often the storage is short or interrupted.
-pub fn read_full(disk: &dyn DiskIo, buffers: &[VolatileSlice], offset: u64) -> io::Result<()> {
-    full(buffers, offset, io::ErrorKind::UnexpectedEof, |buffers, at| disk.read(buffers, at))
+/// Carries operations out, now or later. Each comes back exactly once through `finished`, with its token.
+pub trait Engine: Send {
+    /// Takes an operation on. Only while `has_room`, and with a token that is not out already.
+    fn start(&mut self, token: u16, op: Op);
+
+    /// Whether another operation can be started.
+    fn has_room(&self) -> bool;
+
+    /// Makes sure that what was started is under way.
+    fn submit(&mut self) -> io::Result<()>;
+
+    /// An operation that has ended.
+    fn finished(&mut self) -> Option<Finished>;
+
+    /// Waits until at least one operation has ended, if any is out.
+    fn wait(&mut self) -> io::Result<()>;
+
+    /// The size of the storage now.
+    fn measure(&self) -> io::Result<u64>;
 }
 
-/// Writes all of the buffers, however often the storage is short or interrupted.
-pub fn write_full(disk: &dyn DiskIo, buffers: &[VolatileSlice], offset: u64) -> io::Result<()> {
-    full(buffers, offset, io::ErrorKind::WriteZero, |buffers, at| disk.write(buffers, at))
+/// Which engine a disk should have.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum EngineKind {
+    /// One operation after the other, on the device thread. Best where the host's page cache is warm.
+    #[default]
+    Plain,
+    /// io_uring; refused where the host has none.
+    IoUring,
+    /// io_uring where the host has it, otherwise plain.
+    Auto,
 }
 
-fn full(
-    buffers: &[VolatileSlice],
-    offset: u64,
-    at_end: io::ErrorKind,
-    mut step: impl FnMut(&[VolatileSlice], u64) -> io::Result<usize>,
-) -> io::Result<()> {
-    let mut left: Vec<_> = buffers.iter().filter(|buffer| !buffer.is_empty()).copied().collect();
-    let mut offset = offset;
-    while !left.is_empty() {
-        match step(&left, offset) {
-            Ok(0) => return Err(at_end.into()),
-            Ok(done) => {
-                offset = offset.checked_add(done as u64).ok_or(io::ErrorKind::InvalidInput)?;
-                advance(&mut left, done)?;
+/// The engine of `kind` for an open image; `event` is written when an operation ends by itself.
+pub fn engine(
+    kind: EngineKind,
+    disk: FileDisk,
+    event: &Arc<EventFd>,
+) -> Result<Box<dyn Engine>, OpenError> {
+    if kind != EngineKind::Plain {
+        match Uring::new(&disk, event) {
+            Ok(uring) => return Ok(Box::new(uring)),
+            Err(source) if kind == EngineKind::IoUring => {
+                return Err(OpenError::IoUring { source });
             }
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
+            Err(error) => log::info!("no io_uring on this host, plain I/O instead: {error}"),
         }
     }
-    Ok(())
-}
-
-/// Drops the first `done` bytes of the buffers.
-fn advance(buffers: &mut Vec<VolatileSlice>, mut done: usize) -> io::Result<()> {
-    let whole = buffers.iter().take_while(|buffer| {
-        let all = done >= buffer.len();
-        done -= if all { buffer.len() } else { 0 };
-        all
-    });
-    let whole = whole.count();
-    buffers.drain(..whole);
-    if let Some(first) = buffers.first_mut() {
-        *first = first.offset(done).map_err(io::Error::other)?;
-    }
-    Ok(())
+    Ok(Box::new(Plain::new(Box::new(disk))))
 }

@@ -2,7 +2,6 @@
 
 use proptest::prelude::*;
 
-use super::super::{read_full, write_full};
 use super::*;
 
 const SIZE: u64 = 64 * BLOCK + 512;
@@ -18,13 +17,19 @@ fn disk() -> LayeredDisk {
 }
 
 fn write(disk: &LayeredDisk, offset: u64, bytes: &[u8]) {
-    let mut bytes = bytes.to_vec();
-    write_full(disk, &[VolatileSlice::from(&mut bytes[..])], offset).unwrap();
+    let (mut bytes, mut done) = (bytes.to_vec(), 0);
+    while done < bytes.len() {
+        let rest = VolatileSlice::from(&mut bytes[done..]);
+        done += disk.write(&[rest], offset + done as u64).unwrap();
+    }
 }
 
 fn read(disk: &LayeredDisk) -> Vec<u8> {
     let mut bytes = vec![0xee; SIZE as usize];
-    read_full(disk, &[VolatileSlice::from(&mut bytes[..])], 0).unwrap();
+    let mut done = 0;
+    while done < bytes.len() {
+        done += disk.read(&[VolatileSlice::from(&mut bytes[done..])], done as u64).unwrap();
+    }
     bytes
 }
 

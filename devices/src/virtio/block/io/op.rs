@@ -1,0 +1,87 @@
+//! One operation on a disk, and the memory that it reads or fills.
+//!
+//! An operation owns what it works on, so that the kernel may go on with it after everybody else has let go.
+
+use std::io;
+
+use vm_memory::{GuestMemory as _, Permissions, VolatileSlice};
+
+use super::super::super::chain::Segment;
+use super::Clear;
+use crate::GuestMemory;
+
+/// One thing that storage is asked to do.
+#[derive(Debug)]
+pub enum Op {
+    Read { into: Target, offset: u64 },
+    Write { from: Target, offset: u64 },
+    Sync,
+    Clear { how: Clear, offset: u64, len: u64 },
+}
+
+/// An operation that has ended, and how much it moved.
+#[derive(Debug)]
+pub struct Finished {
+    pub token: u16,
+    pub op: Op,
+    pub result: io::Result<usize>,
+}
+
+/// The memory of a transfer.
+#[derive(Debug)]
+pub enum Target {
+    /// Buffers of the guest, known to lie in its memory.
+    Guest { memory: GuestMemory, segments: Vec<Segment> },
+    /// A buffer of ours, for what cannot be done in the guest's.
+    Host(Bounce),
+}
+
+impl Target {
+    /// The memory as the host addresses it.
+    pub fn slices(&mut self) -> io::Result<Vec<VolatileSlice<'_>>> {
+        match self {
+            Self::Guest { memory, segments } => guest_slices(memory, segments),
+            Self::Host(bounce) => Ok(vec![VolatileSlice::from(bounce.bytes_mut())]),
+        }
+    }
+}
+
+/// Guest buffers as the host addresses them.
+pub fn guest_slices<'a>(
+    memory: &'a GuestMemory,
+    segments: &[Segment],
+) -> io::Result<Vec<VolatileSlice<'a>>> {
+    let mut slices = Vec::with_capacity(segments.len());
+    for part in segments {
+        let found = memory.get_slices(part.address, part.len as usize, Permissions::ReadWrite);
+        for slice in found.map_err(io::Error::other)? {
+            slices.push(slice.map_err(io::Error::other)?);
+        }
+    }
+    Ok(slices)
+}
+
+/// Bytes on the heap that begin where direct I/O wants them to.
+#[derive(Debug)]
+pub struct Bounce {
+    storage: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Bounce {
+    /// `len` zeroes at an address that is a multiple of `align`, a power of two.
+    pub fn new(len: usize, align: usize) -> Self {
+        let storage = vec![0; len + align];
+        let start = storage.as_ptr().align_offset(align).min(align);
+        Self { storage, start, len }
+    }
+
+    pub fn bytes(&self) -> &[u8] {
+        self.storage.get(self.start..self.start + self.len).unwrap_or_default()
+    }
+
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.storage.get_mut(self.start..self.start + self.len).unwrap_or_default()
+    }
+}

@@ -1,0 +1,266 @@
+//! The engines against each other: the same requests on plain files, past the page cache, and on io_uring.
+
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+
+use super::super::EngineKind;
+use super::super::io::{Engine, FileDisk, Op, Target, Uring};
+use super::*;
+use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
+
+/// A disk on io_uring whose operations have ended when its turn has, so that tests need not wait.
+fn uring(image: &NamedTempFile) -> Block {
+    let mut block = disk(image);
+    block.engine = settled(image, &block.ended);
+    block
+}
+
+fn settled(image: &NamedTempFile, ended: &Arc<vmm_sys_util::eventfd::EventFd>) -> Box<dyn Engine> {
+    let file = File::options().read(true).write(true).open(image.path()).unwrap();
+    // The lock is the first disk's; this is the same file under it.
+    let disk = FileDisk::unlocked(file);
+    let mut uring = Uring::new(&disk, ended).expect("this host has no io_uring");
+    uring.settles = true;
+    Box::new(uring)
+}
+
+struct UringDisk(NamedTempFile);
+
+impl Specimen for UringDisk {
+    type Device = Block;
+    const QUEUE: usize = 0;
+
+    fn fresh(&self) -> Block {
+        uring(&self.0)
+    }
+
+    fn restored(&self, state: &DeviceState) -> Block {
+        let DeviceState::Block(state) = state else { panic!("{state:?}") };
+        let mut block = Block::restore(BlockConfig::new(self.0.path()), state).unwrap();
+        block.engine = settled(&self.0, &block.ended);
+        block
+    }
+
+    fn exercise(&self, driver: &mut MockDriver) {
+        assert_eq!(write(driver, 7, &[0xaa; 512]), OK);
+        assert_eq!(read(driver, 7, 512), (OK, vec![0xaa; 512]));
+        assert_eq!(flush(driver), OK);
+    }
+}
+
+conformance::suite!(UringDisk(image()));
+
+/// An image of 64 KiB blocks, large enough for direct I/O of any unit.
+fn large_image() -> NamedTempFile {
+    // Not in /tmp, which may be a file system of memory without direct I/O.
+    let mut image = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
+    image.write_all(&vec![7; 1 << 20]).unwrap();
+    image
+}
+
+/// Waits for the answer of a disk that works on while its driver waits.
+fn wait_used(driver: &mut MockDriver) -> super::super::super::testing::Used {
+    let start = Instant::now();
+    loop {
+        driver.run();
+        if let Some(used) = driver.used(0) {
+            return used;
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "no answer");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn auto_and_io_uring_engines_serve_what_a_plain_one_does() {
+    for engine in [EngineKind::Plain, EngineKind::IoUring, EngineKind::Auto] {
+        let image = image();
+        let config = BlockConfig::new(image.path()).engine(engine);
+        let mut driver = MockDriver::ready(Block::new(config).unwrap());
+        let sent = driver.send(0, &[Readable(&header(OUT, 9)), Readable(&[5; 1024]), Writable(1)]);
+        assert_eq!(wait_used(&mut driver).len, 1);
+        assert_eq!(driver.contents(&sent)[2], [OK]);
+        let sent = driver.send(0, &[Readable(&header(IN, 8)), Writable(1024), Writable(1)]);
+        assert_eq!(wait_used(&mut driver).len, 1025);
+        assert_eq!(driver.contents(&sent)[1], [[8; 512], [5; 512]].concat());
+        driver.send(0, &[Readable(&header(FLUSH, 0)), Writable(1)]);
+        wait_used(&mut driver);
+        assert_eq!(fs::read(image.path()).unwrap()[9 * 512..11 * 512], [5; 1024]);
+    }
+}
+
+#[test]
+fn ring_refuses_a_token_that_is_out_already() {
+    let image = image();
+    let ended = disk(&image).ended.clone();
+    let file = File::options().read(true).write(true).open(image.path()).unwrap();
+    let mut ring = Uring::new(&FileDisk::unlocked(file), &ended).unwrap();
+    ring.start(1, Op::Sync);
+    ring.start(1, Op::Sync);
+    let refused = ring.finished().unwrap();
+    assert_eq!(refused.result.unwrap_err().kind(), io::ErrorKind::ResourceBusy);
+    ring.wait().unwrap();
+    assert!(ring.finished().unwrap().result.is_ok());
+    assert!(ring.finished().is_none());
+}
+
+#[test]
+fn ring_dropped_with_operations_out_waits_for_them() {
+    let image = large_image();
+    let ended = disk(&image).ended.clone();
+    let file = File::options().read(true).write(true).open(image.path()).unwrap();
+    for _ in 0..50 {
+        let mut ring = Uring::new(&FileDisk::unlocked(file.try_clone().unwrap()), &ended).unwrap();
+        for token in 0..64 {
+            let bounce = super::super::io::Bounce::new(64 << 10, 512);
+            let into = Target::Host(bounce);
+            ring.start(token, Op::Read { into, offset: u64::from(token % 16) << 16 });
+        }
+        ring.submit().unwrap();
+    }
+}
+
+#[test]
+fn quiesce_and_reset_wait_for_what_is_out() {
+    let image = large_image();
+    let config = BlockConfig::new(image.path()).engine(EngineKind::IoUring);
+    let mut driver = MockDriver::ready(Block::new(config).unwrap());
+    driver.run();
+    let mut sent = Vec::new();
+    for round in 0..20u8 {
+        for chain in 0..50u64 {
+            let data = vec![round; 16 << 10];
+            let head = header(OUT, chain * 32);
+            sent.push(driver.place(0, &[Readable(&head), Readable(&data), Writable(1)]));
+            driver.offer(0, sent.last().unwrap().head);
+        }
+        driver.kick(0);
+        driver.devices.run(1);
+        if round % 2 == 0 {
+            driver.devices.handle().quiesce_all().unwrap();
+            assert!(driver.transport.save().is_ok(), "something was still out");
+            driver.devices.handle().resume_all().unwrap();
+        } else {
+            driver.start();
+        }
+        driver.run();
+    }
+    driver.start();
+    assert!(!driver.needs_reset());
+}
+
+#[test]
+fn direct_io_takes_buffers_of_any_alignment_and_keeps_to_its_unit() {
+    for engine in [EngineKind::Plain, EngineKind::IoUring] {
+        let image = large_image();
+        let config = BlockConfig::new(image.path()).direct(true).engine(engine);
+        let block = match Block::new(config) {
+            Ok(block) => block,
+            Err(error) => panic!("{error:?}"),
+        };
+        let unit = block.facts.block_size;
+        let mut driver = MockDriver::ready(block);
+        assert_eq!(driver.read(mmio::offset::CONFIG + 20), unit);
+        // The mock places buffers at multiples of 16: never what direct I/O wants.
+        let data: Vec<u8> = (0..300 << 10).map(|byte| (byte / 1000) as u8).collect();
+        let data = &data[..data.len() / unit as usize * unit as usize];
+        driver.allocate(48);
+        driver.send(0, &[Readable(&header(OUT, 64)), Readable(data), Writable(1)]);
+        assert_eq!(wait_used(&mut driver).len, 1);
+        let len = data.len() as u32;
+        let sent = driver.send(0, &[Readable(&header(IN, 64)), Writable(len), Writable(1)]);
+        assert_eq!(wait_used(&mut driver).len, len + 1);
+        assert!(driver.contents(&sent)[1] == data);
+        assert!(fs::read(image.path()).unwrap()[64 * 512..][..data.len()] == *data);
+        if unit > 512 {
+            let sent = driver.send(0, &[Readable(&header(IN, 1)), Writable(512), Writable(1)]);
+            wait_used(&mut driver);
+            assert_eq!(driver.contents(&sent)[2], [IOERR]);
+        }
+    }
+}
+
+#[test]
+fn limited_disk_serves_its_rate_and_everything_in_the_end() {
+    let image = image();
+    let bucket = BucketConfig { size: 5, one_time_burst: 0, refill_time_ms: 50 };
+    let limits = RateLimiterConfig { bytes: None, ops: Some(bucket) };
+    let config = BlockConfig::new(image.path()).limits(limits);
+    let mut driver = MockDriver::ready(Block::new(config).unwrap());
+    driver.run();
+    let start = Instant::now();
+    for sector in 0..20 {
+        driver.send(0, &[Readable(&header(IN, sector)), Writable(512), Writable(1)]);
+    }
+    driver.run();
+    assert_eq!(driver.used_index(0), 5);
+    // A snapshot while requests wait for the limiter has nothing in flight.
+    driver.devices.handle().quiesce_all().unwrap();
+    assert_eq!(driver.transport.save().unwrap().queues[0].next_avail, 5);
+    driver.devices.handle().resume_all().unwrap();
+    for _ in 0..20 {
+        assert_eq!(wait_used(&mut driver).len, 513);
+    }
+    assert!(start.elapsed() >= Duration::from_millis(145), "{:?}", start.elapsed());
+}
+
+#[test]
+fn request_larger_than_the_byte_limit_is_served() {
+    let image = large_image();
+    let bucket = BucketConfig { size: 4096, one_time_burst: 0, refill_time_ms: 1 };
+    let limits = RateLimiterConfig { bytes: Some(bucket), ops: None };
+    let config = BlockConfig::new(image.path()).limits(limits);
+    let mut driver = MockDriver::ready(Block::new(config).unwrap());
+    for _ in 0..3 {
+        driver.send(0, &[Readable(&header(IN, 0)), Writable(256 << 10), Writable(1)]);
+        assert_eq!(wait_used(&mut driver).len, (256 << 10) + 1);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+
+    /// Any requests, good and bad: both engines answer alike and leave the disk as a model says.
+    #[test]
+    fn engines_and_a_model_agree_on_any_requests(
+        requests in prop::collection::vec((0..6usize, 0..70u64, 0..6u32, any::<u8>(), 0..3u32), 1..40),
+    ) {
+        let (plain, ring) = (image(), image());
+        let mut model: Vec<u8> = fs::read(plain.path()).unwrap();
+        let mut drivers = [MockDriver::ready(disk(&plain)), MockDriver::ready(uring(&ring))];
+        for (kind, sector, count, fill, flags) in requests {
+            let len = count as usize * 512;
+            let fits = sector + u64::from(count) <= SECTORS;
+            let at = sector as usize * 512;
+            let mut expected = if fits { OK } else { IOERR };
+            let answers = drivers.each_mut().map(|driver| match kind {
+                0 => read(driver, sector, len as u32),
+                1 => (write(driver, sector, &vec![fill; len]), Vec::new()),
+                2 => (clear(driver, DISCARD, &range(sector, count, flags)), Vec::new()),
+                3 => (clear(driver, WRITE_ZEROES, &range(sector, count, flags)), Vec::new()),
+                4 => (flush(driver), Vec::new()),
+                _ => read(driver, sector, len as u32 + 1),
+            });
+            let most_flags = [2, 2, 0, 1, 2, 2][kind];
+            if flags > most_flags {
+                expected = UNSUPP;
+            }
+            match kind {
+                1 if fits => model[at..at + len].fill(fill),
+                2 | 3 if expected == OK => model[at..at + len].fill(0),
+                4 => expected = OK,
+                5 => expected = IOERR,
+                _ => {}
+            }
+            prop_assert_eq!(answers[0].0, expected, "{} at {}+{}", kind, sector, count);
+            prop_assert_eq!(&answers[0], &answers[1]);
+            if kind == 0 && fits {
+                prop_assert_eq!(&answers[0].1, &model[at..at + len]);
+            }
+        }
+        drop(drivers);
+        prop_assert!(fs::read(plain.path()).unwrap() == model);
+        prop_assert!(fs::read(ring.path()).unwrap() == model);
+    }
+}
