@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
 mod boot;
+mod code;
 mod detached;
 mod drives;
 mod exec;
