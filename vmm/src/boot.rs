@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use pvmm_devices::GuestMemory;
 use pvmm_devices::virtio::VirtioDevice;
+use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
@@ -13,6 +14,7 @@ use pvmm_devices::vmgenid::VmGenId;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
+use crate::balloon;
 use crate::config::{self, Console, VmConfig};
 use crate::drives;
 use crate::error::{Error, ErrorKind};
@@ -35,7 +37,11 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
     let drives = blocks.iter().map(Block::handle).collect();
     let nets = open_nets(config.nets)?;
     let taps = nets.iter().map(|net| net.tap_name().to_owned()).collect();
-    let devices = open_devices(blocks, nets, config.vsock, config.rng)?;
+    let mut devices = open_devices(blocks, nets, config.vsock, config.rng)?;
+    if let Some(balloon) = config.balloon {
+        let config = balloon::device_config(balloon, config.memory_mib);
+        devices.push(Box::new(Balloon::new(config)));
+    }
     let memory = allocate_memory(config.memory_mib)?;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.

@@ -10,6 +10,8 @@ pub const HINT_STOP: u32 = 0;
 /// A balloon as the host wishes it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BalloonConfig {
+    /// The most that may ever be asked for: what the guest has.
+    pub limit_pages: u32,
     /// How much the guest is to give up at first.
     pub target_pages: u32,
     /// The guest may take pages back rather than kill a process.

@@ -54,6 +54,7 @@ impl Balloon {
     pub fn restore(state: &BalloonStateV1) -> Result<Self, BalloonError> {
         state.check()?;
         let config = BalloonConfig {
+            limit_pages: state.limit_pages,
             target_pages: state.target_pages,
             deflate_on_oom: state.deflate_on_oom,
             free_page_reporting: state.free_page_reporting,
@@ -69,6 +70,7 @@ impl Balloon {
 
     pub(super) fn state(&self) -> BalloonStateV1 {
         BalloonStateV1 {
+            limit_pages: self.config.limit_pages,
             target_pages: self.config.target_pages,
             actual_pages: self.actual_pages,
             hint_command: self.hint_command,
@@ -83,9 +85,14 @@ impl Balloon {
         config::space(self.config.target_pages, self.actual_pages, self.hint_command)
     }
 
-    pub(super) fn set_target(&mut self, pages: u32) -> Updated {
+    pub(super) fn set_target(&mut self, pages: u32) -> Result<Updated, UpdateError> {
+        let limit = self.config.limit_pages;
+        if pages > limit {
+            let why = format!("a target of {pages} pages is more than the {limit} that there are");
+            return Err(UpdateError::Refused(why));
+        }
         self.config.target_pages = pages;
-        Updated { config: Some(self.space()) }
+        Ok(Updated { config: Some(self.space()) })
     }
 
     /// Counts what went wrong on the host and says whether to log it: the first, second, fourth and so on.
@@ -134,7 +141,7 @@ impl VirtioDevice for Balloon {
 
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
         match update {
-            DeviceUpdate::Balloon(BalloonUpdate::Target(pages)) => Ok(self.set_target(pages)),
+            DeviceUpdate::Balloon(BalloonUpdate::Target(pages)) => self.set_target(pages),
             DeviceUpdate::Balloon(_) => {
                 Err(UpdateError::Refused("no driver in the guest uses the balloon".to_owned()))
             }

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 /// A balloon at the moment of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonStateV1 {
+    pub limit_pages: u32,
     pub target_pages: u32,
     pub actual_pages: u32,
     pub hint_command: u32,
@@ -21,10 +22,16 @@ pub struct BalloonStateV1 {
 pub enum BalloonError {
     #[error("saved balloon has a hinting command, but was never offered hinting")]
     Hinting,
+    #[error("saved balloon has a target of {target} pages, more than the {limit} that there are")]
+    Target { target: u32, limit: u32 },
 }
 
 impl BalloonStateV1 {
     pub(super) fn check(&self) -> Result<(), BalloonError> {
+        if self.target_pages > self.limit_pages {
+            let (target, limit) = (self.target_pages, self.limit_pages);
+            return Err(BalloonError::Target { target, limit });
+        }
         match self.hint_command != 0 && !self.free_page_hinting {
             true => Err(BalloonError::Hinting),
             false => Ok(()),

@@ -24,6 +24,7 @@ const FIRST: u32 = 0x400;
 
 fn everything() -> Balloon {
     Balloon::new(BalloonConfig {
+        limit_pages: 1000,
         target_pages: 0,
         deflate_on_oom: true,
         free_page_reporting: true,
@@ -161,6 +162,8 @@ fn target_set_by_the_host_reaches_the_driver_and_a_snapshot() {
     update(&driver, BalloonUpdate::Target(9));
     assert!(driver.take_interrupt());
     driver.request(INFLATE, &[Readable(&numbers(&[FIRST, FIRST + 1]))]);
+    let too_much = DeviceUpdate::Balloon(BalloonUpdate::Target(1001));
+    assert!(driver.transport.update(too_much).is_err());
     let suspended = driver.suspend();
     let device = Inflatable.restored(&suspended.state.device);
     let driver = suspended.resume(device).unwrap();
@@ -335,4 +338,8 @@ fn restore_of_impossible_balloon_is_refused() {
     let mut state = Balloon::new(BalloonConfig::default()).state();
     state.hint_command = 7;
     assert_eq!(Balloon::restore(&state).unwrap_err(), BalloonError::Hinting);
+    state = everything().state();
+    state.target_pages = 1001;
+    let refused = Balloon::restore(&state).unwrap_err();
+    assert_eq!(refused, BalloonError::Target { target: 1001, limit: 1000 });
 }

@@ -156,7 +156,7 @@ impl BalloonWorker {
         let missing =
             |what: &str| Err(UpdateError::Refused(format!("the guest's driver knows no {what}")));
         match update {
-            BalloonUpdate::Target(pages) => Ok(self.balloon.set_target(pages)),
+            BalloonUpdate::Target(pages) => self.balloon.set_target(pages),
             BalloonUpdate::Stats(_) if !self.roles.contains(&Role::Stats) => missing("statistics"),
             BalloonUpdate::Stats(waiter) => {
                 self.asked.waiter = Some(waiter);
