@@ -55,6 +55,9 @@ pub struct VmConfig {
     pub rng: bool,
     pub console: Console,
     pub boot_protocol: BootProtocol,
+    /// Where nameless files for a machine's own writes are made; the directory for temporary files if not
+    /// given.
+    pub scratch_dir: Option<PathBuf>,
 }
 
 /// An initial RAM disk, in a file or already in memory.
@@ -172,6 +175,7 @@ impl VmConfig {
             rng: true,
             console: Console::default(),
             boot_protocol: BootProtocol::default(),
+            scratch_dir: None,
         }
     }
 

@@ -114,7 +114,11 @@ impl VmmProcess {
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
             let ready = poll::readable(&[signals.as_fd(), self.reports.as_fd()], left)?;
             if ready[0] {
-                return Err(Failure::silent(exit::by_signal(signals.next()?)));
+                match signals.next()? {
+                    // Of no interest before a program has the terminal.
+                    libc::SIGWINCH => continue,
+                    signal => return Err(Failure::silent(exit::by_signal(signal))),
+                }
             }
             if ready[1] {
                 match self.next_report()? {

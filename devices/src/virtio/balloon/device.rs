@@ -5,6 +5,7 @@ use std::sync::mpsc::SyncSender;
 use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
 use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, BalloonConfig};
+use super::hint::Hinting;
 use super::state::{BalloonError, BalloonStateV1};
 use super::stats::BalloonStats;
 use super::worker::BalloonWorker;
@@ -139,9 +140,20 @@ impl VirtioDevice for Balloon {
         DeviceState::Balloon(self.state())
     }
 
+    fn rewind(&mut self, state: &DeviceState) {
+        // Target and command are the host's wish and stay; what the guest had given up is the guest's.
+        if let DeviceState::Balloon(state) = state {
+            self.actual_pages = state.actual_pages;
+        }
+    }
+
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
         match update {
             DeviceUpdate::Balloon(BalloonUpdate::Target(pages)) => self.set_target(pages),
+            DeviceUpdate::Balloon(BalloonUpdate::HintDone) => {
+                Hinting::default().done(self);
+                Ok(Updated { config: Some(self.space()) })
+            }
             DeviceUpdate::Balloon(_) => {
                 Err(UpdateError::Refused("no driver in the guest uses the balloon".to_owned()))
             }

@@ -293,6 +293,19 @@ fn hinting_releases_pages_from_command_to_stop() {
 }
 
 #[test]
+fn hinting_ends_with_the_driver_that_was_asked() {
+    let mut driver = MockDriver::ready(everything());
+    let (sender, answer) = sync_channel(1);
+    update(&driver, BalloonUpdate::Hint(sender));
+    driver.reset();
+    assert!(answer.recv().is_err());
+    update(&driver, BalloonUpdate::HintDone);
+    assert_eq!(space(&driver)[2], 1);
+    driver.start();
+    Inflatable.exercise(&mut driver);
+}
+
+#[test]
 fn driver_without_a_feature_leaves_its_queue_out_and_moves_the_next_up() {
     let mut driver = MockDriver::new(everything());
     driver.negotiate(VERSION_1 | feature::STATS | feature::REPORTING);

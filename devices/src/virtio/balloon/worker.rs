@@ -295,8 +295,8 @@ impl Worker for BalloonWorker {
     }
 
     fn stop(self: Box<Self>) -> Stopped {
-        // A driver that starts anew has given up nothing yet, and has heard of no run.
-        let balloon = Balloon { actual_pages: 0, hint_command: 0, ..self.balloon };
+        // A driver that starts anew has given up nothing yet.
+        let balloon = Balloon { actual_pages: 0, ..self.balloon };
         Stopped { device: Box::new(balloon), queues: self.queues }
     }
 

@@ -119,4 +119,9 @@ impl VirtioDevice for Net {
     fn save(&self) -> DeviceState {
         DeviceState::Net(self.state())
     }
+
+    fn rewind(&mut self, _state: &DeviceState) {
+        // Its address and size never change; frames that came since were for a guest that is no more.
+        self.used_before = true;
+    }
 }
