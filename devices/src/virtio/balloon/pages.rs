@@ -25,7 +25,7 @@ pub fn numbers(memory: &GuestMemory, chain: &Chain) -> (Vec<u32>, bool) {
     };
     let all: Vec<u32> = words.collect();
     let mut numbers: Vec<u32> = all.iter().copied().filter(in_memory).collect();
-    let bad = numbers.len() != all.len() || wanted as u64 != offered || offered % 4 != 0;
+    let bad = numbers.len() != all.len() || wanted as u64 != offered || !offered.is_multiple_of(4);
     numbers.sort_unstable();
     numbers.dedup();
     (numbers, bad || offered == 0)
