@@ -13,6 +13,7 @@ mod fork;
 mod generation;
 mod net;
 mod outcomes;
+mod outliving;
 mod ports;
 mod refresh;
 mod run;
