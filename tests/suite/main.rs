@@ -6,6 +6,7 @@
 
 mod balloon;
 mod boot;
+mod code;
 mod detached;
 mod drives;
 mod exec;
