@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
@@ -100,22 +101,22 @@ pub fn net(tap: &str) -> Net {
 
 /// The name of a tap, if taps could be made.
 pub fn tap(index: usize) -> Option<String> {
-    let name = format!("bench{index}");
-    Path::new("/sys/class/net").join(&name).exists().then_some(name)
+    HAS_TAPS.get().is_some_and(|has| *has).then(|| format!("bench{index}"))
 }
+
+static HAS_TAPS: OnceLock<bool> = OnceLock::new();
 
 /// Makes the taps; without the right to, machines go without a card, on all sides.
 pub fn make_taps() {
     let ip = |arguments: &[&str]| {
         Command::new("ip").args(arguments).output().is_ok_and(|output| output.status.success())
     };
-    for index in 0..TAPS {
+    let made = (0..TAPS).all(|index| {
         let name = format!("bench{index}");
-        let made = ip(&["tuntap", "add", "dev", &name, "mode", "tap", "vnet_hdr"]);
-        if !made || !ip(&["link", "set", &name, "up"]) {
-            return;
-        }
-    }
+        ip(&["tuntap", "add", "dev", &name, "mode", "tap", "vnet_hdr"])
+            && ip(&["link", "set", &name, "up"])
+    });
+    HAS_TAPS.get_or_init(|| made);
 }
 
 /// Runs `/bin/true` to its end.

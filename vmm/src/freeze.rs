@@ -45,7 +45,8 @@ impl Vm {
         self.memory.freeze()?;
         trace::step("memory frozen");
         Ok(Template {
-            host: Template::host()?,
+            // Not asked again: that would take longer than all the registers.
+            host: self.kvm.host().clone(),
             machine,
             image: self.memory.image.clone(),
             drives,
