@@ -13,6 +13,7 @@ use pvmm_guest_agent::{Channel, Kind};
 
 use crate::cgroup::{self, Cgroup};
 use crate::channel::{Sink, Source};
+use crate::detached::Outliving;
 use crate::forward;
 use crate::job::{Death, Job, Phase, Process, Work};
 use crate::refresh::Identity;
@@ -67,6 +68,26 @@ impl Server {
             }
         };
         let limit = exec.output_limit;
+        let grace = duration(exec.grace_ms).unwrap_or(DEFAULT_GRACE);
+        let phase = Phase::Running;
+        let (timed_out, background) = (false, false);
+        let deadline = duration(exec.timeout_ms).map(|timeout| begun + timeout);
+        self.pids.insert(pid, id);
+        if exec.detach.is_some() {
+            let terminal = stdio.terminal.as_ref().and_then(|fd| fd.try_clone().ok());
+            let outliving = Some(Box::new(Outliving::new(&exec, stdio)));
+            #[rustfmt::skip]
+            let process = Process {
+                pid, cgroup, terminal, begun, grace, phase, timed_out, background, outliving,
+            };
+            let work = Work::Process(process);
+            let (sink, sources) = (None, Vec::new());
+            let job = Job { connection: None, stream, work, sink, sources, deadline: None };
+            self.jobs.insert(id, job);
+            self.set_deadline(Token::Job(id), deadline);
+            self.announce_detached(connection, stream, id, pid as u32);
+            return Ok(());
+        }
         let Stdio { input, output, error, terminal } = stdio;
         let mut sources = vec![Source::new(Channel::Output, output.ours, limit)];
         sources.extend(error.map(|ends| Source::new(Channel::Error, ends.ours, limit)));
@@ -82,22 +103,21 @@ impl Server {
                 cgroup,
                 terminal,
                 begun,
-                grace: duration(exec.grace_ms).unwrap_or(DEFAULT_GRACE),
-                phase: Phase::Running,
-                timed_out: false,
-                background: false,
+                grace,
+                phase,
+                timed_out,
+                background,
+                outliving: None,
             }),
             sink,
             sources,
             deadline: None,
         };
         self.jobs.insert(id, job);
-        self.pids.insert(pid, id);
-        let deadline = duration(exec.timeout_ms).map(|timeout| begun + timeout);
         self.set_deadline(Token::Job(id), deadline);
         if let Some(connection) = self.connections.get_mut(&connection) {
             connection.streams.insert(stream, id);
-            let started = Started { pid: Some(pid as u32), metadata: None };
+            let started = Started { pid: Some(pid as u32), ..Started::default() };
             connection.out.control(Kind::Started, stream, &started);
         }
         Ok(())
@@ -114,7 +134,7 @@ impl Server {
         }
     }
 
-    fn plan(
+    pub(crate) fn plan(
         &self,
         exec: &Exec,
         user: Option<User>,
@@ -138,12 +158,13 @@ impl Server {
             credentials: exec.user.as_ref().and(user).map(|user| user.credentials),
             stdio: stdio.theirs(&self.null),
             terminal: stdio.terminal.is_some(),
+            control: None,
             open_files: self.settings.open_files,
             cgroup: cgroup.map(Cgroup::fd),
         })
     }
 
-    fn retire(&mut self, cgroup: Option<Cgroup>) {
+    pub(crate) fn retire(&mut self, cgroup: Option<Cgroup>) {
         if let (Some(cgroups), Some(cgroup)) = (&mut self.settings.cgroups, cgroup) {
             cgroups.retire(cgroup);
         }
@@ -157,7 +178,7 @@ impl Server {
             usage: usage(&dead.usage),
             after: process.begun.elapsed(),
         });
-        let abandoned = job.connection.is_none();
+        let abandoned = job.connection.is_none() && !process.outlives();
         if process.timed_out || abandoned {
             process.kill_tree();
         }
@@ -191,6 +212,12 @@ impl Server {
                 process.phase = Phase::Killed;
             }
             Phase::Killed => {}
+            Phase::Dead(_) if process.outlives() => {
+                if let Some(it) = &mut process.outliving {
+                    process.background |= it.stop();
+                }
+                self.finish_if_over(id);
+            }
             Phase::Dead(_) => {
                 for source in &mut job.sources {
                     process.background |= source.stop_soon();
@@ -204,12 +231,14 @@ impl Server {
     pub(crate) fn finish_if_over(&mut self, id: u64) {
         let Some(job) = self.jobs.get(&id).filter(|job| job.outputs_ended()) else { return };
         let outcome = match &job.work {
+            // It ends with its process.
+            Work::Attached(_) => return,
             Work::Tcp(tcp) => match forward::outcome(tcp, job) {
                 Some(outcome) => outcome,
                 None => return,
             },
-            Work::File(None) => return,
-            Work::File(Some(outcome)) => outcome.clone(),
+            Work::File(None) | Work::Code(_, None) => return,
+            Work::File(Some(outcome)) | Work::Code(_, Some(outcome)) => outcome.clone(),
             Work::Process(process) => {
                 let Phase::Dead(death) = process.phase else { return };
                 let count = |index: usize| job.sources.get(index).map(Source::count);
@@ -222,6 +251,9 @@ impl Server {
                     duration_us: death.after.as_micros() as u64,
                     usage: death.usage,
                 };
+                if process.outlives() {
+                    return self.conclude_detached(id, report);
+                }
                 pvmm_guest_agent::message::Outcome::Ok(Answer::Exec(report))
             }
         };
@@ -250,8 +282,9 @@ impl Server {
                     self.set_deadline(Token::Job(id), None);
                 }
             }
-            Work::File(_) => self.cancel_file_work(id),
+            Work::File(_) | Work::Code(..) => self.cancel_file_work(id),
             Work::Tcp(_) => self.cancel_tcp(id),
+            Work::Attached(_) => self.cancel_follower(id),
         }
     }
 
@@ -272,13 +305,14 @@ impl Server {
                 }
             }
             // The worker sees its pipe break; its report finds nobody.
-            Work::File(_) | Work::Tcp(_) => self.forget(id),
+            Work::File(_) | Work::Code(..) | Work::Tcp(_) => self.forget(id),
+            Work::Attached(_) => self.cancel_follower(id),
         }
     }
 }
 
 impl Process {
-    fn is_reaped(&self) -> bool {
+    pub fn is_reaped(&self) -> bool {
         matches!(self.phase, Phase::Dead(_))
     }
 
@@ -310,11 +344,11 @@ impl Process {
     }
 }
 
-fn prepare(error: std::io::Error) -> SpawnError {
+pub fn prepare(error: std::io::Error) -> SpawnError {
     SpawnError { stage: Stage::Prepare, errno: error.raw_os_error().unwrap_or(libc::EIO) }
 }
 
-fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
+pub fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
     match spec {
         Some(spec) => users::find(spec)
             .map(Some)
@@ -373,7 +407,7 @@ fn duration(millis: Option<u64>) -> Option<Duration> {
     millis.map(|millis| Duration::from_millis(millis).min(MAX_TIMEOUT))
 }
 
-fn status(raw: libc::c_int) -> ExecStatus {
+pub fn status(raw: libc::c_int) -> ExecStatus {
     if libc::WIFSIGNALED(raw) {
         ExecStatus::Signaled { signal: libc::WTERMSIG(raw), core_dumped: libc::WCOREDUMP(raw) }
     } else {

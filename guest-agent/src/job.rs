@@ -2,6 +2,7 @@
 //! Both have at most one input and two outputs, and one outcome when those have ended.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::Channel;
@@ -9,7 +10,9 @@ use pvmm_guest_agent::message::{ExecStatus, Outcome, Usage};
 
 use crate::cgroup::Cgroup;
 use crate::channel::{Sink, Source};
+use crate::detached::{Follower, Outliving};
 use crate::forward::Tcp;
+use crate::interpreter::Session;
 use crate::token::Token;
 
 pub struct Job {
@@ -26,8 +29,12 @@ pub enum Work {
     Process(Process),
     /// File work, and its outcome once the worker has reported it.
     File(Option<Outcome>),
+    /// A call in an interpreter session, and its outcome once its thread has reported it.
+    Code(Arc<Session>, Option<Outcome>),
     /// A connection to a port of the guest.
     Tcp(Tcp),
+    /// Following a process that outlives its client.
+    Attached(Follower),
 }
 
 pub struct Process {
@@ -40,6 +47,8 @@ pub struct Process {
     pub phase: Phase,
     pub timed_out: bool,
     pub background: bool,
+    /// It goes on without a client.
+    pub outliving: Option<Box<Outliving>>,
 }
 
 /// How far a process has come.
@@ -76,5 +85,27 @@ impl Job {
 
     pub fn outputs_ended(&self) -> bool {
         self.sources.iter().all(Source::has_ended)
+            && self.outliving().is_none_or(Outliving::outputs_ended)
+    }
+
+    pub fn outliving(&self) -> Option<&Outliving> {
+        match &self.work {
+            Work::Process(process) => process.outliving.as_deref(),
+            _ => None,
+        }
+    }
+
+    pub fn outliving_mut(&mut self) -> Option<&mut Outliving> {
+        match &mut self.work {
+            Work::Process(process) => process.outliving.as_deref_mut(),
+            _ => None,
+        }
+    }
+
+    pub fn pid(&self) -> Option<u32> {
+        match &self.work {
+            Work::Process(process) => Some(process.pid as u32),
+            _ => None,
+        }
     }
 }

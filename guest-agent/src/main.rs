@@ -5,6 +5,7 @@
 mod cgroup;
 mod channel;
 mod connection;
+mod detached;
 mod entry;
 mod exec;
 mod file_work;
@@ -13,6 +14,7 @@ mod forward;
 mod freeze;
 
 mod init;
+mod interpreter;
 mod job;
 mod listener;
 mod netlink;
@@ -20,6 +22,7 @@ mod outbox;
 mod pool;
 mod refresh;
 mod requests;
+mod ring;
 mod server;
 mod spawn;
 mod stdio;

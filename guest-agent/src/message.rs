@@ -1,11 +1,15 @@
 //! The messages inside control frames, as MessagePack maps with named fields.
 //! Bytes that the guest's kernel treats as bytes (arguments, paths, names) stay bytes here.
 
+mod code;
+mod detached;
 mod fresh;
 
 use serde::{Deserialize, Serialize};
 pub use serde_bytes::ByteBuf;
 
+pub use code::{CloseSession, Language, OpenSession, RunCode, RunReport, RunStatus, SessionInfo};
+pub use detached::{Attach, Detach, Detached, Kept, ProcessId, ProcessInfo, Replay, SignalProcess};
 pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
 
 /// `Hello`: who the client is and which versions it speaks.
@@ -57,10 +61,18 @@ pub enum Request {
     Mkdir(Mkdir),
     Move(Move),
     Connect(Connect),
+    OpenSession(OpenSession),
+    RunCode(RunCode),
+    CloseSession(CloseSession),
+    ListSessions {},
     Shutdown(Shutdown),
     Freeze(Freeze),
     Refresh(Box<Refresh>),
     Thaw {},
+    Processes {},
+    Attach(Attach),
+    SignalProcess(SignalProcess),
+    ForgetProcess(ProcessId),
     Info {},
     Ping {},
 }
@@ -102,6 +114,9 @@ pub struct Exec {
     /// Standard input and both outputs are a terminal of this size.
     #[serde(default)]
     pub pty: Option<WindowSize>,
+    /// Let the process go on without its client; the answer is its id.
+    #[serde(default)]
+    pub detach: Option<Detach>,
 }
 
 impl Exec {
@@ -118,6 +133,7 @@ impl Exec {
             grace_ms: None,
             output_limit: None,
             pty: None,
+            detach: None,
         }
     }
 }
@@ -256,6 +272,9 @@ pub struct Started {
     /// ReadFile: what is being read.
     #[serde(default)]
     pub metadata: Option<Metadata>,
+    /// Attach: where the output begins.
+    #[serde(default)]
+    pub replay: Option<Replay>,
 }
 
 /// `Signal`: a signal number and whom it is for.
@@ -298,6 +317,11 @@ pub enum Answer {
     Info(Info),
     Frozen(Frozen),
     Refreshed(Refreshed),
+    Session(SessionInfo),
+    Sessions(Vec<SessionInfo>),
+    Run(RunReport),
+    Detached(Detached),
+    Processes(Vec<ProcessInfo>),
     /// Everything that has nothing else to tell.
     Done {},
 }
@@ -326,6 +350,8 @@ pub enum Code {
     TooMany,
     /// The kernel refused; `errno` and `path` say more.
     Io,
+    /// Something else is under way there; try again when it is over.
+    Busy,
     /// The client cancelled.
     Cancelled,
     /// The workload is frozen: thaw it first.

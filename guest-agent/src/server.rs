@@ -14,6 +14,7 @@ use pvmm_guest_agent::message::{Code, Shutdown, ShutdownHow};
 use crate::cgroup::Cgroups;
 use crate::channel::Step;
 use crate::connection::Connection;
+use crate::interpreter::Sessions;
 use crate::job::{Job, Work};
 use crate::listener::Listener;
 use crate::pool::Pool;
@@ -61,6 +62,7 @@ pub struct Server {
     pub(crate) spawner: Spawner,
     pub(crate) pool: Pool,
     pub(crate) identity: Identity,
+    pub(crate) sessions: Sessions,
     pub(crate) null: Arc<OwnedFd>,
     pub(crate) scratch: Vec<u8>,
     pub(crate) ending: Option<Ended>,
@@ -99,6 +101,7 @@ impl Server {
             spawner: Spawner::new(),
             pool,
             identity: Identity::new(),
+            sessions: Sessions::default(),
             null: Arc::new(sys::open(c"/dev/null", libc::O_RDWR, 0)?),
             scratch: Vec::new(),
             ending: None,
@@ -133,6 +136,13 @@ impl Server {
         let ids: Vec<u64> = self.connections.keys().copied().collect();
         for id in ids {
             self.drop_connection(id);
+        }
+        self.sessions.kill_all();
+        for job in self.jobs.values() {
+            match &job.work {
+                Work::Process(process) if !process.is_reaped() => process.kill_tree(),
+                _ => {}
+            }
         }
         if let Some(cgroups) = self.settings.cgroups.take() {
             cgroups.close();
@@ -180,8 +190,10 @@ impl Server {
                 self.runnable.push_back(token);
             }
             Token::Output(id) | Token::Error(id) => {
-                let job = self.jobs.get_mut(&id);
-                if let Some(source) = job.and_then(|job| job.source_of(token)) {
+                let Some(job) = self.jobs.get_mut(&id) else { return };
+                if job.outliving().is_some() {
+                    self.runnable.push_back(token);
+                } else if let Some(source) = job.source_of(token) {
                     source.set_ready(event.hung_up);
                     self.runnable.push_back(token);
                 }
@@ -216,6 +228,9 @@ impl Server {
     }
 
     pub(crate) fn advance_output(&mut self, id: u64, token: Token) {
+        if self.advance_detached(id, token) || self.advance_follower(id) {
+            return;
+        }
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let Some(connection) = job.connection.and_then(|id| self.connections.get_mut(&id)) else {
             return;
@@ -300,6 +315,8 @@ impl Server {
         while let Some(dead) = sys::reap() {
             if let Some(id) = self.pids.remove(&dead.pid) {
                 self.process_died(id, &dead);
+            } else {
+                self.session_died(&dead);
             }
         }
         if let Some(cgroups) = &mut self.settings.cgroups {
