@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
+mod balloon;
 mod boot;
 mod code;
 mod detached;
@@ -11,6 +12,7 @@ mod drives;
 mod exec;
 mod fork;
 mod generation;
+mod moments;
 mod net;
 mod outcomes;
 mod outliving;
