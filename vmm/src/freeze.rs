@@ -9,6 +9,7 @@ use crate::error::{Error, ErrorKind};
 use crate::kvm::state;
 use crate::snapshot::state::MachineState;
 use crate::template::Template;
+use crate::trace;
 use crate::vcpu::thread::VcpuThread;
 use crate::vm::Vm;
 
@@ -26,6 +27,7 @@ impl Vm {
 
     fn freeze_paused(&mut self) -> Result<Template, Error> {
         let machine = Arc::new(self.save_state()?);
+        trace::step("state saved");
         let failed = |index: usize| {
             move |error: std::io::Error| {
                 Error::new(
@@ -39,9 +41,12 @@ impl Vm {
         let drives = drives
             .map(|(index, drive)| drive.storage.freeze(&self.held.scratch).map_err(failed(index)))
             .collect::<Result<_, _>>()?;
+        trace::step("disks frozen");
         self.memory.freeze()?;
+        trace::step("memory frozen");
         Ok(Template {
-            host: Template::host()?,
+            // Not asked again: that would take longer than all the registers.
+            host: self.kvm.host().clone(),
             machine,
             image: self.memory.image.clone(),
             drives,

@@ -22,6 +22,7 @@ use crate::memory::Memory;
 use crate::scratch::Scratch;
 use crate::storage::Storage;
 use crate::template::{Overrides, Template};
+use crate::trace;
 use crate::vm::Vm;
 
 /// Makes a machine of a template, paused.
@@ -30,39 +31,51 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     let scratch = Scratch::new(overrides.scratch_dir.as_deref());
     let Opened { devices, drives, taps, vsock_path } =
         open_devices(template, &mut overrides, &scratch)?;
+    trace::step("open devices");
     let memory = Memory::map(template.image.clone())?;
+    trace::step("map memory");
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
     let saved = &*template.machine;
     let kvm = KvmVm::new(&template.host, &memory.guest)?;
+    trace::step("KVM machine and slots");
     let mut vcpus = Vec::with_capacity(saved.vcpus.len());
     for (id, saved) in (0..).zip(&saved.vcpus) {
         let vcpu = kvm.create_vcpu(id)?;
         state::load_features(&vcpu, id, saved)?;
         vcpus.push(vcpu);
     }
+    trace::step("vCPUs and CPUID");
     let generation = VmGenId::existing(&memory.guest, layout::GENERATION)?;
     let mut machine = Machine::new(&kvm, generation, open_console(overrides.console))?;
     machine.devices.handle().quiesce_all()?;
+    trace::step("machine and its threads");
     for device in devices {
         machine.attach(device, &kvm, &memory.guest)?;
     }
+    trace::step("attach devices");
 
     // State: interrupt routes and local APICs before the devices, which raise what was pending.
     state::load_clock(kvm.fd(), saved.clock)?;
     machine.ioapic.restore(&saved.ioapic);
+    trace::step("clock and routes");
     for ((id, vcpu), saved) in (0..).zip(&vcpus).zip(&saved.vcpus) {
         state::load(vcpu, id, saved, kvm.shape())?;
     }
+    trace::step("vCPU state");
     for (transport, saved) in machine.transports.iter().zip(&saved.transports) {
         transport.restore(saved)?;
     }
+    trace::step("device state");
     machine.serial.restore(&saved.serial)?;
     machine.generation.renew()?;
+    trace::step("serial and generation");
 
     let base = template.base.clone();
     let held = Held { drives, taps, scratch, vsock_path, ready: None, base };
-    machine.start(vcpus, kvm, memory, held)
+    let vm = machine.start(vcpus, kvm, memory, held);
+    trace::step("vCPU threads");
+    vm
 }
 
 /// Opens what stands behind the devices. Overrides come first: nothing that was replaced is opened.

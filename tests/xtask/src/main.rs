@@ -3,6 +3,7 @@
 //! Each verb is a file of its own; this one only finds it.
 
 mod artifacts;
+mod bench;
 mod cache;
 mod cargo;
 mod check;
@@ -40,6 +41,8 @@ enum Verb {
         #[arg(last = true)]
         arguments: Vec<OsString>,
     },
+    /// Measure every moment that is promised to be quick, beside its peers
+    Bench(bench::Options),
     /// Boot a guest, run a line of Python in it, say what it took
     Demo,
     /// Build the guest kernel
@@ -73,6 +76,7 @@ fn main() -> ExitCode {
     match Cli::parse().verb {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
+        Verb::Bench(options) => bench::run(&options),
         Verb::Demo => demo::run(),
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),

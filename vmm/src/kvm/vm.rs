@@ -87,13 +87,14 @@ impl KvmHost {
 pub struct KvmVm {
     fd: Arc<VmFd>,
     shape: Arc<StateShape>,
+    host: Arc<KvmHost>,
     // KVM reads guest memory through these mappings for as long as the VM exists.
     _memory: GuestMemory,
 }
 
 impl KvmVm {
     /// A machine with `memory`, local APICs for the vCPUs to come, and nothing else.
-    pub fn new(host: &KvmHost, memory: &GuestMemory) -> Result<Self, KvmError> {
+    pub fn new(host: &Arc<KvmHost>, memory: &GuestMemory) -> Result<Self, KvmError> {
         let fd = create_vm(&host.kvm)?;
         // Intel's processors need two private areas for real mode; others ignore them.
         fd.set_identity_map_address(layout::IDENTITY_MAP).map_err(KvmError::CreateVm)?;
@@ -119,7 +120,7 @@ impl KvmVm {
             })?;
         }
         let shape = Arc::new(StateShape::of(&host.msr_indices, &fd));
-        Ok(Self { fd: Arc::new(fd), shape, _memory: memory.clone() })
+        Ok(Self { fd: Arc::new(fd), shape, host: host.clone(), _memory: memory.clone() })
     }
 
     /// A vCPU, to be made before any `connect`.
@@ -130,6 +131,11 @@ impl KvmVm {
     /// How a vCPU's state is read and set here.
     pub fn shape(&self) -> &Arc<StateShape> {
         &self.shape
+    }
+
+    /// What the host's KVM said of itself when this machine was made.
+    pub fn host(&self) -> &Arc<KvmHost> {
+        &self.host
     }
 
     pub fn fd(&self) -> &Arc<VmFd> {
