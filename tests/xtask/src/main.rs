@@ -8,6 +8,7 @@ mod cargo;
 mod check;
 mod checkout;
 mod demo;
+mod fuzz;
 mod host;
 mod kernel;
 mod nested_host;
@@ -39,6 +40,14 @@ enum Verb {
     Test {
         #[arg(last = true)]
         arguments: Vec<OsString>,
+    },
+    /// Every fuzz target for a while
+    Fuzz {
+        /// How long each target runs
+        #[arg(long, default_value_t = 60)]
+        seconds: u32,
+        /// Only targets whose name contains this
+        filter: Option<String>,
     },
     /// Boot a guest, run a line of Python in it, say what it took
     Demo,
@@ -73,6 +82,7 @@ fn main() -> ExitCode {
     match Cli::parse().verb {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
+        Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),
         Verb::Demo => demo::run(),
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),
