@@ -39,8 +39,8 @@ pub struct Message {
 
 /// Where the hypervisor keeps what each line delivers.
 pub trait Routes: Send {
-    /// From now on `pin` delivers `message`, or nothing.
-    fn route(&mut self, pin: usize, message: Option<Message>);
+    /// From now on each of these pins delivers its message, or nothing.
+    fn route(&mut self, changes: &[(usize, Option<Message>)]);
 }
 
 /// The registers, as a snapshot keeps them. Untrusted when read from a file, but any value is a legal one.
@@ -80,8 +80,12 @@ impl Ioapic {
         let mut registers = self.lock();
         registers.select = state.select;
         registers.id = state.id;
-        for (pin, entry) in state.entries.iter().enumerate().take(PINS) {
-            registers.set_entry(pin, *entry);
+        // All at once: the hypervisor takes a whole table for each change.
+        let entries = state.entries.iter().enumerate().take(PINS);
+        let changes: Vec<_> =
+            entries.filter_map(|(pin, entry)| registers.set_entry(pin, *entry)).collect();
+        if !changes.is_empty() {
+            registers.routes.route(&changes);
         }
     }
 
@@ -130,7 +134,9 @@ impl Registers {
             self.id = value & 0x0f00_0000;
         } else if let Some((pin, shift)) = self.half() {
             let kept = self.entries[pin] & !(0xffff_ffff << shift);
-            self.set_entry(pin, kept | (u64::from(value) << shift));
+            if let Some(change) = self.set_entry(pin, kept | (u64::from(value) << shift)) {
+                self.routes.route(&[change]);
+            }
         }
     }
 
@@ -141,14 +147,13 @@ impl Registers {
         (pin < PINS).then_some((pin, 32 * (index as u32 % 2)))
     }
 
-    fn set_entry(&mut self, pin: usize, entry: u64) {
+    /// Sets an entry; returns what its line now delivers, if that is something else than before.
+    fn set_entry(&mut self, pin: usize, entry: u64) -> Option<(usize, Option<Message>)> {
         let entry = entry & !READ_ONLY;
         let before = message(self.entries[pin]);
         self.entries[pin] = entry;
         let after = message(entry);
-        if before != after {
-            self.routes.route(pin, after);
-        }
+        (before != after).then_some((pin, after))
     }
 }
 
@@ -182,8 +187,8 @@ mod tests {
     struct Log(Arc<Mutex<Vec<Routed>>>);
 
     impl Routes for Log {
-        fn route(&mut self, pin: usize, message: Option<Message>) {
-            self.0.lock().unwrap().push((pin, message));
+        fn route(&mut self, changes: &[Routed]) {
+            self.0.lock().unwrap().extend(changes);
         }
     }
 

@@ -68,14 +68,30 @@ fn copy_by_hand(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
         let len = (range.end - at).min(BUFFER as u64) as usize;
         let bytes = buffer.get_mut(..len).unwrap_or_default();
         from.read_exact_at(bytes, at)?;
-        for (index, block) in bytes.chunks(BLOCK).enumerate() {
-            if block.iter().any(|byte| *byte != 0) {
-                to.write_all_at(block, at + (index * BLOCK) as u64)?;
-            }
+        for part in filled(bytes) {
+            let start = part.start as u64;
+            to.write_all_at(bytes.get(part).unwrap_or_default(), at + start)?;
         }
         at += len as u64;
     }
     Ok(())
+}
+
+/// The parts of a buffer that are not zero, in blocks; neighbours joined.
+fn filled(bytes: &[u8]) -> Vec<Range<usize>> {
+    const ZEROS: [u8; BLOCK] = [0; BLOCK];
+    let mut parts: Vec<Range<usize>> = Vec::new();
+    for (index, block) in bytes.chunks(BLOCK).enumerate() {
+        let start = index * BLOCK;
+        if ZEROS.starts_with(block) {
+            continue;
+        }
+        match parts.last_mut() {
+            Some(last) if last.end == start => last.end = start + block.len(),
+            _ => parts.push(start..start + block.len()),
+        }
+    }
+    parts
 }
 
 fn retry(mut act: impl FnMut() -> io::Result<()>) -> io::Result<()> {

@@ -197,14 +197,30 @@ pub struct Sink {
     ended: bool,
     /// The client has been told that nothing more is wanted.
     refused: bool,
-    /// Closing is not enough where reading goes on over the same socket.
-    half_close: bool,
+    ending: Ending,
     window: ReceiveWindow,
     /// Raised when the pipe ends because the client ended it, and for no other reason.
     commit: Option<Arc<AtomicBool>>,
 }
 
+/// How what we write to learns that no more comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Ending {
+    Close,
+    /// Closing is not enough where reading goes on over the same socket.
+    HalfClose,
+    /// On a terminal the end is a key.
+    Key(u8),
+}
+
+const CTRL_D: u8 = 4;
+
 impl Sink {
+    /// Our side of a terminal.
+    pub fn terminal(fd: OwnedFd) -> Self {
+        Self { ending: Ending::Key(CTRL_D), ..Self::new(fd, None) }
+    }
+
     pub fn new(fd: OwnedFd, commit: Option<Arc<AtomicBool>>) -> Self {
         Self {
             fd: Some(fd),
@@ -212,7 +228,7 @@ impl Sink {
             writable: true,
             ended: false,
             refused: false,
-            half_close: false,
+            ending: Ending::Close,
             window: ReceiveWindow::new(INPUT_WINDOW),
             commit,
         }
@@ -220,7 +236,7 @@ impl Sink {
 
     /// A connected socket that is also read.
     pub fn socket(fd: OwnedFd) -> Self {
-        Self { half_close: true, ..Self::new(fd, None) }
+        Self { ending: Ending::HalfClose, ..Self::new(fd, None) }
     }
 
     /// Everything was written, or nothing more can be.
@@ -266,8 +282,10 @@ impl Sink {
             if let Some(commit) = &self.commit {
                 commit.store(true, Ordering::Release);
             }
-            if let Some(fd) = self.fd.take().filter(|_| self.half_close) {
-                sys::tcp::end_writing(&fd);
+            match (self.fd.take(), self.ending) {
+                (Some(fd), Ending::HalfClose) => sys::tcp::end_writing(&fd),
+                (Some(fd), Ending::Key(key)) => drop(sys::write_once(&fd, &[key])),
+                _ => {}
             }
         }
     }

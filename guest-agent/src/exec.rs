@@ -3,7 +3,6 @@
 
 use std::collections::BTreeMap;
 use std::ffi::CString;
-use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::limits::{DEFAULT_GRACE, DRAIN_TIME, MAX_TIMEOUT};
@@ -19,6 +18,7 @@ use crate::job::{Death, Job, Phase, Process, Work};
 use crate::refresh::Identity;
 use crate::server::Server;
 use crate::spawn::{Plan, SpawnError};
+use crate::stdio::Stdio;
 use crate::sys::{self, Reaped};
 use crate::token::Token;
 use crate::users::{self, User};
@@ -51,13 +51,14 @@ impl Server {
     ) -> Result<(), SpawnError> {
         let id = self.new_id();
         let user = find_user(exec.user.as_deref())?;
-        let pipes = Pipes::make(exec.stdin).map_err(prepare)?;
-        self.watch_pipes(id, &pipes).map_err(prepare)?;
+        let owner = exec.user.as_ref().and(user.as_ref()).map(|user| user.credentials.uid);
+        let stdio = Stdio::of(&exec, owner).map_err(prepare)?;
+        self.watch_stdio(id, &stdio).map_err(prepare)?;
         let cgroup = match &mut self.settings.cgroups {
             Some(cgroups) => Some(cgroups.create().map_err(prepare)?),
             None => None,
         };
-        let plan = self.plan(&exec, user, &pipes, cgroup.as_ref())?;
+        let plan = self.plan(&exec, user, &stdio, cgroup.as_ref())?;
         let pid = match self.spawner.spawn(&plan) {
             Ok(pid) => pid,
             Err(e) => {
@@ -66,23 +67,28 @@ impl Server {
             }
         };
         let limit = exec.output_limit;
+        let Stdio { input, output, error, terminal } = stdio;
+        let mut sources = vec![Source::new(Channel::Output, output.ours, limit)];
+        sources.extend(error.map(|ends| Source::new(Channel::Error, ends.ours, limit)));
+        let sink = input.map(|ends| match terminal {
+            Some(_) => Sink::terminal(ends.ours),
+            None => Sink::new(ends.ours, None),
+        });
         let job = Job {
             connection: Some(connection),
             stream,
             work: Work::Process(Process {
                 pid,
                 cgroup,
+                terminal,
                 begun,
                 grace: duration(exec.grace_ms).unwrap_or(DEFAULT_GRACE),
                 phase: Phase::Running,
                 timed_out: false,
                 background: false,
             }),
-            sink: pipes.stdin.map(|(_, ours)| Sink::new(ours, None)),
-            sources: vec![
-                Source::new(Channel::Output, pipes.stdout.0, limit),
-                Source::new(Channel::Error, pipes.stderr.0, limit),
-            ],
+            sink,
+            sources,
             deadline: None,
         };
         self.jobs.insert(id, job);
@@ -97,11 +103,13 @@ impl Server {
         Ok(())
     }
 
-    fn watch_pipes(&self, id: u64, pipes: &Pipes) -> std::io::Result<()> {
-        self.watch(&pipes.stdout.0, Token::Output(id))?;
-        self.watch(&pipes.stderr.0, Token::Error(id))?;
-        match &pipes.stdin {
-            Some((_, ours)) => self.watch(ours, Token::Input(id)),
+    fn watch_stdio(&self, id: u64, stdio: &Stdio) -> std::io::Result<()> {
+        self.watch(&stdio.output.ours, Token::Output(id))?;
+        if let Some(ends) = &stdio.error {
+            self.watch(&ends.ours, Token::Error(id))?;
+        }
+        match &stdio.input {
+            Some(ends) => self.watch(&ends.ours, Token::Input(id)),
             None => Ok(()),
         }
     }
@@ -110,7 +118,7 @@ impl Server {
         &self,
         exec: &Exec,
         user: Option<User>,
-        pipes: &Pipes,
+        stdio: &Stdio,
         cgroup: Option<&Cgroup>,
     ) -> Result<Plan, SpawnError> {
         let argv: Vec<Vec<u8>> = match &exec.command {
@@ -122,14 +130,14 @@ impl Server {
         let programs = candidates(&argv[0], path);
         let entries = env.iter().map(|(name, value)| [name, &b"="[..], value].concat());
         let cwd = exec.cwd.as_ref().map_or(&b"/"[..], |cwd| cwd);
-        let stdin = pipes.stdin.as_ref().map_or(&*self.null, |(theirs, _)| theirs);
         Ok(Plan {
             programs: c_strings(programs)?,
             argv: c_strings(argv)?,
             env: c_strings(entries)?,
             cwd: c_string(cwd.to_vec())?,
             credentials: exec.user.as_ref().and(user).map(|user| user.credentials),
-            stdio: [stdin.as_raw_fd(), pipes.stdout.1.as_raw_fd(), pipes.stderr.1.as_raw_fd()],
+            stdio: stdio.theirs(&self.null),
+            terminal: stdio.terminal.is_some(),
             open_files: self.settings.open_files,
             cgroup: cgroup.map(Cgroup::fd),
         })
@@ -299,28 +307,6 @@ impl Process {
             Some(cgroup) => cgroup.kill(),
             None => cgroup::kill_relatives(self.pid),
         }
-    }
-}
-
-/// The pipes of one exec; of each, the end that the process gets is closed when this is dropped.
-struct Pipes {
-    /// (theirs, ours)
-    stdin: Option<(OwnedFd, OwnedFd)>,
-    /// (ours, theirs)
-    stdout: (OwnedFd, OwnedFd),
-    stderr: (OwnedFd, OwnedFd),
-}
-
-impl Pipes {
-    fn make(stdin: bool) -> std::io::Result<Self> {
-        let stdin = if stdin { Some(sys::pipe()?) } else { None };
-        let this = Self { stdin, stdout: sys::pipe()?, stderr: sys::pipe()? };
-        if let Some((_, ours)) = &this.stdin {
-            sys::set_nonblocking(ours)?;
-        }
-        sys::set_nonblocking(&this.stdout.0)?;
-        sys::set_nonblocking(&this.stderr.0)?;
-        Ok(this)
     }
 }
 

@@ -34,6 +34,8 @@ pub enum Kind {
     Done,
     /// Both: why the connection is being closed.
     Goodbye,
+    /// Client: the new size of the stream's terminal.
+    Resize,
     /// A kind from a later version that may be skipped.
     Extension(u8),
 }
@@ -51,6 +53,7 @@ impl Kind {
             8 => Self::Cancel,
             9 => Self::Done,
             10 => Self::Goodbye,
+            11 => Self::Resize,
             FIRST_EXTENSION.. => Self::Extension(byte),
             _ => return None,
         })
@@ -68,6 +71,7 @@ impl Kind {
             Self::Cancel => 8,
             Self::Done => 9,
             Self::Goodbye => 10,
+            Self::Resize => 11,
             Self::Extension(byte) => byte,
         }
     }

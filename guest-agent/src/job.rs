@@ -1,6 +1,7 @@
 //! What runs behind a stream: a process, or file work on a thread of the pool.
 //! Both have at most one input and two outputs, and one outcome when those have ended.
 
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::Channel;
@@ -32,6 +33,8 @@ pub enum Work {
 pub struct Process {
     pub pid: libc::pid_t,
     pub cgroup: Option<Cgroup>,
+    /// Our side of its terminal.
+    pub terminal: Option<OwnedFd>,
     pub begun: Instant,
     pub grace: Duration,
     pub phase: Phase,

@@ -22,7 +22,9 @@ mod refresh;
 mod requests;
 mod server;
 mod spawn;
+mod stdio;
 mod sys;
+mod terminal;
 mod token;
 mod users;
 
@@ -73,8 +75,9 @@ fn serve(arguments: Vec<String>) -> Result<(), String> {
             _ => return Err(USAGE.into()),
         }
     }
-    let listener = open_listener(&listen)?;
+    // The control port first: whoever finds the other one finds both.
     let control_listener = control.as_deref().map(open_listener).transpose()?;
+    let listener = open_listener(&listen)?;
     sys::share_one_heap();
     sys::become_subreaper().map_err(|e| format!("cannot adopt orphans: {e}"))?;
     let cgroups = match cgroup.as_deref() {

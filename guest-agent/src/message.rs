@@ -99,6 +99,34 @@ pub struct Exec {
     pub grace_ms: Option<u64>,
     #[serde(default)]
     pub output_limit: Option<OutputLimit>,
+    /// Standard input and both outputs are a terminal of this size.
+    #[serde(default)]
+    pub pty: Option<WindowSize>,
+}
+
+impl Exec {
+    /// A command and nothing else asked for.
+    pub fn new(command: Command) -> Self {
+        Self {
+            command,
+            env: Vec::new(),
+            clear_env: false,
+            cwd: None,
+            user: None,
+            stdin: false,
+            timeout_ms: None,
+            grace_ms: None,
+            output_limit: None,
+            pty: None,
+        }
+    }
+}
+
+/// The size of a terminal, in characters. `Resize` has the same form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowSize {
+    pub rows: u16,
+    pub columns: u16,
 }
 
 /// Of each output, how much is sent: the first bytes, and the last.

@@ -7,6 +7,7 @@ use pvmm_guest_agent::frame::{Frame, Kind};
 use pvmm_guest_agent::limits::{MAX_ARGS, MAX_PATH, VERSION};
 use pvmm_guest_agent::message::{
     Answer, ByteBuf, Code, Exec, Failure, Hello, Info, Outcome, Request, Scope, Signal, Welcome,
+    WindowSize,
 };
 use pvmm_guest_agent::{Channel, decode};
 
@@ -14,7 +15,7 @@ use crate::channel::Step;
 use crate::job::Work;
 use crate::server::{Ended, Server};
 use crate::token::Token;
-use crate::{files, refresh, sys};
+use crate::{files, refresh, sys, terminal};
 
 /// Bytes read from a socket at once.
 const READ_BYTES: usize = 128 << 10;
@@ -104,7 +105,7 @@ impl Server {
                 self.open(id, stream, frame.payload);
                 return Ok(());
             }
-            Kind::Data | Kind::Credit | Kind::Signal | Kind::Cancel => {}
+            Kind::Data | Kind::Credit | Kind::Signal | Kind::Resize | Kind::Cancel => {}
             kind => return Err(fault(format!("{kind:?} is not allowed here"))),
         }
         if stream > connection.last_stream {
@@ -118,6 +119,10 @@ impl Server {
             Kind::Signal => {
                 let signal: Signal = decode(frame.payload).map_err(|e| fault(e.to_string()))?;
                 self.take_signal(job, signal)
+            }
+            Kind::Resize => {
+                let size = decode(frame.payload).map_err(|e| fault(e.to_string()))?;
+                self.take_resize(job, size)
             }
             _ => {
                 self.cancel(job);
@@ -142,7 +147,7 @@ impl Server {
     }
 
     pub fn welcome(&self) -> Welcome {
-        let mut capabilities = vec!["exec", "files", "info", "connect"];
+        let mut capabilities = vec!["exec", "files", "info", "connect", "pty"];
         if self.settings.control.is_some() {
             capabilities.push("refresh");
         }
@@ -205,6 +210,18 @@ impl Server {
                 Scope::Tree => process.signal_tree(signal.signal),
             }
         }
+        Ok(())
+    }
+
+    fn take_resize(&mut self, job: u64, size: WindowSize) -> Result<(), Fault> {
+        let Some(Work::Process(process)) = self.jobs.get(&job).map(|job| &job.work) else {
+            return Err(fault("only a process has a terminal"));
+        };
+        let Some(terminal) = &process.terminal else {
+            return Err(fault("the process has no terminal"));
+        };
+        // One whose process has just gone needs no size.
+        let _ = terminal::resize(terminal, size);
         Ok(())
     }
 

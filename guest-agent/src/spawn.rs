@@ -32,6 +32,8 @@ pub struct Plan {
     pub credentials: Option<Credentials>,
     /// What becomes descriptors 0, 1 and 2; all above 2.
     pub stdio: [RawFd; 3],
+    /// They are a terminal, which becomes the one of the new session.
+    pub terminal: bool,
     pub open_files: libc::rlimit,
     /// Directory of the control group to be born in.
     pub cgroup: Option<RawFd>,
@@ -163,6 +165,9 @@ extern "C" fn child(shared: *mut Shared<'_>) -> ! {
             if libc::dup2(*fd, target as libc::c_int) < 0 {
                 fail(shared, 0);
             }
+        }
+        if plan.terminal && libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
+            fail(shared, 0);
         }
         libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32);
         libc::setrlimit(libc::RLIMIT_NOFILE, &plan.open_files);

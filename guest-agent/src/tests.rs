@@ -7,7 +7,7 @@ use crate::frame::{Channel, Decoder, END, FrameError, HEADER_LEN, Header, Kind, 
 use crate::limits::{MAX_CONTROL, MAX_DATA, MAX_DEPTH, MAX_SMALL, MAX_WINDOW};
 use crate::message::{
     Answer, Code, Command, Exec, ExecReport, ExecStatus, Failure, Outcome, OutputLimit, Request,
-    Stage,
+    Stage, WindowSize,
 };
 use crate::output::Tail;
 use crate::window::{ReceiveWindow, SendWindow, WindowError};
@@ -118,6 +118,7 @@ fn exec() -> Exec {
         timeout_ms: Some(u64::MAX),
         grace_ms: None,
         output_limit: Some(OutputLimit { head: 1, tail: 2 }),
+        pty: Some(WindowSize { rows: 1, columns: u16::MAX }),
     }
 }
 

@@ -3,8 +3,9 @@
 //! `run` and `exec` share it, so that a command behaves the same whoever started its VM.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, AgentError};
@@ -16,6 +17,7 @@ use crate::cli::CommandFlags;
 use crate::exit::{self, Failure, Outcome};
 use crate::sys::poll;
 use crate::sys::signals::Signals;
+use crate::sys::terminal::{self, RawMode};
 use crate::vm_dir::VmDir;
 
 /// A second Ctrl-C within this time ends it, whatever the command makes of the first.
@@ -33,6 +35,12 @@ const BUSY_PAUSE: Duration = Duration::from_millis(50);
 /// The request for a command line's command.
 pub fn request(argv: &[std::ffi::OsString], flags: &CommandFlags) -> ExecRequest {
     let mut request = ExecRequest::argv(argv).grace(TIMEOUT_GRACE);
+    if flags.tty {
+        request = request.terminal(terminal::size());
+        if let Some(kind) = std::env::var_os("TERM").filter(|kind| !kind.is_empty()) {
+            request = request.env("TERM", kind);
+        }
+    }
     for var in &flags.env {
         request = request.env(&var.name, &var.value);
     }
@@ -45,6 +53,15 @@ pub fn request(argv: &[std::ffi::OsString], flags: &CommandFlags) -> ExecRequest
     match flags.interactive {
         true => request.piped_stdin(),
         false => request,
+    }
+}
+
+/// Refuses `-t` where there is no terminal to give.
+pub fn require_terminal(flags: &CommandFlags) -> Result<(), Failure> {
+    match flags.tty && !io::stdin().is_terminal() {
+        true => Err(Failure::usage("-t: standard input is not a terminal")
+            .hint("leave -t out; -i alone passes standard input on")),
+        false => Ok(()),
     }
 }
 
@@ -90,17 +107,32 @@ pub fn attach(
     mut request: ExecRequest,
     timeout: Option<Duration>,
     signals: Signals,
-    abort: impl Fn(u8) + Send + 'static,
+    abort: impl Fn(u8) + Send + Sync + 'static,
 ) -> Result<End, ExecError> {
     let late = timeout.map(|timeout| Instant::now() + timeout + TIMEOUT_GRACE + TIMEOUT_MARGIN);
     if let Some(timeout) = timeout {
         request = request.timeout(timeout);
     }
+    let has_terminal = request.has_terminal();
+    if has_terminal {
+        // While the VM booted, it may have changed.
+        request = request.terminal(terminal::size());
+    }
     let mut process = agent.start(&request)?;
+    // Only now: until here Ctrl-C is for us.
+    let _raw = has_terminal.then(RawMode::enter);
     let signaller = process.signaller();
-    in_background("signals", move || forward_signals(&signals, &signaller, &abort));
+    let abort = Arc::new(abort);
+    let leave = has_terminal.then(|| Arc::clone(&abort));
+    in_background("signals", move || forward_signals(&signals, &signaller, &*abort));
     if let Some(stdin) = process.take_stdin() {
-        in_background("stdin", move || forward_input(stdin));
+        in_background("stdin", move || {
+            if forward_input(stdin, leave.is_some()) == InputEnd::Left
+                && let Some(leave) = leave
+            {
+                leave(exit::by_signal(libc::SIGHUP));
+            }
+        });
     }
     let (mut stdout, mut stderr) = (Sink::new(&io::stdout()), Sink::new(&io::stderr()));
     loop {
@@ -143,6 +175,11 @@ fn forward_signals(signals: &Signals, signaller: &Signaller, abort: &dyn Fn(u8))
             (Err(_), _) => return,
         }
         let Ok(signal) = signals.next() else { return };
+        if signal == libc::SIGWINCH {
+            // One that fails is followed by the loss of the connection, of which others tell.
+            let _ = signaller.resize(terminal::size());
+            continue;
+        }
         let again = last_interrupt.is_some_and(|at| at.elapsed() < TWICE);
         if signal == libc::SIGINT && again || signaller.send(signal).is_err() {
             return abort(exit::by_signal(signal));
@@ -154,15 +191,37 @@ fn forward_signals(signals: &Signals, signaller: &Signaller, abort: &dyn Fn(u8))
     }
 }
 
+/// Why no more input is copied.
+#[derive(Debug, PartialEq, Eq)]
+enum InputEnd {
+    Over,
+    /// The person at the terminal wants to leave a guest that does not answer.
+    Left,
+}
+
+/// Ctrl-], three times within a second, leaves: a guest that hangs takes no other key.
+const LEAVE_KEY: u8 = 0x1d;
+const LEAVE_TIMES: usize = 3;
+const LEAVE_TIME: Duration = Duration::from_secs(1);
+
 /// Copies standard input until its end, or until the command wants no more.
-fn forward_input(mut stdin: Stdin) {
-    let Ok(fd) = io::stdin().as_fd().try_clone_to_owned() else { return };
+fn forward_input(mut stdin: Stdin, has_terminal: bool) -> InputEnd {
+    let Ok(fd) = io::stdin().as_fd().try_clone_to_owned() else { return InputEnd::Over };
     let mut input = File::from(fd);
     let mut buffer = vec![0; 64 << 10];
+    let mut pressed: Vec<Instant> = Vec::new();
     loop {
         match input.read(&mut buffer) {
             Ok(0) => break,
             Ok(count) => {
+                if has_terminal && buffer[..count].iter().all(|key| *key == LEAVE_KEY) {
+                    let now = Instant::now();
+                    pressed.retain(|at| now.duration_since(*at) < LEAVE_TIME);
+                    pressed.extend(std::iter::repeat_n(now, count));
+                    if pressed.len() >= LEAVE_TIMES {
+                        return InputEnd::Left;
+                    }
+                }
                 if stdin.write_all(&buffer[..count]).is_err() {
                     break;
                 }
@@ -176,6 +235,7 @@ fn forward_input(mut stdin: Stdin) {
             Err(_) => break,
         }
     }
+    InputEnd::Over
 }
 
 /// One of our outputs, unbuffered; a terminal or pipe in non-blocking mode is waited for.

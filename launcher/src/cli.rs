@@ -10,10 +10,11 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueHint};
 
-use crate::args::{self, EnvVar, Place};
+use crate::args::{self, EnvVar, NetCard, Place};
 use crate::drive::{self, DriveFlag};
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::ports::{self, PortSpec};
+use crate::sys::signals::{FORWARDED, WITH_TERMINAL};
 
 const TEMPLATE: &str =
     "{about-with-newline}\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
@@ -57,7 +58,7 @@ pub struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub enum Verb {
-    Run(Run),
+    Run(Box<Run>),
     Exec(Exec),
     Cp(Cp),
     Port(Port),
@@ -77,13 +78,14 @@ pub enum Verb {
 Examples:
   pvmm run -- python3 -c 'print(6*7)'
   cat data.csv | pvmm run -i --memory 1G -- python3 -c 'import sys; print(len(sys.stdin.read()))'
+  pvmm run -it                         a shell; so does: pvmm run -it -- bash
   pvmm run --timeout 30s -e TOKEN=x -w /tmp -- sh -c 'echo $TOKEN; pwd'
   pvmm run -d --name web -p 8080:8000 -- python3 -m http.server
   pvmm run --kernel vmlinux --rootfs rootfs.ext4 -- /bin/ls
 ")]
 pub struct Run {
     /// Root filesystem to start from; built on first use
-    #[arg(short, long, value_name = "NAME", default_value = "base", conflicts_with = "rootfs")]
+    #[arg(long, value_name = "NAME", default_value = "base", conflicts_with = "rootfs")]
     pub template: String,
     /// Guest kernel, vmlinux or bzImage [default: pvmm's own if built, otherwise Debian's]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
@@ -106,6 +108,9 @@ pub struct Run {
     /// Another disk, /dev/vdc and on: PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]
     #[arg(long, value_name = "DRIVE", value_parser = drive::parse)]
     pub drive: Vec<DriveFlag>,
+    /// Network card on a tap of this host [default: none]: tap=NAME[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,mac=MAC][,mtu=N]
+    #[arg(long, value_name = "CARD", value_parser = args::net)]
+    pub net: Option<NetCard>,
     #[command(flatten)]
     pub command: CommandFlags,
     /// End the run this long after the VM was started: 30s, 500ms, 5m
@@ -118,7 +123,7 @@ pub struct Run {
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub console: Option<PathBuf>,
     /// Start a VM that stays, and print its id
-    #[arg(short, long, conflicts_with_all = ["interactive", "timeout"])]
+    #[arg(short, long, conflicts_with_all = ["interactive", "tty", "timeout"])]
     pub detach: bool,
     /// The command and its arguments
     #[arg(last = true, value_name = "CMD", value_hint = ValueHint::CommandWithArguments)]
@@ -140,6 +145,16 @@ pub struct CommandFlags {
     /// Pass standard input on (otherwise the command's is empty)
     #[arg(short, long)]
     pub interactive: bool,
+    /// Give the command this terminal: every key, its size, its type; Ctrl-] three times leaves
+    #[arg(short, long)]
+    pub tty: bool,
+}
+
+impl CommandFlags {
+    /// The signals that the command is told of, or its terminal.
+    pub fn signals(&self) -> &'static [i32] {
+        if self.tty { &WITH_TERMINAL } else { &FORWARDED }
+    }
 }
 
 /// Run a command in a running VM
@@ -147,6 +162,7 @@ pub struct CommandFlags {
 #[command(help_template = TEMPLATE, before_help = "\
 Examples:
   pvmm exec web -- uname -a
+  pvmm exec -it web -- bash
   pvmm exec -i web -- sh < script.sh
   pvmm exec --timeout 10s -u nobody web -- ./job
 ")]

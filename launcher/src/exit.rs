@@ -87,6 +87,8 @@ pub fn io_text(error: &io::Error) -> String {
 
 /// Prints the failure, if there is one, and ends the process.
 pub fn leave(outcome: Outcome) -> ! {
+    // Before the first word: in raw mode lines would not begin at the left.
+    crate::sys::terminal::restore();
     let code = match outcome {
         Ok(code) => code,
         Err(failure) => {

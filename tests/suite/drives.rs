@@ -65,17 +65,17 @@ fn drive_is_resized_replaced_and_limited_while_the_guest_runs() {
     let (first, second) = (image(8), image(32));
     fs::write(second.path(), "second image").unwrap();
     second.as_file().set_len(32 * MIB).unwrap();
-    let guest = Guest::boot_with(|config| config.drives.push(drive(&first, EngineKind::Auto)));
-    let size = || guest.prints("sleep 0.3; cat /sys/block/vdb/size");
-    assert_eq!(size(), (8 * MIB / 512).to_string());
+    let mut guest = Guest::boot_with(|config| config.drives.push(drive(&first, EngineKind::Auto)));
+    let size = |guest: &Guest| guest.prints("sleep 0.3; cat /sys/block/vdb/size");
+    assert_eq!(size(&guest), (8 * MIB / 512).to_string());
     first.as_file().set_len(16 * MIB).unwrap();
     guest.vm.resize_drive(1).unwrap();
-    assert_eq!(size(), (16 * MIB / 512).to_string());
+    assert_eq!(size(&guest), (16 * MIB / 512).to_string());
     guest.prints("echo end | dd of=/dev/vdb bs=512 seek=32767 conv=fsync 2>/dev/null");
     assert_eq!(fs::read(first.path()).unwrap()[32767 * 512..][..4], *b"end\n");
 
     guest.vm.replace_drive(1, DriveSource::Path(second.path().into())).unwrap();
-    assert_eq!(size(), (32 * MIB / 512).to_string());
+    assert_eq!(size(&guest), (32 * MIB / 512).to_string());
     guest.prints("echo 3 > /proc/sys/vm/drop_caches");
     assert_eq!(guest.prints("head -c 12 /dev/vdb"), "second image");
     assert!(guest.vm.replace_drive(9, DriveSource::Path(second.path().into())).is_err());

@@ -1,11 +1,8 @@
 //! Boot: from a configuration to a machine that is about to run its kernel's first instruction.
 
 use std::io::{self, Write};
-use std::sync::Arc;
 
-use pvmm_devices::GuestMemory;
-use pvmm_devices::virtio::VirtioDevice;
-use pvmm_devices::virtio::block::Block;
+use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
 use pvmm_devices::vmgenid::VmGenId;
@@ -16,32 +13,34 @@ use crate::config::{self, Console, VmConfig};
 use crate::drives;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
-use crate::kvm::vm::KvmVm;
-use crate::machine::Machine;
-use crate::vcpu::thread::VcpuThread;
+use crate::kvm::vm::{KvmHost, KvmVm};
+use crate::machine::{Held, Machine, Opened};
+use crate::memory::{Memory, MemoryImage};
+use crate::scratch::Scratch;
 use crate::vm::Vm;
 
 /// Makes the machine that `config` describes, paused before its first instruction.
 ///
 /// Everything the machine will ever open is opened before its threads start.
-pub fn boot(config: VmConfig) -> Result<Vm, Error> {
+pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     config.validate()?;
 
     // What the host must supply.
-    let vsock_path = config.vsock.as_ref().map(|vsock| vsock.uds_path.clone());
-    let ready = vsock_path.as_deref().map(ReadyListener::bind).transpose()?;
-    let blocks = drives::open_all(config.drives)?;
-    let drives = blocks.iter().map(Block::handle).collect();
-    let devices = open_devices(blocks, config.vsock, config.rng)?;
-    let memory = allocate_memory(config.memory_mib)?;
+    let socket = config.vsock.as_ref().map(|vsock| vsock.uds_path.as_path());
+    let ready = socket.map(ReadyListener::bind).transpose()?;
+    let scratch = Scratch::new(config.scratch_dir.as_deref());
+    let Opened { devices, drives, taps, vsock_path } = open_devices(&mut config)?;
+    let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;
+    let guest = &memory.guest;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
-    let kvm = KvmVm::new(&memory)?;
+    let host = KvmHost::open()?;
+    let kvm = KvmVm::new(&host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
-    let generation = VmGenId::new(&memory, layout::GENERATION)?;
+    let generation = VmGenId::new(guest, layout::GENERATION)?;
     let mut machine = Machine::new(&kvm, generation, open_console(config.console))?;
     for device in devices {
-        machine.attach(device, &kvm, &memory)?;
+        machine.attach(device, &kvm, guest)?;
     }
 
     // What the guest finds: tables, kernel, registers.
@@ -52,75 +51,47 @@ pub fn boot(config: VmConfig) -> Result<Vm, Error> {
         cmdline: &command_line(&config.cmdline, &places),
         protocol: config.boot_protocol,
         memory_mib: config.memory_mib,
-        rsdp: tables::write(config.vcpus, &places, &memory)?,
+        rsdp: tables::write(config.vcpus, &places, guest)?,
     };
-    let entry = kernel::load(&image, &memory)?;
+    let entry = kernel::load(&image, guest)?;
     for (id, vcpu) in (0..).zip(&vcpus) {
         let entry = (id == 0).then_some(entry);
-        vcpu::configure(vcpu, id, config.vcpus, &kvm, entry, &memory)?;
+        vcpu::configure(vcpu, id, config.vcpus, &host, entry, guest)?;
     }
 
-    // A thread for each vCPU, parked.
-    let buses = Arc::new(machine.buses);
-    let report = machine.ending.report();
-    let vcpus = (0..)
-        .zip(vcpus)
-        .map(|(id, vcpu)| VcpuThread::start(id, vcpu, buses.clone(), report.clone()))
-        .collect::<Result<Vec<_>, _>>()?;
-
-    Ok(Vm {
-        vcpus,
-        devices: machine.devices,
-        transports: machine.transports,
-        drives,
-        _console: machine.console,
-        buses,
-        generation: machine.generation,
-        ending: machine.ending,
-        vsock_path,
-        ready,
-        running: false,
-        _kvm: kvm,
-    })
+    let held = Held { drives, taps, scratch, vsock_path, ready, base: None };
+    machine.start(vcpus, kvm, memory, held)
 }
 
 /// Opens what stands behind the virtio devices, in the order in which the guest will number them.
-fn open_devices(
-    blocks: Vec<Block>,
-    vsock: Option<config::Vsock>,
-    rng: bool,
-) -> Result<Vec<Box<dyn VirtioDevice>>, Error> {
-    let mut devices: Vec<Box<dyn VirtioDevice>> = Vec::new();
+fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
+    let mut opened = Opened::default();
     let refused = |error: Box<dyn std::error::Error + Send + Sync>| {
         Error::new(ErrorKind::InvalidConfig, "cannot open a device", error)
     };
-    for block in blocks {
-        devices.push(Box::new(block));
+    for drive in std::mem::take(&mut config.drives) {
+        opened.add_drive(drives::open(drive).map_err(refused)?);
     }
-    if let Some(config::Vsock { guest_cid, uds_path }) = vsock {
+    for wish in std::mem::take(&mut config.nets) {
+        opened.add_net(net::Net::new(wish).map_err(|e| refused(e.into()))?);
+    }
+    if let Some(config::Vsock { guest_cid, uds_path }) = config.vsock.take() {
+        opened.vsock_path = Some(uds_path.clone());
         let config = VsockConfig { guest_cid: guest_cid.into(), uds_path };
-        devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
+        opened.devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
     }
-    if rng {
-        devices.push(Box::new(Rng::new(RngConfig::default())));
+    if config.rng {
+        opened.devices.push(Box::new(Rng::new(RngConfig::default())));
     }
-    Ok(devices)
+    Ok(opened)
 }
 
-fn open_console(console: Console) -> Box<dyn Write + Send> {
+pub(crate) fn open_console(console: Console) -> Box<dyn Write + Send> {
     match console {
         Console::Discard => Box::new(io::sink()),
         Console::Stdout => Box::new(io::stdout()),
         Console::File(file) => Box::new(file),
     }
-}
-
-/// Anonymous memory, not reserved: a guest costs what it touches.
-fn allocate_memory(memory_mib: u64) -> Result<GuestMemory, Error> {
-    GuestMemory::from_ranges(&layout::ram(memory_mib)).map_err(|error| {
-        let what = format!("memory: cannot map {memory_mib} MiB");
-        Error::new(ErrorKind::HostResource, what, io::Error::other(error))
-    })
 }
 
 /// The caller's words, then each virtio device: kernels with ACPI find the devices there, and those that

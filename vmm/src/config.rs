@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use pvmm_devices::rate_limiter::RateLimiterError;
 pub use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
 pub use pvmm_devices::virtio::block::{CacheMode, EngineKind};
+pub use pvmm_devices::virtio::net::{Mac, MacError, NetConfig as Net, TapSource};
 
 /// The most vCPUs a machine may have.
 pub const MAX_VCPUS: u32 = 32;
@@ -19,6 +20,8 @@ pub const MAX_MEMORY_MIB: u64 = 1 << 20;
 pub const MAX_CMDLINE: usize = 2048;
 /// The most drives a machine may have.
 pub const MAX_DRIVES: usize = 16;
+/// The most network cards a machine may have.
+pub const MAX_NETS: usize = 8;
 
 /// A machine to boot.
 ///
@@ -43,11 +46,16 @@ pub struct VmConfig {
     pub vcpus: u32,
     /// Block devices, in order: `/dev/vda`, `/dev/vdb`, …
     pub drives: Vec<Drive>,
+    /// Network cards, in order: `eth0`, `eth1`, … None by default.
+    pub nets: Vec<Net>,
     pub vsock: Option<Vsock>,
     /// A virtio entropy device.
     pub rng: bool,
     pub console: Console,
     pub boot_protocol: BootProtocol,
+    /// Where nameless files for a machine's own writes are made; the directory for temporary files if not
+    /// given.
+    pub scratch_dir: Option<PathBuf>,
 }
 
 /// An initial RAM disk, in a file or already in memory.
@@ -124,6 +132,10 @@ pub enum ConfigError {
     Drives(usize),
     #[error("drive: rate limit of {0}")]
     Limits(RateLimiterError),
+    #[error("nets: {0} is more than {MAX_NETS}")]
+    Nets(usize),
+    #[error("net {index}: {why}")]
+    Net { index: usize, why: String },
     #[error("vsock: guest cid {0} is reserved; use 3 or more")]
     Cid(u32),
     #[error("{0}: the path contains a NUL byte")]
@@ -140,10 +152,12 @@ impl VmConfig {
             memory_mib: 256,
             vcpus: 1,
             drives: Vec::new(),
+            nets: Vec::new(),
             vsock: None,
             rng: true,
             console: Console::default(),
             boot_protocol: BootProtocol::default(),
+            scratch_dir: None,
         }
     }
 
@@ -173,6 +187,12 @@ impl VmConfig {
                 no_nul("drive", path)?;
             }
             drive.limits.validate().map_err(ConfigError::Limits)?;
+        }
+        if self.nets.len() > MAX_NETS {
+            return Err(ConfigError::Nets(self.nets.len()));
+        }
+        for (index, net) in self.nets.iter().enumerate() {
+            net.validate().map_err(|error| ConfigError::Net { index, why: with_causes(&error) })?;
         }
         if let Some(vsock) = &self.vsock {
             // 0 to 2 are the hypervisor, loopback and the host; all ones means "any".
@@ -210,6 +230,12 @@ impl Drive {
             limits: RateLimiterConfig::default(),
         }
     }
+}
+
+/// An error and its causes in one line.
+fn with_causes(error: &dyn std::error::Error) -> String {
+    std::iter::successors(error.source(), |error| error.source())
+        .fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
 }
 
 fn no_nul(field: &'static str, path: &std::path::Path) -> Result<(), ConfigError> {
@@ -260,6 +286,15 @@ mod tests {
         drive.limits.ops = Some(BucketConfig::per_second(0));
         let error = refused(|c| c.drives.push(drive));
         assert!(matches!(error, ConfigError::Limits(_)), "{error}");
+    }
+
+    #[test]
+    fn d11_validate_of_bad_network_card_names_it() {
+        let net = |name: &str| Net::new(TapSource::Name(name.to_owned()));
+        let refused_net = refused(|c| c.nets = vec![net("tap0"), net("tap%d")]);
+        assert!(refused_net.to_string().starts_with("net 1: tap \"tap%d\": "), "{refused_net}");
+        let many = || (0..MAX_NETS + 1).map(|index| net(&format!("tap{index}"))).collect();
+        assert_eq!(refused(|c| c.nets = many()), ConfigError::Nets(MAX_NETS + 1));
     }
 
     #[test]

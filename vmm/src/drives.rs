@@ -2,24 +2,44 @@
 //!
 //! Files are opened here, on the caller's thread; the device thread only swaps one for another.
 
-use pvmm_devices::virtio::block::{Block, BlockConfig, BlockError, BlockUpdate, Source};
+use pvmm_devices::virtio::block::{Block, BlockConfig, BlockHandle, BlockUpdate, EngineKind};
 use pvmm_devices::virtio::device_loop::DeviceError;
 use pvmm_devices::virtio::registry::DeviceUpdate;
 
 use crate::config::{ConfigError, Drive, DriveSource, RateLimiterConfig};
 use crate::error::{Error, ErrorKind};
+use crate::storage::{self, Storage};
 use crate::vm::Vm;
 
-/// Opens and locks what stands behind each drive.
-pub fn open_all(drives: Vec<Drive>) -> Result<Vec<Block>, Error> {
-    let refused = |error| Error::new(ErrorKind::InvalidConfig, "cannot open a device", error);
-    drives.into_iter().map(|drive| open(drive).map_err(refused)).collect()
+/// What the owner keeps of a drive beside the device that serves it.
+pub struct HeldDrive {
+    handle: BlockHandle,
+    pub storage: Storage,
 }
 
-fn open(drive: Drive) -> Result<Block, BlockError> {
+impl HeldDrive {
+    pub fn new(block: &Block, storage: Storage) -> Self {
+        Self { handle: block.handle(), storage }
+    }
+}
+
+/// What is wrong with a drive, whichever step found it.
+pub type OpenError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Opens and locks what stands behind a drive.
+pub fn open(drive: Drive) -> Result<(Block, HeldDrive), OpenError> {
+    let (config, storage) = prepare(drive)?;
+    let block = Block::new(config)?;
+    let held = HeldDrive::new(&block, storage);
+    Ok((block, held))
+}
+
+/// What a device would be made of.
+pub fn prepare(drive: Drive) -> Result<(BlockConfig, Storage), OpenError> {
     let Drive { source, read_only, id, cache, engine, direct, limits } = drive;
-    let source = into_source(source);
-    Block::new(BlockConfig { source, read_only, cache, id, engine, direct, limits })
+    let plain = direct || engine == EngineKind::IoUring;
+    let (source, storage) = storage::open(source, read_only, !plain)?;
+    Ok((BlockConfig { source, read_only, cache, id, engine, direct, limits }, storage))
 }
 
 impl Vm {
@@ -31,12 +51,19 @@ impl Vm {
     /// Puts another image behind drive `index`, with the access that the first one had, and tells the
     /// guest its size. What is under way ends on the old image; requests after that go to the new one.
     /// Whatever the guest still caches of the old one is its own affair.
-    pub fn replace_drive(&self, index: usize, source: DriveSource) -> Result<(), Error> {
-        let handle = self.drives.get(index).ok_or_else(|| self.no_drive(index))?;
-        let opened = handle.open(into_source(source));
+    pub fn replace_drive(&mut self, index: usize, source: DriveSource) -> Result<(), Error> {
+        let held = self.held.drives.get(index).ok_or_else(|| self.no_drive(index))?;
         let what = || format!("drive {index}: cannot use another image");
+        let read_only = matches!(held.storage, Storage::Fixed { .. });
+        let (source, storage) = storage::open(source, read_only, false)
+            .map_err(|error| Error::new(ErrorKind::InvalidConfig, what(), error))?;
+        let opened = held.handle.open(source);
         let update = opened.map_err(|error| Error::new(ErrorKind::InvalidConfig, what(), error))?;
-        self.update_drive(index, update)
+        self.update_drive(index, update)?;
+        if let Some(held) = self.held.drives.get_mut(index) {
+            held.storage = storage;
+        }
+        Ok(())
     }
 
     /// Sets what the guest may read and write of drive `index` per time.
@@ -46,7 +73,7 @@ impl Vm {
     }
 
     fn update_drive(&self, index: usize, update: BlockUpdate) -> Result<(), Error> {
-        if index >= self.drives.len() {
+        if index >= self.held.drives.len() {
             return Err(self.no_drive(index));
         }
         let transport = self.transports.get(index).ok_or_else(|| self.no_drive(index))?;
@@ -59,15 +86,8 @@ impl Vm {
     }
 
     fn no_drive(&self, index: usize) -> Error {
-        let count = self.drives.len();
+        let count = self.held.drives.len();
         let act = format!("drive {index}: the machine has {count}, counted from 0");
         Error::plain(ErrorKind::InvalidConfig, act)
-    }
-}
-
-fn into_source(source: DriveSource) -> Source {
-    match source {
-        DriveSource::Path(path) => Source::Path(path),
-        DriveSource::File(file) => Source::File(file),
     }
 }

@@ -5,7 +5,9 @@
 
 use std::fmt;
 
+use pvmm_devices::legacy::serial::SerialError;
 use pvmm_devices::virtio::device_loop::DeviceError;
+use pvmm_devices::virtio::mmio::RestoreError;
 use pvmm_devices::vmgenid::VmGenIdError;
 
 use crate::agent::AgentError;
@@ -14,6 +16,7 @@ use crate::arch::x86_64::tables::TablesError;
 use crate::config::ConfigError;
 use crate::kvm::vm::KvmError;
 use crate::machine::MachineError;
+use crate::memory::MemoryError;
 use crate::vcpu::thread::ThreadError;
 
 /// Why a call failed.
@@ -34,6 +37,10 @@ pub enum ErrorKind {
     HostUnsupported,
     /// The host has no more memory, descriptors or disk; trying again later may help.
     HostResource,
+    /// A snapshot that is whole, and not for this host or this pvmm; the message names the difference.
+    SnapshotIncompatible,
+    /// A snapshot that is not what was written; the message names the part.
+    SnapshotCorrupt,
     /// The guest did something that ended it.
     GuestFault,
     /// The agent in the guest went away.
@@ -144,8 +151,31 @@ impl From<ThreadError> for Error {
             ThreadError::Start(_) => ErrorKind::HostResource,
             ThreadError::Gone => ErrorKind::Bug,
             ThreadError::Stuck => ErrorKind::Timeout,
+            ThreadError::State(error) => return error.into(),
         };
         Self::new(kind, "vCPU", error)
+    }
+}
+
+impl From<MemoryError> for Error {
+    fn from(error: MemoryError) -> Self {
+        let kind = match error {
+            MemoryError::Regions => ErrorKind::SnapshotCorrupt,
+            _ => ErrorKind::HostResource,
+        };
+        Self::new(kind, "memory", error)
+    }
+}
+
+impl From<RestoreError> for Error {
+    fn from(error: RestoreError) -> Self {
+        Self::new(ErrorKind::SnapshotCorrupt, "a device cannot go on", error)
+    }
+}
+
+impl From<SerialError> for Error {
+    fn from(error: SerialError) -> Self {
+        Self::new(ErrorKind::SnapshotCorrupt, "the serial port cannot go on", error)
     }
 }
 

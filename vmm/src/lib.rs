@@ -4,6 +4,9 @@
 //! | --- | --- |
 //! | `boot.rs` | how a machine comes to be, top to bottom |
 //! | `vm.rs` | what can be done with a running one |
+//! | `freeze.rs`, `restore.rs` | how a running machine becomes a template, and a template a machine |
+//! | `rollback.rs` | how a machine goes back to its checkpoint |
+//! | `snapshot/` | a template in a folder |
 //! | `config.rs` | what can be asked for |
 //! | `drives.rs` | what can be changed about a running machine's drives |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
@@ -15,16 +18,25 @@ pub mod config;
 mod drives;
 pub mod error;
 pub mod exec;
+mod freeze;
 pub mod kvm;
 mod machine;
+mod memory;
+mod restore;
+mod rollback;
+mod scratch;
+pub mod snapshot;
+mod storage;
 mod sys;
+mod template;
 mod vcpu;
 mod vm;
 
 pub use config::{
-    BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, RateLimiterConfig,
-    VmConfig, Vsock,
+    BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac, Net,
+    RateLimiterConfig, TapSource, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
+pub use template::{Overrides, Template};
 pub use vcpu::run::Outcome;
 pub use vm::{CounterValues, DeviceCounters, Vm};

@@ -4,9 +4,11 @@
 //! same ones, so the order has one home.
 
 use std::io::{self, Write};
-use std::sync::{Arc, OnceLock};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kvm_ioctls::VcpuFd;
 use pvmm_devices::GuestMemory;
 use pvmm_devices::bus::BusError;
 use pvmm_devices::ioapic::{self, Ioapic};
@@ -15,18 +17,27 @@ use pvmm_devices::legacy::i8042::{self, I8042};
 use pvmm_devices::legacy::power::{self, PowerEvent, PowerRegisters, PowerSink};
 use pvmm_devices::legacy::serial::{self, Serial};
 use pvmm_devices::virtio::VirtioDevice;
+use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::mmio::{MmioTransport, offset};
+use pvmm_devices::virtio::net::Net;
 use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use crate::agent::ReadyListener;
 use crate::arch::x86_64::layout;
 use crate::arch::x86_64::tables::MmioDevice;
+use crate::drives::HeldDrive;
+use crate::error::Error;
 use crate::kvm::routes::KvmRoutes;
 use crate::kvm::vm::{KvmError, KvmVm};
+use crate::memory::Memory;
+use crate::scratch::Scratch;
+use crate::snapshot::Base;
 use crate::sys;
 use crate::vcpu::run::{Buses, Outcome};
-use crate::vcpu::thread::Report;
+use crate::vcpu::thread::{Report, VcpuThread};
+use crate::vm::Vm;
 
 /// What kept the parts from coming together.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +67,8 @@ pub struct Machine {
     pub console: Console,
     pub devices: DeviceThread,
     pub transports: Vec<Arc<MmioTransport>>,
+    pub ioapic: Arc<Ioapic>,
+    pub serial: Arc<Serial>,
     pub generation: VmGenId,
     pub ending: Arc<Ending>,
 }
@@ -71,13 +84,13 @@ impl Machine {
         let mut buses = Buses::default();
         let ending = Arc::new(Ending::new().map_err(MachineError::Event)?);
         let ioapic = Arc::new(Ioapic::new(Box::new(KvmRoutes::new(kvm.fd().clone()))));
-        buses.mmio.insert(layout::IOAPIC, ioapic::SIZE, ioapic)?;
+        buses.mmio.insert(layout::IOAPIC, ioapic::SIZE, ioapic.clone())?;
 
         let console =
             Console::spawn(output, ConsoleConfig::default()).map_err(MachineError::Serial)?;
         let serial = Arc::new(Serial::new(console.input()).map_err(MachineError::Serial)?);
         kvm.connect_interrupt(serial.interrupt(), layout::SERIAL_GSI)?;
-        buses.ports.insert(layout::SERIAL_PORT.into(), serial::PORTS, serial)?;
+        buses.ports.insert(layout::SERIAL_PORT.into(), serial::PORTS, serial.clone())?;
 
         kvm.connect_interrupt(generation.interrupt(), layout::GENERATION_GSI)?;
 
@@ -88,7 +101,8 @@ impl Machine {
         buses.ports.insert(layout::POWER_PORT.into(), power::PORTS, power)?;
 
         let devices = DeviceThread::spawn().map_err(MachineError::DeviceThread)?;
-        Ok(Self { buses, console, devices, transports: Vec::new(), generation, ending })
+        let transports = Vec::new();
+        Ok(Self { buses, console, devices, transports, ioapic, serial, generation, ending })
     }
 
     /// Puts a virtio device in the next place and connects its interrupt and its kicks.
@@ -116,10 +130,78 @@ impl Machine {
         Ok(())
     }
 
+    /// Gives each vCPU its thread, parked, and hands the machine to its owner.
+    pub fn start(
+        self,
+        vcpus: Vec<VcpuFd>,
+        kvm: KvmVm,
+        memory: Memory,
+        held: Held,
+    ) -> Result<Vm, Error> {
+        let buses = Arc::new(self.buses);
+        let report = self.ending.report();
+        let start = |(id, vcpu)| {
+            VcpuThread::start(id, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
+        };
+        let vcpus = (0..).zip(vcpus).map(start).collect::<Result<Vec<_>, _>>()?;
+        Ok(Vm {
+            vcpus,
+            devices: self.devices,
+            _console: self.console,
+            buses,
+            transports: self.transports,
+            ioapic: self.ioapic,
+            serial: self.serial,
+            generation: self.generation,
+            ending: self.ending,
+            held,
+            checkpoint: None,
+            running: false,
+            kvm,
+            memory,
+        })
+    }
+
     /// Where the attached devices are, for the tables that describe them.
     pub fn places(&self) -> Vec<MmioDevice> {
         (0..self.transports.len()).map(place).collect()
     }
+}
+
+/// What stands behind the devices of a machine, opened before anything is made.
+#[derive(Default)]
+pub struct Opened {
+    /// In the order in which the guest numbers them.
+    pub devices: Vec<Box<dyn VirtioDevice>>,
+    pub drives: Vec<HeldDrive>,
+    /// The interfaces on the host that the network cards are connected to.
+    pub taps: Vec<String>,
+    pub vsock_path: Option<PathBuf>,
+}
+
+impl Opened {
+    pub fn add_drive(&mut self, (block, held): (Block, HeldDrive)) {
+        self.devices.push(Box::new(block));
+        self.drives.push(held);
+    }
+
+    pub fn add_net(&mut self, net: Net) {
+        self.taps.push(net.tap_name().to_owned());
+        self.devices.push(Box::new(net));
+    }
+}
+
+/// What the owner keeps beside the machine itself.
+pub struct Held {
+    /// In the guest's order; their transports are the first ones.
+    pub drives: Vec<HeldDrive>,
+    pub taps: Vec<String>,
+    pub scratch: Scratch,
+    pub vsock_path: Option<PathBuf>,
+    /// There until the agent has said that it is ready.
+    pub ready: Option<ReadyListener>,
+    /// The snapshot that the machine's memory lies over.
+    pub base: Option<Base>,
 }
 
 fn place(index: usize) -> MmioDevice {
@@ -131,13 +213,25 @@ fn place(index: usize) -> MmioDevice {
 
 /// How the machine ended, once it has: written by the first who knows, read by the owner.
 pub struct Ending {
-    outcome: OnceLock<Outcome>,
+    outcome: Mutex<Option<Outcome>>,
     event: EventFd,
 }
 
 impl Ending {
     fn new() -> io::Result<Self> {
-        Ok(Self { outcome: OnceLock::new(), event: EventFd::new(EFD_NONBLOCK)? })
+        Ok(Self { outcome: Mutex::new(None), event: EventFd::new(EFD_NONBLOCK)? })
+    }
+
+    fn outcome(&self) -> MutexGuard<'_, Option<Outcome>> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The machine lives again: it was taken back to before its end.
+    pub fn forget(&self) {
+        let mut outcome = self.outcome();
+        *outcome = None;
+        // Nothing was written if the machine had not ended.
+        let _ = self.event.read();
     }
 
     /// For the vCPU threads.
@@ -157,8 +251,10 @@ impl Ending {
     }
 
     fn set(&self, outcome: Outcome) {
-        if self.outcome.set(outcome).is_ok() {
-            // A fresh counter takes a one; and it is never read, so it stays readable for good.
+        let mut first = self.outcome();
+        if first.is_none() {
+            *first = Some(outcome);
+            // A fresh counter takes a one; and it is only read by `forget`, so it stays readable.
             let _ = self.event.write(1);
         }
     }
@@ -170,10 +266,10 @@ impl Ending {
 
     /// The outcome, waiting for it up to `timeout`.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Outcome> {
-        if self.outcome.get().is_none() {
+        if self.outcome().is_none() {
             // If polling itself fails there is nothing to wait with; the caller sees "not yet".
             let _ = sys::wait_readable(&self.event, timeout);
         }
-        self.outcome.get().cloned()
+        self.outcome().clone()
     }
 }

@@ -1,12 +1,13 @@
 //! A machine in the owner's hands: resume, pause, wait; dropping it ends it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use pvmm_devices::ioapic::Ioapic;
+use pvmm_devices::legacy::Serial;
 use pvmm_devices::legacy::console::Console;
 use pvmm_devices::virtio::MmioTransport;
-use pvmm_devices::virtio::block::BlockHandle;
 pub use pvmm_devices::virtio::counters::CounterValues;
 use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
@@ -17,7 +18,9 @@ use crate::boot;
 use crate::config::VmConfig;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmVm;
-use crate::machine::Ending;
+use crate::machine::{Ending, Held};
+use crate::memory::Memory;
+use crate::template::Template;
 use crate::vcpu::run::{Buses, Outcome};
 use crate::vcpu::thread::VcpuThread;
 
@@ -35,18 +38,18 @@ pub struct Vm {
     // its memory when KVM lets go of it.
     pub(crate) vcpus: Vec<VcpuThread>,
     pub(crate) devices: DeviceThread,
-    pub(crate) transports: Vec<Arc<MmioTransport>>,
-    // In the guest's order; their transports are the first ones.
-    pub(crate) drives: Vec<BlockHandle>,
     pub(crate) _console: Console,
     pub(crate) buses: Arc<Buses>,
+    pub(crate) transports: Vec<Arc<MmioTransport>>,
+    pub(crate) ioapic: Arc<Ioapic>,
+    pub(crate) serial: Arc<Serial>,
     pub(crate) generation: VmGenId,
     pub(crate) ending: Arc<Ending>,
-    pub(crate) vsock_path: Option<PathBuf>,
-    // There until the agent has said that it is ready.
-    pub(crate) ready: Option<ReadyListener>,
+    pub(crate) held: Held,
+    pub(crate) checkpoint: Option<Template>,
     pub(crate) running: bool,
-    pub(crate) _kvm: KvmVm,
+    pub(crate) kvm: KvmVm,
+    pub(crate) memory: Memory,
 }
 
 impl Vm {
@@ -113,21 +116,26 @@ impl Vm {
 
     /// The Unix socket that leads into the guest, if it has a vsock device.
     pub fn vsock_path(&self) -> Option<&Path> {
-        self.vsock_path.as_deref()
+        self.held.vsock_path.as_deref()
+    }
+
+    /// The host's end of each network card, by the name of its interface.
+    pub fn taps(&self) -> &[String] {
+        &self.held.taps
     }
 
     /// What hears the agent's ready signal, for those who wait for it beside other things.
     pub fn take_ready(&mut self) -> Option<ReadyListener> {
-        self.ready.take()
+        self.held.ready.take()
     }
 
     /// A connection to the agent in the guest; the first call waits until the agent is ready.
     pub fn agent(&mut self, deadline: Instant) -> Result<Agent, Error> {
-        if let Some(ready) = &self.ready {
+        if let Some(ready) = &self.held.ready {
             ready.wait(deadline)?;
-            self.ready = None;
+            self.held.ready = None;
         }
-        let Some(path) = &self.vsock_path else {
+        let Some(path) = &self.held.vsock_path else {
             let act = "vsock: the machine has none, and the agent is reached through it";
             return Err(Error::plain(ErrorKind::InvalidConfig, act));
         };

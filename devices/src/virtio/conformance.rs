@@ -42,6 +42,7 @@ macro_rules! suite {
             quiet_device_leaves_guest_memory_alone_until_resumed
             saved_device_works_on_where_it_stopped
             saved_idle_device_can_be_activated
+            rewound_device_works_on_where_it_was_saved
             saved_faulty_device_stays_faulty_until_reset
             device_activated_while_quiet_waits
             malformed_chain_asks_for_reset_and_only_that
@@ -118,6 +119,20 @@ pub fn saved_device_works_on_where_it_stopped<S: Specimen>(specimen: &S) {
         let state = suspended.state.clone();
         let device = specimen.restored(&state.device);
         driver = suspended.resume(device).unwrap();
+        assert_eq!(driver.status(), 0xf);
+    }
+    specimen.exercise(&mut driver);
+}
+
+pub fn rewound_device_works_on_where_it_was_saved<S: Specimen>(specimen: &S) {
+    let mut driver = MockDriver::ready(specimen.fresh());
+    for _ in 0..3 {
+        specimen.exercise(&mut driver);
+        driver.devices.handle().quiesce_all().unwrap();
+        let state = driver.transport.save().unwrap();
+        driver.transport.rewind(&state).unwrap();
+        assert_eq!(driver.transport.save().unwrap().queues, state.queues);
+        driver.devices.handle().resume_all().unwrap();
         assert_eq!(driver.status(), 0xf);
     }
     specimen.exercise(&mut driver);

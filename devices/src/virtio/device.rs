@@ -38,6 +38,10 @@ pub trait VirtioDevice: Send {
     /// What a snapshot must keep of a device that no driver uses.
     fn save(&self) -> DeviceState;
 
+    /// Takes the device back to a state that it was saved in, keeping its host backend. A state of another
+    /// kind is ignored: the transport compares kinds before.
+    fn rewind(&mut self, state: &DeviceState);
+
     /// Changes what the host may change while the machine lives. Called on the device thread, so it opens
     /// nothing and waits for nothing; a device without settings refuses.
     fn update(&mut self, _update: DeviceUpdate) -> Result<Updated, UpdateError> {

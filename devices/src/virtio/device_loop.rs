@@ -39,6 +39,11 @@ pub enum Command {
     Resume,
     /// Copy out the state of a device; if it runs, only while quiet.
     Save(DeviceId),
+    /// Take a device that no driver uses back to a saved state.
+    Rewind {
+        id: DeviceId,
+        state: Box<DeviceState>,
+    },
     /// Change a setting of a device, in use or not.
     Update {
         id: DeviceId,
@@ -155,6 +160,13 @@ impl DeviceLoop {
                 self.each_worker(|worker| worker.resume());
             }
             Command::Save(id) => return self.save(id).map(|saved| Reply::Saved(Box::new(saved))),
+            Command::Rewind { id, state } => {
+                let slot = self.slots.get_mut(id.0).ok_or(DeviceError::Unknown)?;
+                match slot.shape.as_mut() {
+                    Some(Shape::Idle(device)) => device.rewind(&state),
+                    _ => return Err(DeviceError::AlreadyActive),
+                }
+            }
             Command::Update { id, update } => return self.update(id, update).map(Reply::Updated),
             Command::Stop => {
                 for index in 0..self.slots.len() {

@@ -9,7 +9,7 @@
 //! | `counters.rs` | what a device counts about its driver |
 //! | `mmio/` | what the guest's loads and stores mean |
 //! | `device_loop.rs`, `thread.rs` | who runs the devices |
-//! | `block/`, `rng/`, `vsock/` | one device each |
+//! | `block/`, `net/`, `rng/`, `vsock/` | one device each |
 //! | `testing.rs`, `conformance.rs` | a driver to test them with, and what every device must pass |
 
 pub mod block;
@@ -21,6 +21,7 @@ pub mod device;
 pub mod device_loop;
 pub mod interrupt;
 pub mod mmio;
+pub mod net;
 pub mod queue;
 pub mod registry;
 pub mod rng;

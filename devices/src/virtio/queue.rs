@@ -202,6 +202,11 @@ impl VirtQueue {
         self.queue.disable_notification(&self.memory).map_err(QueueFault::Access)
     }
 
+    /// How many entries the ring has.
+    pub fn size(&self) -> u16 {
+        self.queue.size()
+    }
+
     /// How many chains are out with the worker.
     pub fn in_flight(&self) -> u32 {
         self.in_flight.iter().map(|word| word.count_ones()).sum()

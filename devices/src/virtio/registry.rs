@@ -5,6 +5,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::block::{BlockStateV1, BlockUpdate};
+use super::net::NetStateV1;
 use super::rng::RngStateV1;
 use super::vsock::VsockStateV1;
 
@@ -12,6 +13,7 @@ use super::vsock::VsockStateV1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[repr(u32)]
 pub enum DeviceKind {
+    Net = 1,
     Block = 2,
     Rng = 4,
     Vsock = 19,
@@ -21,6 +23,7 @@ impl DeviceKind {
     /// The word used in logs, metrics and errors.
     pub fn name(self) -> &'static str {
         match self {
+            Self::Net => "net",
             Self::Block => "block",
             Self::Rng => "rng",
             Self::Vsock => "vsock",
@@ -34,6 +37,7 @@ pub enum DeviceState {
     Block(BlockStateV1),
     Rng(RngStateV1),
     Vsock(VsockStateV1),
+    Net(NetStateV1),
 }
 
 impl DeviceState {
@@ -42,6 +46,7 @@ impl DeviceState {
             Self::Block(_) => DeviceKind::Block,
             Self::Rng(_) => DeviceKind::Rng,
             Self::Vsock(_) => DeviceKind::Vsock,
+            Self::Net(_) => DeviceKind::Net,
         }
     }
 }

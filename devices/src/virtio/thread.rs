@@ -12,7 +12,7 @@ use std::{io, thread};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::device_loop::{Command, DeviceError, DeviceId, DeviceLoop, Reply, SavedDevice};
-use super::registry::DeviceUpdate;
+use super::registry::{DeviceState, DeviceUpdate};
 use super::{Activation, Updated, VirtioDevice};
 
 // Longer than any single request that a worker serves; only a broken host disk takes more.
@@ -68,6 +68,11 @@ impl DeviceHandle {
 
     pub fn resume_all(&self) -> Result<(), DeviceError> {
         self.calls.call(Command::Resume).map(drop)
+    }
+
+    /// Takes an idle device back to a saved state.
+    pub fn rewind(&self, id: DeviceId, state: DeviceState) -> Result<(), DeviceError> {
+        self.calls.call(Command::Rewind { id, state: Box::new(state) }).map(drop)
     }
 
     pub fn save(&self, id: DeviceId) -> Result<SavedDevice, DeviceError> {
@@ -180,7 +185,7 @@ fn run(devices: &mut DeviceLoop, inbox: &Receiver<Letter>) {
 mod tests {
     use std::time::Instant;
 
-    use super::super::registry::{DeviceKind, DeviceState};
+    use super::super::registry::DeviceKind;
     use super::super::rng::Rng;
     use super::super::testing::{InlineLoop, memory};
     use super::super::{Interrupt, Worker};
@@ -213,6 +218,7 @@ mod tests {
         fn save(&self) -> DeviceState {
             Rng::default().save()
         }
+        fn rewind(&mut self, _state: &DeviceState) {}
     }
 
     #[test]

@@ -47,10 +47,10 @@ pub fn run() -> ! {
 fn serve() -> Result<Shutdown, String> {
     sys::share_one_heap();
     sys::raise_open_files(OPEN_FILES);
-    let listener = Listener::vsock(AGENT_PORT)
-        .map_err(|e| format!("cannot listen on vsock port {AGENT_PORT}: {e}"))?;
     let control = Listener::vsock(CONTROL_PORT)
         .map_err(|e| format!("cannot listen on vsock port {CONTROL_PORT}: {e}"))?;
+    let listener = Listener::vsock(AGENT_PORT)
+        .map_err(|e| format!("cannot listen on vsock port {AGENT_PORT}: {e}"))?;
     let cgroups = Cgroups::prepare(Some(PathBuf::from(CGROUP_BASE)));
     let settings = Settings {
         listener,

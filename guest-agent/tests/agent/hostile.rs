@@ -85,17 +85,8 @@ fn hello(min_version: u16, max_version: u16) -> Hello {
 }
 
 fn cat() -> Request {
-    Request::Exec(Exec {
-        command: Command::Argv(vec![b"sleep".to_vec().into(), b"60".to_vec().into()]),
-        env: vec![],
-        clear_env: false,
-        cwd: None,
-        user: None,
-        stdin: true,
-        timeout_ms: None,
-        grace_ms: None,
-        output_limit: None,
-    })
+    let argv = vec![b"sleep".to_vec().into(), b"60".to_vec().into()];
+    Request::Exec(Exec { stdin: true, ..Exec::new(Command::Argv(argv)) })
 }
 
 fn still_serves(fixture: &Fixture) {

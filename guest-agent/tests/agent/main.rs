@@ -9,4 +9,5 @@ mod forward;
 mod hostile;
 mod refresh;
 mod streams;
+mod terminal;
 mod trees;

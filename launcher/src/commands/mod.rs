@@ -21,7 +21,7 @@ use crate::exit::Outcome;
 /// Runs the verb.
 pub fn dispatch(cli: Cli) -> Outcome {
     match cli.verb {
-        Verb::Run(args) => run::run(args, cli.quiet),
+        Verb::Run(args) => run::run(*args, cli.quiet),
         Verb::Exec(args) => exec::exec(args),
         Verb::Cp(args) => cp::cp(args, cli.quiet),
         Verb::Logs(args) => logs::logs(args),

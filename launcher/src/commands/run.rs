@@ -19,19 +19,20 @@ use crate::exit::{self, Failure, Outcome};
 use crate::output;
 use crate::ports::{self, BoundPort};
 use crate::prepare::{self, Parts, Sources};
-use crate::sys::signals::{FORWARDED, Signals};
+use crate::sys::signals::Signals;
 use crate::vm_dir::{Base, Claim, Record, VmDir, now};
 use crate::vmm_process::{self, Mode, Plan, VmmProcess};
 
 const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
 /// How long an agent that has said that it is ready may take to answer.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
-/// A login shell for `run -i` without a command.
+/// A login shell for `run -it` without a command.
 const SHELL: &str = "command -v bash >/dev/null && exec bash -l; exec sh -l";
 
 pub fn run(args: Run, quiet: bool) -> Outcome {
     // Everything that can be wrong is found before anything is made.
     let argv = command(&args)?;
+    attach::require_terminal(&args.command)?;
     let boot_patience = boot_patience()?;
     let base = Base::open()?;
     let sources =
@@ -44,7 +45,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
 
     let parts = sources.prepare(quiet)?;
     // From here on signals are for the guest; one that came just before still counts.
-    let signals = Signals::hold(&FORWARDED)?;
+    let signals = Signals::hold(args.command.signals())?;
     prepare::or_interrupted(Ok(()))?;
 
     let deadline = args.timeout.map(|timeout| Instant::now() + timeout);
@@ -59,9 +60,16 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     };
     let (ports, detached_ports) =
         if args.detach { (Vec::new(), ports) } else { (ports, Vec::new()) };
-    let drives = args.drive.clone();
-    let plan =
-        Plan { parts, record, drives, console_copy, boot_patience, mode, ports: detached_ports };
+    let plan = Plan {
+        parts,
+        record,
+        drives: args.drive.clone(),
+        console_copy,
+        boot_patience,
+        mode,
+        ports: detached_ports,
+        net: args.net.clone(),
+    };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
     // On failure `vm` is dropped: the process ends and the directory goes.
@@ -69,10 +77,10 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
 
     match request {
         Some(request) if !args.detach => {
-            if args.argv.is_empty() && io::stdin().is_terminal() {
+            if args.argv.is_empty() && !args.command.tty && io::stdin().is_terminal() {
                 output::remark(
                     quiet,
-                    "A shell without a terminal: type commands, end with Ctrl-D.",
+                    "A shell without a terminal (-t gives it one): type commands, end with Ctrl-D.",
                 );
             }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
@@ -131,11 +139,11 @@ fn create_console(path: &Path) -> Result<File, Failure> {
 
 fn command(args: &Run) -> Result<Vec<OsString>, Failure> {
     if args.argv.is_empty() && !args.detach {
-        if args.command.interactive {
+        if args.command.interactive || args.command.tty {
             return Ok(["/bin/sh", "-c", SHELL].map(OsString::from).to_vec());
         }
         return Err(Failure::usage("there is no command to run").hint(
-            "write it after '--', as in: pvmm run -- python3 -V; or use -i for a shell, -d for a VM that stays",
+            "write it after '--', as in: pvmm run -- python3 -V; or use -it for a shell, -d for a VM that stays",
         ));
     }
     Ok(args.argv.clone())

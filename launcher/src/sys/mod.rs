@@ -7,3 +7,4 @@ pub mod lock;
 pub mod poll;
 pub mod process;
 pub mod signals;
+pub mod terminal;

@@ -14,6 +14,18 @@ use std::time::Duration;
 /// The signals that a person or a service sends to end or interrupt a command.
 pub const FORWARDED: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
 
+/// With a terminal in raw mode nothing may end us unseen, and its size matters as well.
+pub const WITH_TERMINAL: [i32; 8] = [
+    libc::SIGINT,
+    libc::SIGTERM,
+    libc::SIGHUP,
+    libc::SIGQUIT,
+    libc::SIGUSR1,
+    libc::SIGUSR2,
+    libc::SIGALRM,
+    libc::SIGWINCH,
+];
+
 /// The signal that came while [`catch_interrupts`] was in effect, or 0.
 static CAUGHT: AtomicI32 = AtomicI32::new(0);
 

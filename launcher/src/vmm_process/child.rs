@@ -192,6 +192,12 @@ fn configure(
     config.vcpus = record.cpus;
     config.drives = vec![Drive::read_only(parts.rootfs), Drive::from_file(parts.upper)];
     config.drives.extend(plan.drives.into_iter().map(DriveFlag::into_drive));
+    if let Some(card) = plan.net {
+        config.nets.push(card.config());
+        if let Some(words) = card.kernel_words() {
+            config.cmdline = format!("{} {words}", config.cmdline);
+        }
+    }
     config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
     config.console = Console::File(console);
     (config, plan.mode, plan.ports)

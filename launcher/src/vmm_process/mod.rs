@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
+use crate::args::NetCard;
 use crate::attach::Names;
 use crate::drive::DriveFlag;
 use crate::exit::{self, Failure};
@@ -47,6 +48,7 @@ pub struct Plan {
     pub mode: Mode,
     /// Ports of the host that lead into a detached VM.
     pub ports: Vec<BoundPort>,
+    pub net: Option<NetCard>,
 }
 
 /// Whose VM it is.
@@ -112,7 +114,11 @@ impl VmmProcess {
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
             let ready = poll::readable(&[signals.as_fd(), self.reports.as_fd()], left)?;
             if ready[0] {
-                return Err(Failure::silent(exit::by_signal(signals.next()?)));
+                match signals.next()? {
+                    // Of no interest before a program has the terminal.
+                    libc::SIGWINCH => continue,
+                    signal => return Err(Failure::silent(exit::by_signal(signal))),
+                }
             }
             if ready[1] {
                 match self.next_report()? {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use pvmm_guest_agent::frame::{END, Frame, Header, credit_frame};
 use pvmm_guest_agent::limits::{INPUT_WINDOW, MAX_DATA, OUTPUT_WINDOW};
-use pvmm_guest_agent::message::{Outcome, Request, Signal, Started};
+use pvmm_guest_agent::message::{Outcome, Request, Signal, Started, WindowSize};
 use pvmm_guest_agent::window::{ReceiveWindow, SendWindow};
 use pvmm_guest_agent::{Channel, Kind, decode, encode};
 
@@ -305,8 +305,16 @@ impl StreamRef {
     }
 
     pub fn signal(&self, signal: &Signal) -> Result<(), AgentError> {
+        self.send_message(Kind::Signal, signal)
+    }
+
+    pub fn resize(&self, size: &WindowSize) -> Result<(), AgentError> {
+        self.send_message(Kind::Resize, size)
+    }
+
+    fn send_message<T: serde::Serialize>(&self, kind: Kind, message: &T) -> Result<(), AgentError> {
         let mut frame = Vec::new();
-        encode(&mut frame, Kind::Signal, self.number(), signal).map_err(AgentError::Encode)?;
+        encode(&mut frame, kind, self.number(), message).map_err(AgentError::Encode)?;
         if lock(&self.stream.state).over {
             return Ok(());
         }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::Channel;
-use pvmm_guest_agent::message::{Answer, Outcome, Scope, Signal};
+use pvmm_guest_agent::message::{Answer, Outcome, Scope, Signal, WindowSize};
 
 use super::{ExecError, ExitStatus};
 use crate::agent::{AgentError, Event, Exchange, StreamRef};
@@ -155,6 +155,11 @@ impl Signaller {
             return Err(ExecError::InvalidRequest { field: "signal", why: "is not in 1 to 64" });
         }
         Ok(self.stream.signal(&Signal { signal, scope: Scope::Group })?)
+    }
+
+    /// Changes the size of the process's terminal. For a request that asked for one.
+    pub fn resize(&self, size: WindowSize) -> Result<(), ExecError> {
+        Ok(self.stream.resize(&size)?)
     }
 }
 

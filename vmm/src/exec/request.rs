@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::limits::{DEFAULT_GRACE, DRAIN_TIME, MAX_ARGS, MAX_TIMEOUT};
-use pvmm_guest_agent::message::{ByteBuf, Command, Exec, Request};
+use pvmm_guest_agent::message::{ByteBuf, Command, Exec, Request, WindowSize};
 
 use super::ExecError;
 
@@ -50,17 +50,7 @@ impl ExecRequest {
     }
 
     fn new(command: Command) -> Self {
-        let wire = Exec {
-            command,
-            env: Vec::new(),
-            clear_env: false,
-            cwd: None,
-            user: None,
-            stdin: false,
-            timeout_ms: None,
-            grace_ms: None,
-            output_limit: None,
-        };
+        let wire = Exec::new(command);
         let cap = OutputCap::default();
         Self { wire, timeout: None, grace: DEFAULT_GRACE, input: Vec::new(), cap }
     }
@@ -100,6 +90,18 @@ impl ExecRequest {
         self.wire.stdin = true;
         self.input = input.into();
         self
+    }
+
+    /// For `start`: gives the process a terminal, to which the caller writes and from which all its
+    /// output comes as standard output.
+    pub fn terminal(mut self, size: WindowSize) -> Self {
+        self.wire.pty = Some(size);
+        self.wire.stdin = true;
+        self
+    }
+
+    pub fn has_terminal(&self) -> bool {
+        self.wire.pty.is_some()
     }
 
     /// Ends the process and all it started after this long: TERM, then KILL after the grace.

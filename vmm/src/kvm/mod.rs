@@ -2,5 +2,6 @@
 
 pub mod host;
 pub(crate) mod routes;
+pub(crate) mod state;
 pub(crate) mod vcpu;
 pub(crate) mod vm;

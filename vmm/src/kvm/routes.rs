@@ -37,8 +37,10 @@ impl KvmRoutes {
 }
 
 impl Routes for KvmRoutes {
-    fn route(&mut self, pin: usize, message: Option<Message>) {
-        self.messages[pin] = message;
+    fn route(&mut self, changes: &[(usize, Option<Message>)]) {
+        for (pin, message) in changes {
+            self.messages[*pin] = *message;
+        }
         self.apply();
     }
 }

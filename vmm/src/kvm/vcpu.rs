@@ -8,7 +8,7 @@ use pvmm_devices::GuestMemory;
 use vmm_sys_util::ioctl::ioctl_with_ref;
 use vmm_sys_util::ioctl_iow_nr;
 
-use super::vm::{KvmError, KvmVm};
+use super::vm::{KvmError, KvmHost};
 use crate::arch::x86_64::{cpuid, msr, regs};
 
 const KVMIO: u32 = 0xae;
@@ -29,15 +29,15 @@ pub fn configure(
     vcpu: &VcpuFd,
     id: u32,
     vcpus: u32,
-    kvm: &KvmVm,
+    host: &KvmHost,
     entry: Option<regs::Entry>,
     memory: &GuestMemory,
 ) -> Result<(), KvmError> {
     let failed = |what| move |error: kvm_ioctls::Error| error_for(id, what, error.into());
-    let cpuid = cpuid::for_vcpu(kvm.supported_cpuid(), id, vcpus)
+    let cpuid = cpuid::for_vcpu(host.supported_cpuid(), id, vcpus)
         .map_err(|error| error_for(id, "cpuid", io::Error::other(error)))?;
     vcpu.set_cpuid2(&cpuid).map_err(failed("cpuid"))?;
-    if let Some(xcrs) = regs::extended_control(kvm.supported_cpuid()) {
+    if let Some(xcrs) = regs::extended_control(host.supported_cpuid()) {
         vcpu.set_xcrs(&xcrs).map_err(failed("extended control registers"))?;
     }
     let msrs = msr::boot().map_err(|error| error_for(id, "msrs", io::Error::other(error)))?;

@@ -15,6 +15,7 @@ use pvmm_devices::{GuestMemory, ioapic};
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::EventFd;
 
+use super::state::StateShape;
 use crate::arch::x86_64::layout;
 
 /// How often making a VM is tried again when a signal gets in the way.
@@ -50,21 +51,21 @@ pub enum KvmError {
     Irqfd(#[source] kvm_ioctls::Error),
     #[error("cannot connect a device's kick")]
     Ioeventfd(#[source] kvm_ioctls::Error),
-    #[error("cannot set {what} of vCPU {id}")]
+    #[error("cannot read or set the guest's clock")]
+    Clock(#[source] kvm_ioctls::Error),
+    #[error("{what} of vCPU {id}: not accepted")]
     Vcpu { id: u32, what: &'static str, source: io::Error },
 }
 
-/// A virtual machine and what its host can do.
-pub struct KvmVm {
-    fd: Arc<VmFd>,
+/// What this host's KVM can do, asked once for any number of machines.
+pub struct KvmHost {
+    kvm: Kvm,
     supported_cpuid: CpuId,
-    // KVM reads guest memory through these mappings for as long as the VM exists.
-    _memory: GuestMemory,
+    msr_indices: Vec<u32>,
 }
 
-impl KvmVm {
-    /// A machine with `memory`, local APICs for the vCPUs to come, and nothing else.
-    pub fn new(memory: &GuestMemory) -> Result<Self, KvmError> {
+impl KvmHost {
+    pub fn open() -> Result<Self, KvmError> {
         let kvm = Kvm::new().map_err(KvmError::Open)?;
         for (cap, name) in REQUIRED {
             if !kvm.check_extension(cap) {
@@ -73,7 +74,27 @@ impl KvmVm {
         }
         let supported_cpuid =
             kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(KvmError::Cpuid)?;
-        let fd = create_vm(&kvm)?;
+        let msr_indices = kvm.get_msr_index_list().map_err(KvmError::Cpuid)?.as_slice().to_vec();
+        Ok(Self { kvm, supported_cpuid, msr_indices })
+    }
+
+    pub fn supported_cpuid(&self) -> &CpuId {
+        &self.supported_cpuid
+    }
+}
+
+/// A virtual machine.
+pub struct KvmVm {
+    fd: Arc<VmFd>,
+    shape: Arc<StateShape>,
+    // KVM reads guest memory through these mappings for as long as the VM exists.
+    _memory: GuestMemory,
+}
+
+impl KvmVm {
+    /// A machine with `memory`, local APICs for the vCPUs to come, and nothing else.
+    pub fn new(host: &KvmHost, memory: &GuestMemory) -> Result<Self, KvmError> {
+        let fd = create_vm(&host.kvm)?;
         // Intel's processors need two private areas for real mode; others ignore them.
         fd.set_identity_map_address(layout::IDENTITY_MAP).map_err(KvmError::CreateVm)?;
         fd.set_tss_address(layout::TSS).map_err(KvmError::CreateVm)?;
@@ -97,7 +118,8 @@ impl KvmVm {
                 source,
             })?;
         }
-        Ok(Self { fd: Arc::new(fd), supported_cpuid, _memory: memory.clone() })
+        let shape = Arc::new(StateShape::of(&host.msr_indices, &fd));
+        Ok(Self { fd: Arc::new(fd), shape, _memory: memory.clone() })
     }
 
     /// A vCPU, to be made before any `connect`.
@@ -105,8 +127,9 @@ impl KvmVm {
         self.fd.create_vcpu(id.into()).map_err(|source| KvmError::CreateVcpu { id, source })
     }
 
-    pub fn supported_cpuid(&self) -> &CpuId {
-        &self.supported_cpuid
+    /// How a vCPU's state is read and set here.
+    pub fn shape(&self) -> &Arc<StateShape> {
+        &self.shape
     }
 
     pub fn fd(&self) -> &Arc<VmFd> {

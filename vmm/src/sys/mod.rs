@@ -1,8 +1,14 @@
 //! System calls and unions that have no safe wrapper: the home of `unsafe` outside `kvm/`.
 #![allow(unsafe_code)]
 
+use std::ffi::CString;
+use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::thread::JoinHandleExt;
+use std::path::Path;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -92,5 +98,59 @@ pub fn wait_readable(
                 }
             }
         }
+    }
+}
+
+/// Opens a folder, to open its files beneath it.
+pub fn open_dir(path: &Path) -> io::Result<File> {
+    OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_CLOEXEC).open(path)
+}
+
+/// Opens a file of a folder for reading: never through a link, and without waiting for a FIFO's writer.
+pub fn open_beneath(dir: &File, name: &str) -> io::Result<File> {
+    let name = CString::new(name)?;
+    let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+    // SAFETY: the name ends in NUL and outlives the call; the descriptor is borrowed.
+    let fd = unsafe { libc::openat(dir.as_raw_fd(), name.as_ptr(), flags) };
+    match fd < 0 {
+        true => Err(io::Error::last_os_error()),
+        // SAFETY: a fresh descriptor that nobody else has.
+        false => Ok(unsafe { File::from_raw_fd(fd) }),
+    }
+}
+
+/// Takes a lock that lives as long as the open file, or fails at once.
+pub fn lock_file(file: &File) -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) })
+}
+
+pub fn set_mode(file: &File, mode: u32) -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::fchmod(file.as_raw_fd(), mode) })
+}
+
+/// Renames, and fails if the new name is taken.
+pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
+    rename(from, to, libc::RENAME_NOREPLACE)
+}
+
+/// Makes two names change places.
+pub fn rename_exchange(from: &Path, to: &Path) -> io::Result<()> {
+    rename(from, to, libc::RENAME_EXCHANGE)
+}
+
+fn rename(from: &Path, to: &Path, flags: u32) -> io::Result<()> {
+    let from = CString::new(from.as_os_str().as_bytes())?;
+    let to = CString::new(to.as_os_str().as_bytes())?;
+    let here = libc::AT_FDCWD;
+    // SAFETY: both names end in NUL and outlive the call.
+    check(unsafe { libc::renameat2(here, from.as_ptr(), here, to.as_ptr(), flags) })
+}
+
+fn check(result: i32) -> io::Result<()> {
+    match result {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
     }
 }

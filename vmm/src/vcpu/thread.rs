@@ -16,7 +16,9 @@ use std::time::Duration;
 use kvm_ioctls::VcpuFd;
 
 use super::run::{self, Buses, Outcome, Stop};
+use crate::kvm::state::{self, StateShape, VcpuStateV1};
 use crate::kvm::vcpu::unblock_while_running;
+use crate::kvm::vm::KvmError;
 use crate::sys;
 
 /// How long a kicked vCPU may take to answer. It only ever waits for the device thread.
@@ -25,6 +27,8 @@ const ANSWER: Duration = Duration::from_secs(10);
 enum Command {
     Resume,
     Pause(Sender<()>),
+    Save(Sender<Result<Box<VcpuStateV1>, KvmError>>),
+    Load(Arc<VcpuStateV1>, Sender<Result<(), KvmError>>),
 }
 
 /// What went wrong with a vCPU thread.
@@ -36,6 +40,8 @@ pub enum ThreadError {
     Gone,
     #[error("a vCPU did not stop in time")]
     Stuck,
+    #[error(transparent)]
+    State(#[from] KvmError),
 }
 
 /// The owner's end of a vCPU thread. Dropping it stops the thread.
@@ -52,6 +58,7 @@ impl VcpuThread {
     pub fn start(
         id: u32,
         vcpu: VcpuFd,
+        shape: Arc<StateShape>,
         buses: Arc<Buses>,
         report: Report,
     ) -> Result<Self, ThreadError> {
@@ -65,7 +72,7 @@ impl VcpuThread {
                     .and_then(|()| unblock_while_running(&vcpu, sys::kick_signal()));
                 let failed = prepared.is_err();
                 if ready.send(prepared).is_ok() && !failed {
-                    work(vcpu, &mailbox, &buses, &report);
+                    work(Parked { id, vcpu, shape }, &mailbox, &buses, &report);
                 }
             })
             .map_err(ThreadError::Start)?;
@@ -89,6 +96,20 @@ impl VcpuThread {
         Ok(Paused(parked))
     }
 
+    /// Asks a parked vCPU for its state.
+    pub fn save(&self) -> Result<Answer<Box<VcpuStateV1>>, ThreadError> {
+        let (answer, reply) = mpsc::channel();
+        self.send(Command::Save(answer))?;
+        Ok(Answer(reply))
+    }
+
+    /// Puts a parked vCPU into a state that it, or another one with the same features, was in.
+    pub fn load(&self, state: Arc<VcpuStateV1>) -> Result<Answer<()>, ThreadError> {
+        let (answer, reply) = mpsc::channel();
+        self.send(Command::Load(state, answer))?;
+        Ok(Answer(reply))
+    }
+
     fn send(&self, command: Command) -> Result<(), ThreadError> {
         let commands = self.commands.as_ref().ok_or(ThreadError::Gone)?;
         commands.send(command).map_err(|_| ThreadError::Gone)
@@ -106,11 +127,24 @@ pub struct Paused(Receiver<()>);
 
 impl Paused {
     pub fn wait(self) -> Result<(), ThreadError> {
-        self.0.recv_timeout(ANSWER).map_err(|error| match error {
-            mpsc::RecvTimeoutError::Timeout => ThreadError::Stuck,
-            mpsc::RecvTimeoutError::Disconnected => ThreadError::Gone,
-        })
+        receive(&self.0)
     }
+}
+
+/// What a vCPU was asked for.
+pub struct Answer<T>(Receiver<Result<T, KvmError>>);
+
+impl<T> Answer<T> {
+    pub fn wait(self) -> Result<T, ThreadError> {
+        Ok(receive(&self.0)??)
+    }
+}
+
+fn receive<T>(answers: &Receiver<T>) -> Result<T, ThreadError> {
+    answers.recv_timeout(ANSWER).map_err(|error| match error {
+        mpsc::RecvTimeoutError::Timeout => ThreadError::Stuck,
+        mpsc::RecvTimeoutError::Disconnected => ThreadError::Gone,
+    })
 }
 
 impl Drop for VcpuThread {
@@ -124,7 +158,14 @@ impl Drop for VcpuThread {
     }
 }
 
-fn work(mut vcpu: VcpuFd, mailbox: &Receiver<Command>, buses: &Arc<Buses>, report: &Report) {
+/// What the thread owns.
+struct Parked {
+    id: u32,
+    vcpu: VcpuFd,
+    shape: Arc<StateShape>,
+}
+
+fn work(mut own: Parked, mailbox: &Receiver<Command>, buses: &Arc<Buses>, report: &Report) {
     let mut running = false;
     loop {
         // A parked thread sleeps here; a running one only looks whether anything came.
@@ -138,8 +179,14 @@ fn work(mut vcpu: VcpuFd, mailbox: &Receiver<Command>, buses: &Arc<Buses>, repor
                 running = false;
                 let _ = done.send(());
             }
+            Ok(Command::Save(answer)) => {
+                let _ = answer.send(state::save(&own.vcpu, own.id, &own.shape).map(Box::new));
+            }
+            Ok(Command::Load(saved, answer)) => {
+                let _ = answer.send(state::load(&own.vcpu, own.id, &saved, &own.shape));
+            }
             Err(mpsc::TryRecvError::Disconnected) => return,
-            Err(mpsc::TryRecvError::Empty) => match run::run(&mut vcpu, buses) {
+            Err(mpsc::TryRecvError::Empty) => match run::run(&mut own.vcpu, buses) {
                 Stop::Kicked => sys::take_kick(),
                 Stop::Ended(outcome) => {
                     running = false;

@@ -259,6 +259,12 @@ impl VirtioDevice for Block {
         DeviceState::Block(self.state())
     }
 
+    fn rewind(&mut self, state: &DeviceState) {
+        if let DeviceState::Block(state) = state {
+            self.flush_failed = state.flush_failed;
+        }
+    }
+
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
         self.change(update)
     }

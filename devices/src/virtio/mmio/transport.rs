@@ -135,6 +135,16 @@ impl MmioTransport {
         Ok(())
     }
 
+    /// Takes a transport in use back to a state that it was saved in. The vCPUs must be paused and the
+    /// devices quiet.
+    pub fn rewind(&self, state: &TransportStateV1) -> Result<(), RestoreError> {
+        // As a driver does it: the worker ends, the registers are as new.
+        let action = self.registers().write(offset::STATUS, 0);
+        self.run(action);
+        self.thread.rewind(self.id, state.device.clone()).map_err(RestoreError::Device)?;
+        self.restore(state)
+    }
+
     fn registers(&self) -> MutexGuard<'_, Registers> {
         // A panic while locked would leave plain integers, each valid by itself.
         self.registers.lock().unwrap_or_else(PoisonError::into_inner)

@@ -44,4 +44,6 @@ impl VirtioDevice for Rng {
     fn save(&self) -> DeviceState {
         DeviceState::Rng(RngStateV1 {})
     }
+
+    fn rewind(&mut self, _state: &DeviceState) {}
 }

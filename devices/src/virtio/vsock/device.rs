@@ -124,6 +124,14 @@ impl VirtioDevice for Vsock {
             owed_resets: self.owed_resets.clone(),
         })
     }
+
+    fn rewind(&mut self, state: &DeviceState) {
+        if let DeviceState::Vsock(state) = state {
+            self.next_host_port = state.next_host_port;
+            self.owed_resets.clone_from(&state.owed_resets);
+            self.restored = true;
+        }
+    }
 }
 
 /// The file of a bound socket, removed by the process that bound it.

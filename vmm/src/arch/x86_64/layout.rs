@@ -5,6 +5,8 @@
 
 use vm_memory::GuestAddress;
 
+use crate::memory::Region;
+
 /// Descriptor tables for the first instruction.
 pub const GDT: GuestAddress = GuestAddress(0x500);
 pub const IDT: GuestAddress = GuestAddress(0x520);
@@ -61,6 +63,13 @@ pub fn ram(memory_mib: u64) -> Vec<(GuestAddress, usize)> {
         ranges.push((GuestAddress(HOLE_END), (bytes - low) as usize));
     }
     ranges
+}
+
+/// The same as regions of a memory image.
+pub fn regions(memory_mib: u64) -> Vec<Region> {
+    let region =
+        |(address, len): (GuestAddress, usize)| Region { address: address.0, len: len as u64 };
+    ram(memory_mib).into_iter().map(region).collect()
 }
 
 /// The kinds of memory that a kernel is told about.

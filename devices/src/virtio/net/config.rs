@@ -1,0 +1,163 @@
+//! What the host asks of a network card, and the configuration space that the guest reads.
+//!
+//! A wish is checked here as far as it can be without opening anything; `tap.rs` checks the tap itself.
+
+use std::fmt;
+use std::fs::File;
+use std::io;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use super::tap::{self, TapError};
+use crate::rate_limiter::{RateLimiterConfig, RateLimiterError};
+use crate::sys;
+
+/// The least MTU that IPv4 allows, and the most that a frame can carry.
+pub const MTU_MIN: u16 = 68;
+pub const MTU_MAX: u16 = 65535;
+
+/// A hardware address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Mac(pub [u8; 6]);
+
+/// Text that is no hardware address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("write six pairs of hexadecimal digits, such as 02:00:00:00:00:01")]
+pub struct MacError;
+
+/// Why a network card could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum NetError {
+    #[error("mac {mac} is a group address or all zero; use one such as 02:00:00:00:00:01")]
+    Mac { mac: Mac },
+    #[error("mtu {mtu} is not between {MTU_MIN} and {MTU_MAX}")]
+    Mtu { mtu: u16 },
+    #[error("{direction} limit")]
+    Limit {
+        direction: &'static str,
+        #[source]
+        source: RateLimiterError,
+    },
+    #[error("no random hardware address, or no timer for the limits")]
+    Host(#[source] io::Error),
+    #[error("tap {name}")]
+    Tap {
+        name: String,
+        #[source]
+        source: TapError,
+    },
+    #[error("saved card has {}, this one was asked to have {here}", show_mtu(*saved))]
+    SavedMtu { saved: Option<u16>, here: u16 },
+}
+
+/// Which tap a card uses.
+#[derive(Debug)]
+pub enum TapSource {
+    /// The tap of this name. One that is there is used if it is free; otherwise it is made, brought up,
+    /// and gone with the machine.
+    Name(String),
+    /// A new tap with a name that the kernel picks.
+    Auto,
+    /// Opened by somebody else: a tap without packet information and with virtio headers.
+    File(File),
+}
+
+/// A network card as the host wishes it.
+#[derive(Debug)]
+pub struct NetConfig {
+    pub tap: TapSource,
+    /// Random if left out.
+    pub mac: Option<Mac>,
+    /// Told to the guest, and to a tap that is made for it.
+    pub mtu: Option<u16>,
+    /// What the guest may receive and send.
+    pub rx_limit: RateLimiterConfig,
+    pub tx_limit: RateLimiterConfig,
+}
+
+impl NetConfig {
+    pub fn new(tap: TapSource) -> Self {
+        let (rx_limit, tx_limit) = <_>::default();
+        Self { tap, mac: None, mtu: None, rx_limit, tx_limit }
+    }
+
+    /// Checks what can be checked without the tap.
+    pub fn validate(&self) -> Result<(), NetError> {
+        check_mac(self.mac)?;
+        check_mtu(self.mtu)?;
+        for (direction, limit) in [("receive", &self.rx_limit), ("send", &self.tx_limit)] {
+            limit.validate().map_err(|source| NetError::Limit { direction, source })?;
+        }
+        if let TapSource::Name(name) = &self.tap {
+            tap::check_name(name)
+                .map_err(|source| NetError::Tap { name: format!("{name:?}"), source })?;
+        }
+        Ok(())
+    }
+}
+
+pub(super) fn check_mac(mac: Option<Mac>) -> Result<(), NetError> {
+    match mac {
+        Some(mac) if mac.0[0] & 1 != 0 || mac.0 == [0; 6] => Err(NetError::Mac { mac }),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn check_mtu(mtu: Option<u16>) -> Result<(), NetError> {
+    match mtu {
+        Some(mtu) if !(MTU_MIN..=MTU_MAX).contains(&mtu) => Err(NetError::Mtu { mtu }),
+        _ => Ok(()),
+    }
+}
+
+fn show_mtu(mtu: Option<u16>) -> String {
+    mtu.map_or_else(|| "no mtu".to_owned(), |mtu| format!("mtu {mtu}"))
+}
+
+impl Mac {
+    /// A random address that nobody was assigned.
+    pub fn random() -> io::Result<Self> {
+        let mut bytes = [0; 6];
+        if sys::random(&mut bytes)? != bytes.len() {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        // Locally administered, not a group.
+        bytes[0] = bytes[0] & !1 | 2;
+        Ok(Self(bytes))
+    }
+}
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl FromStr for Mac {
+    type Err = MacError;
+
+    fn from_str(text: &str) -> Result<Self, MacError> {
+        let mut bytes = [0; 6];
+        let mut parts = text.split(':');
+        for byte in &mut bytes {
+            let part = parts.next().ok_or(MacError)?;
+            // `from_str_radix` alone would also take a sign.
+            if part.len() != 2 || !part.bytes().all(|digit| digit.is_ascii_hexdigit()) {
+                return Err(MacError);
+            }
+            *byte = u8::from_str_radix(part, 16).map_err(|_| MacError)?;
+        }
+        parts.next().map_or(Ok(Self(bytes)), |_| Err(MacError))
+    }
+}
+
+/// The configuration space of virtio 1.2 section 5.1.4, up to the MTU.
+pub fn space(mac: Mac, mtu: Option<u16>) -> Vec<u8> {
+    let mut space = mac.0.to_vec();
+    // No status and one pair of queues: neither is offered, so neither is read.
+    space.extend([0; 4]);
+    space.extend(mtu.unwrap_or(0).to_le_bytes());
+    space
+}

@@ -1,0 +1,127 @@
+//! A network card that no driver uses: what it offers, and how it becomes a worker.
+//!
+//! The tap is opened here, before the machine starts, and stays open across resets.
+
+use super::super::registry::{DeviceKind, DeviceState};
+use super::super::{Activation, VirtioDevice, Worker};
+use super::config::{self, Mac, NetConfig, NetError, TapSource};
+use super::state::NetStateV1;
+use super::tap::{Link, Tap};
+use super::worker::NetWorker;
+use crate::rate_limiter::RateLimiter;
+
+pub const QUEUE_SIZE: u16 = 256;
+
+/// Feature bits of virtio 1.2 section 5.1.3.
+pub(super) mod feature {
+    pub const CSUM: u64 = 1 << 0;
+    pub const GUEST_CSUM: u64 = 1 << 1;
+    pub const MTU: u64 = 1 << 3;
+    pub const MAC: u64 = 1 << 5;
+    pub const GUEST_TSO4: u64 = 1 << 7;
+    pub const GUEST_TSO6: u64 = 1 << 8;
+    pub const GUEST_ECN: u64 = 1 << 9;
+    pub const HOST_TSO4: u64 = 1 << 11;
+    pub const HOST_TSO6: u64 = 1 << 12;
+    pub const HOST_ECN: u64 = 1 << 13;
+    pub const MRG_RXBUF: u64 = 1 << 15;
+
+    pub const GUEST: u64 = GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | GUEST_ECN;
+    pub const HOST: u64 = CSUM | HOST_TSO4 | HOST_TSO6 | HOST_ECN;
+}
+
+/// A virtio network card.
+pub struct Net {
+    pub(super) mac: Mac,
+    pub(super) mtu: Option<u16>,
+    pub(super) link: Box<dyn Link>,
+    pub(super) rx_limiter: RateLimiter,
+    pub(super) tx_limiter: RateLimiter,
+    /// A driver had it before, so the tap may hold frames that were meant for that one.
+    pub(super) used_before: bool,
+    pub(super) host_errors: u64,
+}
+
+impl Net {
+    /// Opens or makes the tap.
+    pub fn new(config: NetConfig) -> Result<Self, NetError> {
+        config.validate()?;
+        let mac = config.mac.map_or_else(Mac::random, Ok).map_err(NetError::Host)?;
+        let name = match &config.tap {
+            TapSource::Name(name) => name.clone(),
+            TapSource::Auto => "(to be named by the kernel)".to_owned(),
+            TapSource::File(_) => "(passed open)".to_owned(),
+        };
+        let tap =
+            Tap::open(config.tap, config.mtu).map_err(|source| NetError::Tap { name, source })?;
+        let limiter = |limit| RateLimiter::new(limit).map_err(NetError::Host);
+        Ok(Self {
+            mac,
+            mtu: config.mtu,
+            link: Box::new(tap),
+            rx_limiter: limiter(&config.rx_limit)?,
+            tx_limiter: limiter(&config.tx_limit)?,
+            used_before: false,
+            host_errors: 0,
+        })
+    }
+
+    /// The card of a snapshot on a tap of this host. It keeps its address unless the wish names another,
+    /// which the guest then has to be told.
+    pub fn restore(config: NetConfig, state: &NetStateV1) -> Result<Self, NetError> {
+        state.check(config.mtu)?;
+        let (mac, mtu) = (config.mac.or(Some(state.mac)), state.mtu);
+        Self::new(NetConfig { mac, mtu, ..config })
+    }
+
+    /// The name of the host's interface.
+    pub fn tap_name(&self) -> &str {
+        self.link.name()
+    }
+
+    pub fn mac(&self) -> Mac {
+        self.mac
+    }
+
+    pub(super) fn state(&self) -> NetStateV1 {
+        NetStateV1 { mac: self.mac, mtu: self.mtu }
+    }
+
+    /// Counts what went wrong with the tap and says whether to log it: the first, second, fourth and so on.
+    pub(super) fn add_host_error(&mut self) -> bool {
+        self.host_errors = self.host_errors.saturating_add(1);
+        self.host_errors.is_power_of_two()
+    }
+}
+
+impl VirtioDevice for Net {
+    fn kind(&self) -> DeviceKind {
+        DeviceKind::Net
+    }
+
+    fn features(&self) -> u64 {
+        let mtu = if self.mtu.is_some() { feature::MTU } else { 0 };
+        feature::MAC | feature::MRG_RXBUF | feature::GUEST | feature::HOST | mtu
+    }
+
+    fn queue_sizes(&self) -> &'static [u16] {
+        &[QUEUE_SIZE, QUEUE_SIZE]
+    }
+
+    fn config(&self) -> Vec<u8> {
+        config::space(self.mac, self.mtu)
+    }
+
+    fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
+        Box::new(NetWorker::new(*self, activation))
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Net(self.state())
+    }
+
+    fn rewind(&mut self, _state: &DeviceState) {
+        // Its address and size never change; frames that came since were for a guest that is no more.
+        self.used_before = true;
+    }
+}

@@ -1,0 +1,34 @@
+//! A virtio network card over a tap of the host (virtio 1.2 section 5.1).
+//!
+//! | file | what it answers |
+//! | --- | --- |
+//! | `config.rs` | what the host may ask for, and what the guest reads of it |
+//! | `device.rs` | the card while no driver uses it |
+//! | `worker.rs` | what wakes it up, and whose turn it is |
+//! | `rx.rs`, `tx.rs` | how a frame gets into the guest's buffers, and out of them |
+//! | `state.rs` | what a snapshot keeps |
+//! | `wire.rs` | the bytes before a frame, and which of them are accepted |
+//! | `tap.rs` | the host's interface, which knows nothing of rings |
+//!
+//! There is one pair of queues and no control queue. Checksums and TCP segmentation are left to the host's
+//! kernel in both directions; UDP fragmentation is obsolete, and USO would tie a snapshot to new hosts.
+//! A frame that cannot be sent or received is dropped and counted, as networks do: nothing that happens
+//! to a tap ends or blocks the machine.
+
+mod config;
+mod device;
+mod rx;
+mod state;
+mod sys;
+mod tap;
+mod tx;
+pub mod wire;
+mod worker;
+
+#[cfg(test)]
+mod tests;
+
+pub use config::{Mac, MacError, NetConfig, NetError, TapSource};
+pub use device::Net;
+pub use state::NetStateV1;
+pub use tap::TapError;

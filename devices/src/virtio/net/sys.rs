@@ -1,0 +1,201 @@
+//! The calls that a tap needs and the standard library lacks; the one unsafe file of this device.
+//!
+//! Frames move between guest memory and the tap in one call each, and never through a copy of ours.
+#![allow(unsafe_code)]
+
+use std::ffi::{c_int, c_ulong};
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+
+use vm_memory::bitmap::Bitmap;
+use vm_memory::{GuestMemory as _, Permissions};
+
+use super::wire::HEADER_LEN;
+use crate::GuestMemory;
+use crate::virtio::chain::Segment;
+
+const TUNSETIFF: c_ulong = 0x4004_54ca;
+const TUNSETOFFLOAD: c_ulong = 0x4004_54d0;
+const TUNGETIFF: c_ulong = 0x8004_54d2;
+const TUNSETVNETHDRSZ: c_ulong = 0x4004_54d8;
+const IFF_TAP: c_int = 0x0002;
+const IFF_PERSIST: c_int = 0x0800;
+const IFF_NO_PI: c_int = 0x1000;
+const IFF_VNET_HDR: c_int = 0x4000;
+
+// The most pieces that one call takes on Linux.
+const PIECES_MAX: usize = 1024;
+/// The most pieces of guest memory for one frame; one is left for bytes of ours.
+pub const SEGMENTS_MAX: usize = PIECES_MAX - 1;
+
+/// What kind of tap it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TapFlags(c_int);
+
+impl TapFlags {
+    /// Ethernet frames, no packet information, virtio headers.
+    pub const OURS: Self = Self(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR);
+    /// It stays when its last user goes.
+    pub const PERSISTENT: Self = Self(IFF_PERSIST);
+
+    pub fn contains(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+/// Attaches a freshly opened node to the tap called `name`, or to a new one if that is empty.
+pub fn attach_tap(fd: BorrowedFd, name: &str) -> io::Result<()> {
+    let mut request = request_for(name)?;
+    request.ifr_ifru.ifru_flags = TapFlags::OURS.0 as i16;
+    // SAFETY: the kernel reads and writes one request, which outlives the call.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF, &raw mut request) } as isize).map(drop)
+}
+
+/// The name and kind of the tap behind a descriptor; an error if it is none.
+pub fn tap_facts(fd: BorrowedFd) -> io::Result<(String, TapFlags)> {
+    let mut request = request_for("")?;
+    // SAFETY: the kernel writes one request, which outlives the call.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), TUNGETIFF, &raw mut request) } as isize)?;
+    let name: Vec<u8> =
+        request.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| *byte as u8).collect();
+    // SAFETY: the request was zeroed and TUNGETIFF fills in the flags.
+    let flags = unsafe { request.ifr_ifru.ifru_flags };
+    // The flags are 16 bits wide, and not a signed number.
+    let flags = TapFlags(c_int::from(flags as u16));
+    Ok((String::from_utf8_lossy(&name).into_owned(), flags))
+}
+
+pub fn set_header_len(fd: BorrowedFd) -> io::Result<()> {
+    let len = HEADER_LEN as c_int;
+    // SAFETY: the kernel reads one integer, which outlives the call.
+    check(unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETVNETHDRSZ, &raw const len) } as isize)
+        .map(drop)
+}
+
+pub fn set_offload(fd: BorrowedFd, offload: u32) -> io::Result<()> {
+    // SAFETY: the argument is a number, no memory is passed.
+    let done = unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETOFFLOAD, c_ulong::from(offload)) };
+    check(done as isize).map(drop)
+}
+
+/// Sets the MTU of an interface, if one is wished, and brings it up.
+pub fn bring_up(name: &str, mtu: Option<u16>) -> io::Result<()> {
+    // SAFETY: no memory is involved.
+    let fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
+    check(fd as isize)?;
+    // SAFETY: the descriptor was just made and nobody else has it.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    let mut request = request_for(name)?;
+    if let Some(mtu) = mtu {
+        request.ifr_ifru.ifru_mtu = mtu.into();
+        // SAFETY: the kernel reads one request, which outlives the call.
+        let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFMTU, &raw const request) };
+        check(done as isize)?;
+    }
+    // SAFETY: the kernel writes one request, which outlives the call.
+    let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS, &raw mut request) };
+    check(done as isize)?;
+    // SAFETY: SIOCGIFFLAGS has just filled in the flags.
+    let flags = unsafe { request.ifr_ifru.ifru_flags };
+    request.ifr_ifru.ifru_flags = flags | libc::IFF_UP as i16;
+    // SAFETY: the kernel reads one request, which outlives the call.
+    let done = unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) };
+    check(done as isize).map(drop)
+}
+
+pub fn set_nonblocking(fd: BorrowedFd) -> io::Result<()> {
+    // SAFETY: no memory is passed; the descriptor is borrowed for the call.
+    let flags = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GETFL) };
+    check(flags as isize)?;
+    // SAFETY: as above.
+    let done = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETFL, flags | libc::O_NONBLOCK) };
+    check(done as isize).map(drop)
+}
+
+/// Reads one frame into guest memory, and what does not fit there into `spill`.
+pub fn read_frame(
+    fd: BorrowedFd,
+    memory: &GuestMemory,
+    into: &[Segment],
+    spill: &mut [u8],
+) -> io::Result<usize> {
+    let mut pieces = pieces(memory, into, Permissions::Write)?;
+    pieces.push(libc::iovec { iov_base: spill.as_mut_ptr().cast(), iov_len: spill.len() });
+    // SAFETY: every piece is guest memory, which stays mapped while `memory` is borrowed and which Rust
+    // holds no reference into, or `spill`, which is borrowed exclusively; `pieces` outlives the call.
+    let got = unsafe { libc::readv(fd.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
+    let got = check(got)?;
+    mark_dirty(memory, into, got);
+    Ok(got)
+}
+
+/// Writes one frame: bytes of ours first, then guest memory.
+pub fn write_frame(
+    fd: BorrowedFd,
+    first: &[u8],
+    memory: &GuestMemory,
+    rest: &[Segment],
+) -> io::Result<usize> {
+    let mut pieces = pieces(memory, rest, Permissions::Read)?;
+    let first = libc::iovec { iov_base: first.as_ptr().cast_mut().cast(), iov_len: first.len() };
+    pieces.insert(0, first);
+    // SAFETY: every piece is valid for reads: `first`, which is borrowed, or guest memory, which stays
+    // mapped while `memory` is borrowed; the kernel only reads, and `pieces` outlives the call.
+    check(unsafe { libc::writev(fd.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) })
+}
+
+/// Guest memory as the kernel wants it. Too many pieces are an error, never a frame cut short.
+fn pieces(
+    memory: &GuestMemory,
+    segments: &[Segment],
+    access: Permissions,
+) -> io::Result<Vec<libc::iovec>> {
+    let mut pieces = Vec::with_capacity(segments.len() + 2);
+    for segment in segments {
+        let slices = memory
+            .get_slices(segment.address, segment.len as usize, access)
+            .map_err(io::Error::other)?;
+        for slice in slices {
+            let slice = slice.map_err(io::Error::other)?;
+            if pieces.len() == SEGMENTS_MAX {
+                return Err(io::ErrorKind::InvalidInput.into());
+            }
+            let iov_base = slice.ptr_guard_mut().as_ptr().cast();
+            pieces.push(libc::iovec { iov_base, iov_len: slice.len() });
+        }
+    }
+    Ok(pieces)
+}
+
+/// Tells whoever tracks guest memory which bytes the kernel wrote.
+fn mark_dirty(memory: &GuestMemory, segments: &[Segment], mut len: usize) {
+    for segment in segments {
+        let part = len.min(segment.len as usize);
+        if part == 0 {
+            break;
+        }
+        len -= part;
+        let slices = memory.get_slices(segment.address, part, Permissions::Write);
+        for slice in slices.into_iter().flatten().flatten() {
+            slice.bitmap().mark_dirty(0, slice.len());
+        }
+    }
+}
+
+/// A request about the interface called `name`.
+fn request_for(name: &str) -> io::Result<libc::ifreq> {
+    // SAFETY: all zeros is a request about an interface without a name.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // The last byte stays zero, as the kernel wants.
+    if name.len() >= request.ifr_name.len() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *to = from as libc::c_char;
+    }
+    Ok(request)
+}
+
+fn check(done: isize) -> io::Result<usize> {
+    usize::try_from(done).map_err(|_| io::Error::last_os_error())
+}

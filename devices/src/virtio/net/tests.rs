@@ -1,0 +1,296 @@
+//! The network card, driven by a mock driver, with a socket where the tap would be.
+
+mod bad_frames;
+mod offloads;
+mod taps;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixDatagram;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::super::conformance::{self, Specimen};
+use super::super::mmio::VERSION_1;
+use super::super::registry::DeviceState;
+use super::super::testing::Buffer::{Readable, Writable};
+use super::super::testing::MockDriver;
+use super::config::{Mac, NetConfig, TapSource};
+use super::device::{Net, feature};
+use super::tap::Link;
+use super::wire::{ETHERNET_LEN, HEADER_LEN};
+use crate::rate_limiter::{BucketConfig, RateLimiter, RateLimiterConfig};
+
+const RX: usize = 0;
+const TX: usize = 1;
+const MAC: Mac = Mac([2, 0, 0, 0, 0, 9]);
+const NO_HEADER: [u8; HEADER_LEN] = [0; HEADER_LEN];
+
+/// A datagram socket, which keeps frames apart as a tap does.
+struct Wire {
+    socket: UnixDatagram,
+    offload: Arc<AtomicU32>,
+}
+
+impl Link for Wire {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn set_offload(&mut self, offload: u32) -> io::Result<()> {
+        self.offload.store(offload, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn name(&self) -> &str {
+        "wire"
+    }
+}
+
+/// The host's end of the wire.
+struct Peer {
+    socket: UnixDatagram,
+    offload: Arc<AtomicU32>,
+}
+
+impl Peer {
+    fn send(&self, frame: &[u8]) {
+        self.socket.send(&[&NO_HEADER, frame].concat()).unwrap();
+    }
+
+    /// The next frame from the guest, with its header.
+    fn receive(&self) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; 70_000];
+        let len = self.socket.recv(&mut bytes).ok()?;
+        bytes.truncate(len);
+        Some(bytes)
+    }
+}
+
+fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
+    let (near, far) = UnixDatagram::pair().unwrap();
+    near.set_nonblocking(true).unwrap();
+    far.set_nonblocking(true).unwrap();
+    let offload = Arc::new(AtomicU32::new(0));
+    let link = Box::new(Wire { socket: near, offload: offload.clone() });
+    let net = Net {
+        mac: MAC,
+        mtu: None,
+        link,
+        rx_limiter: RateLimiter::new(&rx).unwrap(),
+        tx_limiter: RateLimiter::new(&tx).unwrap(),
+        used_before: false,
+        host_errors: 0,
+    };
+    (net, Peer { socket: far, offload })
+}
+
+fn wired() -> (Net, Peer) {
+    limited(RateLimiterConfig::default(), RateLimiterConfig::default())
+}
+
+/// A frame from the guest's own address, `len` bytes long.
+fn frame(len: usize) -> Vec<u8> {
+    let mut frame = vec![0xff; 6];
+    frame.extend(MAC.0);
+    frame.extend([8, 0]);
+    frame.extend((ETHERNET_LEN..len).map(|at| at as u8));
+    frame.truncate(len);
+    frame
+}
+
+/// Offers receive buffers of `len` bytes each.
+fn refill(driver: &mut MockDriver, count: usize, len: u32) -> Vec<super::super::testing::Offered> {
+    (0..count).map(|_| driver.send(RX, &[Writable(len)])).collect()
+}
+
+/// A card on one end of a wire, whose other end the test keeps.
+struct OnWire(std::cell::RefCell<Option<Peer>>);
+
+impl OnWire {
+    fn card(&self) -> Net {
+        let (net, peer) = wired();
+        *self.0.borrow_mut() = Some(peer);
+        net
+    }
+}
+
+impl Specimen for OnWire {
+    type Device = Net;
+    const QUEUE: usize = TX;
+
+    fn fresh(&self) -> Net {
+        self.card()
+    }
+
+    fn restored(&self, state: &DeviceState) -> Net {
+        assert_eq!(*state, DeviceState::Net(super::NetStateV1 { mac: MAC, mtu: None }));
+        self.card()
+    }
+
+    fn exercise(&self, driver: &mut MockDriver) {
+        let peer = self.0.borrow();
+        let peer = peer.as_ref().unwrap();
+        let (used, _) = driver.request(TX, &[Readable(&NO_HEADER), Readable(&frame(60))]);
+        assert!(used.is_some());
+        assert_eq!(peer.receive().unwrap()[HEADER_LEN..], frame(60));
+        peer.send(&frame(99));
+        let buffer = driver.send(RX, &[Writable(2048)]);
+        driver.run();
+        assert_eq!(driver.used(RX).unwrap().len as usize, HEADER_LEN + 99);
+        assert_eq!(driver.contents(&buffer)[0][HEADER_LEN..HEADER_LEN + 99], frame(99));
+    }
+}
+
+conformance::suite!(OnWire(Default::default()));
+
+/// The same for the queue that receives.
+mod receiving {
+    use super::*;
+
+    struct Receiving(OnWire);
+
+    impl Specimen for Receiving {
+        type Device = Net;
+        const QUEUE: usize = RX;
+
+        fn fresh(&self) -> Net {
+            self.0.fresh()
+        }
+
+        fn restored(&self, state: &DeviceState) -> Net {
+            self.0.restored(state)
+        }
+
+        fn exercise(&self, driver: &mut MockDriver) {
+            self.0.exercise(driver);
+        }
+    }
+
+    conformance::suite!(Receiving(OnWire(Default::default())));
+}
+
+#[test]
+fn frame_of_the_guest_arrives_whole_however_it_is_cut() {
+    let (net, peer) = wired();
+    let mut driver = MockDriver::ready(net);
+    let bytes = [&NO_HEADER[..], &frame(1514)].concat();
+    for cut in [1, 5, 12, 13, 20, 26, 27, 700] {
+        let (first, rest) = bytes.split_at(cut);
+        let (used, _) = driver.request(TX, &[Readable(first), Readable(rest)]);
+        assert_eq!(used.unwrap().len, 0);
+        assert_eq!(peer.receive().unwrap(), bytes, "cut at {cut}");
+    }
+    assert_eq!(driver.transport.counters().refused, 0);
+}
+
+#[test]
+fn frame_for_the_guest_is_spread_over_merged_buffers() {
+    let (net, peer) = wired();
+    let mut driver = MockDriver::ready(net);
+    let buffers = refill(&mut driver, 4, 500);
+    peer.send(&frame(1400));
+    driver.run();
+    let lens: Vec<_> = std::iter::from_fn(|| driver.used(RX)).map(|used| used.len).collect();
+    assert_eq!(lens, [500, 500, 412]);
+    let bytes: Vec<u8> = buffers.iter().flat_map(|b| driver.contents(b).concat()).collect();
+    assert_eq!(bytes[10..HEADER_LEN], 3u16.to_le_bytes());
+    assert_eq!(bytes[HEADER_LEN..HEADER_LEN + 1400], frame(1400));
+    // The buffer that was not needed is still the device's, and is used next.
+    peer.send(&frame(60));
+    driver.run();
+    assert_eq!(driver.used(RX).unwrap().len, 72);
+    assert_eq!(driver.contents(&buffers[3])[0][10..HEADER_LEN], 1u16.to_le_bytes());
+}
+
+#[test]
+fn frame_longer_than_the_buffers_waits_for_more() {
+    let (net, peer) = wired();
+    let mut driver = MockDriver::ready(net);
+    let mut buffers = refill(&mut driver, 2, 500);
+    peer.send(&frame(2000));
+    driver.run();
+    assert_eq!(driver.used(RX), None);
+    buffers.extend(refill(&mut driver, 1, 500));
+    driver.run();
+    assert_eq!(driver.used(RX), None);
+    buffers.extend(refill(&mut driver, 2, 800));
+    driver.run();
+    let lens: Vec<_> = std::iter::from_fn(|| driver.used(RX)).map(|used| used.len).collect();
+    assert_eq!(lens, [500, 500, 500, 512]);
+    let bytes: Vec<u8> = buffers.iter().flat_map(|b| driver.contents(b).concat()).collect();
+    assert_eq!(bytes[HEADER_LEN..HEADER_LEN + 2000], frame(2000));
+}
+
+#[test]
+fn frame_that_waits_is_dropped_by_a_snapshot_and_its_buffers_are_not() {
+    let (net, peer) = wired();
+    let mut driver = MockDriver::ready(net);
+    refill(&mut driver, 2, 500);
+    peer.send(&frame(2000));
+    driver.run();
+    // Saving refuses a device that holds chains.
+    let suspended = driver.suspend();
+    let (net, peer) = wired();
+    let mut driver = suspended.resume(net).unwrap();
+    peer.send(&frame(60));
+    driver.run();
+    assert_eq!(driver.used(RX).unwrap().len, 72);
+}
+
+#[test]
+fn d5_flood_without_buffers_stops_reading_and_goes_on_after_a_refill() {
+    let (net, peer) = wired();
+    let mut driver = MockDriver::ready(net);
+    while peer.socket.send(&[&NO_HEADER[..], &frame(60)].concat()).is_ok() {}
+    for event_idx in [true, false] {
+        if !event_idx {
+            driver.start_with(VERSION_1);
+        }
+        while peer.socket.send(&[&NO_HEADER[..], &frame(60)].concat()).is_ok() {}
+        for _ in 0..300 {
+            assert!(driver.devices.run(50) < 50, "spins without buffers");
+            refill(&mut driver, 1, 2048);
+            driver.run();
+            assert_eq!(driver.used(RX).unwrap().len, 72);
+            peer.send(&frame(60));
+        }
+    }
+}
+
+#[test]
+fn limit_holds_frames_back_in_the_ring_and_lets_them_go_in_time() {
+    let ops = Some(BucketConfig { size: 2, one_time_burst: 0, refill_time_ms: 100 });
+    let limit = RateLimiterConfig { bytes: None, ops };
+    let (net, peer) = limited(limit, limit);
+    let mut driver = MockDriver::ready(net);
+    for _ in 0..4 {
+        driver.send(TX, &[Readable(&NO_HEADER), Readable(&frame(60))]);
+        peer.send(&frame(60));
+    }
+    refill(&mut driver, 8, 2048);
+    driver.run();
+    let sent = std::iter::from_fn(|| peer.receive()).count();
+    let received = std::iter::from_fn(|| driver.used(RX)).count();
+    assert!(sent <= 3 && received <= 3, "{sent} {received}");
+    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(10);
+    let (mut sent, mut received) = (sent, received);
+    while (sent, received) != (4, 4) {
+        assert!(std::time::Instant::now() < deadline, "{sent} {received}");
+        driver.run();
+        sent += std::iter::from_fn(|| peer.receive()).count();
+        received += std::iter::from_fn(|| driver.used(RX)).count();
+    }
+}
+
+#[test]
+fn config_space_shows_mac_and_mtu() {
+    let (mut net, _peer) = wired();
+    assert_eq!(super::super::VirtioDevice::features(&net) & feature::MTU, 0);
+    net.mtu = Some(9000);
+    assert_ne!(super::super::VirtioDevice::features(&net) & feature::MTU, 0);
+    let driver = MockDriver::new(net);
+    assert_eq!(driver.read(0x100).to_le_bytes(), [2, 0, 0, 0]);
+    assert_eq!(driver.read(0x104), 0x0000_0900);
+    assert_eq!(driver.read(0x108) >> 16, 9000);
+}

@@ -1,0 +1,198 @@
+//! Runs the two queues of a network card: wakes up, lets each direction have its turn, tells the driver.
+//!
+//! The tap is watched edge-triggered, and what an edge said is kept as a flag: a tap with frames for a guest
+//! without buffers, or one that is down or gone, costs one wake-up and no spinning.
+
+use std::os::fd::AsRawFd;
+
+use event_manager::{EventOps, Events, MutEventSubscriber};
+use vmm_sys_util::epoll::EventSet;
+
+use super::super::registry::DeviceState;
+use super::super::{Activation, Interrupt, QueueFault, Stopped, VirtQueue, Worker};
+use super::device::Net;
+use super::rx::{self, Rx, Turn};
+use super::tap;
+use super::tx::{self, Sent};
+use super::wire::TxOffloads;
+use crate::GuestMemory;
+use crate::rate_limiter::Cost;
+
+// What an event is about.
+const TOKEN_RX: u32 = 0;
+const TOKEN_TX: u32 = 1;
+const TOKEN_TAP: u32 = 2;
+const TOKEN_RX_LIMIT: u32 = 3;
+const TOKEN_TX_LIMIT: u32 = 4;
+
+// What one turn sends before the other devices get theirs.
+const TURN_FRAMES: usize = 128;
+const TURN_BYTES: u64 = 2 << 20;
+
+/// A network card in use.
+pub struct NetWorker {
+    net: Net,
+    memory: GuestMemory,
+    queues: Vec<VirtQueue>,
+    interrupt: Interrupt,
+    rx: Rx,
+    offloads: TxOffloads,
+    quiet: bool,
+    failed: bool,
+}
+
+impl NetWorker {
+    pub(super) fn new(mut net: Net, activation: Activation) -> Self {
+        let Activation { memory, queues, interrupt, features } = activation;
+        if std::mem::replace(&mut net.used_before, true) {
+            rx::drain(&mut net, &memory);
+        }
+        let mut failed = queues.len() != 2;
+        if let Err(error) = net.link.set_offload(tap::offload_for(features)) {
+            // A tap that is gone has nothing to hand over; one that refuses would hand over the wrong.
+            failed |= error.raw_os_error() != Some(libc::EBADFD);
+            if net.add_host_error() {
+                log::warn!(
+                    "net {}: cannot set what the tap may leave undone: {error}",
+                    net.link.name()
+                );
+            }
+        }
+        if failed {
+            interrupt.needs_reset();
+        }
+        let (rx, offloads) = (Rx::new(features), tx::offloads(features));
+        Self { net, memory, queues, interrupt, rx, offloads, quiet: false, failed }
+    }
+
+    fn note(&mut self, events: Events) {
+        match events.data() {
+            TOKEN_RX => self.queues.iter().take(1).for_each(VirtQueue::clear_kick),
+            TOKEN_TX => self.queues.iter().skip(1).for_each(VirtQueue::clear_kick),
+            TOKEN_TAP => self.rx.readable = true,
+            TOKEN_RX_LIMIT => self.net.rx_limiter.clear_timer(),
+            TOKEN_TX_LIMIT => self.net.tx_limiter.clear_timer(),
+            _ => {}
+        }
+    }
+
+    /// Serves the direction that the event was about.
+    fn turn(&mut self, token: u32) -> Result<(), QueueFault> {
+        let Self { net, memory, queues, rx, .. } = self;
+        let [rx_queue, tx_queue] = &mut queues[..] else { return Ok(()) };
+        let (queue, more) = if matches!(token, TOKEN_TX | TOKEN_TX_LIMIT) {
+            let more = send_frames(net, memory, tx_queue, self.offloads)?;
+            (tx_queue, more)
+        } else {
+            let more = rx.turn(net, memory, rx_queue)? == Turn::More;
+            (rx_queue, more)
+        };
+        if more {
+            queue.kick_again();
+        }
+        if queue.wants_interrupt()? {
+            self.interrupt.used_buffers();
+        }
+        Ok(())
+    }
+
+    fn fail(&mut self, why: &str) {
+        self.failed = true;
+        if self.interrupt.needs_reset() {
+            log::warn!("net {}: {why}", self.net.link.name());
+        }
+    }
+}
+
+/// Sends what the driver offers; true if there is more although nothing hinders.
+fn send_frames(
+    net: &mut Net,
+    memory: &GuestMemory,
+    queue: &mut VirtQueue,
+    offloads: TxOffloads,
+) -> Result<bool, QueueFault> {
+    let mut bytes = 0;
+    queue.disable_kicks()?;
+    for _ in 0..TURN_FRAMES {
+        let Some(chain) = queue.pop()? else {
+            if queue.enable_kicks()? {
+                queue.disable_kicks()?;
+                continue;
+            }
+            return Ok(false);
+        };
+        let len = tx::frame_len(&chain);
+        if !net.tx_limiter.admit(Cost::op(len)) {
+            // Goes on when the limiter's timer says so; until then the driver need not kick.
+            queue.undo_pop(chain);
+            return Ok(false);
+        }
+        if tx::send(net, memory, &chain, offloads) == Sent::Refused {
+            queue.counters().add_refused();
+        }
+        queue.push(chain.head(), 0)?;
+        bytes += len;
+        if bytes >= TURN_BYTES {
+            break;
+        }
+    }
+    Ok(true)
+}
+
+impl MutEventSubscriber for NetWorker {
+    fn init(&mut self, ops: &mut EventOps) {
+        let edge = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        let mut watched = vec![
+            (self.net.link.fd().as_raw_fd(), TOKEN_TAP, edge),
+            (self.net.rx_limiter.as_raw_fd(), TOKEN_RX_LIMIT, EventSet::IN),
+            (self.net.tx_limiter.as_raw_fd(), TOKEN_TX_LIMIT, EventSet::IN),
+        ];
+        let kicks = self.queues.iter().map(|queue| queue.kick().as_raw_fd());
+        watched
+            .extend(kicks.zip([TOKEN_RX, TOKEN_TX]).map(|(fd, token)| (fd, token, EventSet::IN)));
+        for (fd, token, set) in watched {
+            if let Err(error) = ops.add(Events::with_data_raw(fd, token, set)) {
+                return self.fail(&format!("cannot watch its descriptors: {error}"));
+            }
+        }
+        // What the driver added before it was ready, or before a snapshot, has no kick of its own.
+        self.queues.iter().for_each(VirtQueue::kick_again);
+    }
+
+    fn process(&mut self, events: Events, _ops: &mut EventOps) {
+        self.note(events);
+        if self.quiet || self.failed {
+            return;
+        }
+        if let Err(fault) = self.turn(events.data()) {
+            self.fail(&fault.to_string());
+        }
+    }
+}
+
+impl Worker for NetWorker {
+    fn quiesce(&mut self) {
+        self.quiet = true;
+        // Sending holds nothing between turns; receiving holds buffers, and perhaps half a frame.
+        if let Some(queue) = self.queues.first_mut() {
+            self.rx.put_back(queue);
+        }
+    }
+
+    fn resume(&mut self) {
+        self.quiet = false;
+        self.queues.iter().for_each(VirtQueue::kick_again);
+    }
+
+    fn save(&self) -> DeviceState {
+        DeviceState::Net(self.net.state())
+    }
+
+    fn stop(self: Box<Self>) -> Stopped {
+        Stopped { device: Box::new(self.net), queues: self.queues }
+    }
+
+    fn queues(&self) -> &[VirtQueue] {
+        &self.queues
+    }
+}

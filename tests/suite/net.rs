@@ -1,0 +1,175 @@
+//! A guest with a network card, in a network namespace that the test makes.
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use pvmm::{Mac, Net, TapSource};
+use pvmm_tests::guest::Guest;
+use pvmm_tests::network;
+
+const TAP: &str = "tap-suite";
+const ADDRESSES: &str = " ip=10.9.0.2::10.9.0.1:255.255.255.0::eth0:off";
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Boots a guest on a tap that pvmm makes, with addresses at both ends.
+fn guest_on_tap() -> Guest {
+    let guest = Guest::boot_with(|config| {
+        config.cmdline += ADDRESSES;
+        let mac = Some(Mac([2, 0, 0, 0, 0, 7]));
+        config.nets.push(Net { mac, mtu: Some(1400), ..Net::new(TapSource::Name(TAP.into())) });
+    });
+    assert_eq!(guest.vm.taps(), [TAP]);
+    network::host(&["addr", "add", "10.9.0.1/24", "dev", TAP]);
+    guest
+}
+
+/// How much goes each way: what an emulated host can do in seconds, or `PVMM_NET_MB`.
+fn megabytes() -> usize {
+    std::env::var("PVMM_NET_MB").map_or(32, |mb| mb.parse().unwrap())
+}
+
+fn patient(stream: TcpStream) -> TcpStream {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream
+}
+
+#[test]
+fn card_carries_pings_streams_and_small_packets_and_outlives_its_tap() {
+    network::isolated(|| {
+        let guest = guest_on_tap();
+        assert_eq!(guest.prints("cat /sys/class/net/eth0/address"), "02:00:00:00:00:07");
+        assert_eq!(guest.prints("cat /sys/class/net/eth0/mtu"), "1400");
+        let pings = "busybox ping -c 3 -W 20 10.9.0.1 | grep -c 'seq='";
+        assert_eq!(guest.prints(pings), "3");
+        streams_both_ways(&guest);
+        small_packets_are_answered(&guest);
+        survives_the_end_of_its_tap(&guest);
+    });
+}
+
+/// A block that no two positions of a stream share, so that whatever is lost or swapped changes the sum.
+const STREAM: &str = "
+import socket, sys, zlib
+mb, block = int(sys.argv[1]), bytes(i * 7 + (i >> 8) & 255 for i in range(65536))
+s = socket.create_connection(('10.9.0.1', 5001), 100)
+sent = 0
+for i in range(mb * 16):
+    data = i.to_bytes(8, 'little') + block[8:]
+    sent = zlib.crc32(data, sent)
+    s.sendall(data)
+got, received = 0, 0
+while received < mb << 20:
+    data = s.recv(1 << 18)
+    assert data, received
+    got, received = zlib.crc32(data, got), received + len(data)
+s.sendall(b'.')
+print(sent, got)
+";
+
+fn streams_both_ways(guest: &Guest) {
+    let bytes = megabytes() << 20;
+    let listener = TcpListener::bind("10.9.0.1:5001").unwrap();
+    let echo = thread::spawn(move || {
+        let mut stream = patient(listener.accept().unwrap().0);
+        let mut all = vec![0; bytes];
+        stream.read_exact(&mut all).unwrap();
+        stream.write_all(&all).unwrap();
+        stream.read_exact(&mut [0]).unwrap();
+    });
+    let start = Instant::now();
+    let sums = guest.prints(&format!("python3 -c \"{STREAM}\" {}", megabytes()));
+    echo.join().unwrap();
+    println!("net: {} MiB there and back in {:?}", megabytes(), start.elapsed());
+    let (sent, got) = sums.split_once(' ').unwrap();
+    assert_eq!(sent, got);
+    // Segmentation is left to the host in both directions: a frame is longer than the MTU on average.
+    for way in ["tx", "rx"] {
+        let count = |what| {
+            let file = format!("cat /sys/class/net/eth0/statistics/{way}_{what}");
+            guest.prints(&file).parse::<u64>().unwrap()
+        };
+        let average = count("bytes") / count("packets");
+        println!("net: {way} frames have {average} bytes on average");
+        assert!(average > 1400, "{way}: {average}");
+    }
+}
+
+fn small_packets_are_answered(guest: &Guest) {
+    let socket = UdpSocket::bind("10.9.0.1:5002").unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let server = thread::spawn(move || {
+        let mut packet = [0; 64];
+        for _ in 0..200 {
+            let (len, from) = socket.recv_from(&mut packet).unwrap();
+            socket.send_to(&packet[..len], from).unwrap();
+        }
+    });
+    let code = "
+import socket, time
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+s.settimeout(60)
+start = time.time()
+for i in range(200):
+    s.sendto(i.to_bytes(8, 'big'), ('10.9.0.1', 5002))
+    assert s.recv(64) == i.to_bytes(8, 'big')
+print('%.2f' % ((time.time() - start) * 5))
+";
+    println!(
+        "net: a small packet there and back takes {} ms",
+        guest.prints(&format!("python3 -c \"{code}\""))
+    );
+    server.join().unwrap();
+}
+
+/// D12: the interface is deleted under a running guest.
+fn survives_the_end_of_its_tap(guest: &Guest) {
+    network::host(&["link", "del", TAP]);
+    let lost = "busybox ping -c 2 -W 1 10.9.0.1 >/dev/null; echo $?";
+    assert_eq!(guest.prints(lost), "1");
+    let before = device_thread_ticks();
+    thread::sleep(Duration::from_secs(1));
+    let spent = device_thread_ticks() - before;
+    assert!(spent < 20, "the device thread used {spent} of 100 ticks on a dead tap");
+    assert_eq!(guest.prints("echo $((6*7))"), "42");
+}
+
+/// How long the device threads of this process have run, in hundredths of a second.
+fn device_thread_ticks() -> u64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
+    stats
+        .filter(|stat| stat.contains("(pvmm-devices)"))
+        .map(|stat| {
+            let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+            fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+        })
+        .sum()
+}
+
+#[test]
+fn d11_tap_in_use_or_of_another_kind_is_refused() {
+    network::isolated(|| {
+        let refused = |name: &str| {
+            let mut config = pvmm::VmConfig::new("/nowhere/vmlinux");
+            config.nets.push(Net::new(TapSource::Name(name.into())));
+            pvmm::Vm::boot(config).err().unwrap().to_string()
+        };
+        assert!(refused("lo").contains("tap lo: cannot be had"), "{}", refused("lo"));
+        let held = machine_with(TAP);
+        assert!(refused(TAP).contains("Device or resource busy"), "{}", refused(TAP));
+        drop(held);
+    });
+}
+
+/// A machine without a guest that has the tap.
+fn machine_with(name: &str) -> pvmm::Vm {
+    let kernel = pvmm_tests::tiny::kernel(&[0xf4]);
+    let mut config = pvmm::VmConfig::new(kernel.path());
+    config.boot_protocol = pvmm::BootProtocol::Linux64;
+    config.memory_mib = 32;
+    config.nets.push(Net::new(TapSource::Name(name.into())));
+    pvmm::Vm::boot(config).unwrap()
+}

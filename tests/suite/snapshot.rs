@@ -1,0 +1,199 @@
+//! Snapshots as folders: written, restored, chained, and refused when they are not what they say.
+
+use std::fs::{self, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
+use std::path::Path;
+use std::time::Instant;
+
+use pvmm::snapshot::{LoadOptions, WriteOptions};
+use pvmm::{Drive, Error, ErrorKind, Template};
+use pvmm_tests::child::{Child, SOON};
+use pvmm_tests::guest::Guest;
+use pvmm_tests::tiny;
+use tempfile::TempDir;
+
+fn load(dir: &Path) -> Result<Template, Error> {
+    Template::load(dir, LoadOptions::default())
+}
+
+fn refused(dir: &Path) -> (ErrorKind, String) {
+    let error = load(dir).err().expect("the snapshot should be refused");
+    (error.kind(), error.to_string())
+}
+
+/// A guest with two vCPUs, a disk of its own and something running, snapshotted; then restored.
+#[test]
+fn snapshot_of_a_busy_guest_with_two_vcpus_goes_on_in_every_part() {
+    let place = TempDir::new().unwrap();
+    let disk = tempfile::tempfile().unwrap();
+    disk.set_len(64 << 20).unwrap();
+    let mut guest = Guest::boot_with(|config| {
+        config.vcpus = 2;
+        config.drives.push(Drive::from_file(disk));
+    });
+    guest.prints("echo on-disk | dd of=/dev/vdb bs=4096 seek=9 conv=sync,fsync 2>/dev/null");
+    guest.prints("(sleep 3; date +%s.%N > /tmp/slept) </dev/null >/dev/null 2>&1 &");
+    let dir = place.path().join("snap");
+    let template = guest.vm.freeze().unwrap();
+    // What the parent does later is not in the snapshot, on disk or in memory.
+    let agent = guest.vm.agent(Instant::now() + SOON).unwrap();
+    pvmm_tests::child::prints(
+        &agent,
+        "echo later | dd of=/dev/vdb bs=4096 seek=9 conv=sync,fsync 2>/dev/null",
+    );
+    let manifest = template.write(&dir, WriteOptions::default()).unwrap();
+    assert_eq!((manifest.machine.vcpus, manifest.disks.len()), (2, 2));
+    drop((guest, template));
+
+    let child = Child::of(&load(&dir).unwrap());
+    assert_eq!(
+        child.prints("nproc; dd if=/dev/vdb bs=4096 skip=9 count=1 2>/dev/null | head -1"),
+        "2\non-disk"
+    );
+    child.prints("echo mine | dd of=/dev/vdb bs=4096 seek=9 conv=sync,fsync 2>/dev/null");
+    child.prints("for i in $(seq 200); do [ -e /tmp/slept ] && exit 0; sleep 0.1; done; exit 1");
+    let taskset = "for cpu in 0 1; do taskset -c $cpu sh -c 'echo ok'; done";
+    assert_eq!(child.prints(taskset), "ok\nok");
+    child.prints("echo 3 > /proc/sys/vm/drop_caches; md5sum /usr/bin/python3 >/dev/null");
+
+    // Sparse: what nobody touched takes no room.
+    let memory = fs::metadata(dir.join("memory.bin")).unwrap();
+    let blocks = std::os::unix::fs::MetadataExt::blocks(&memory) * 512;
+    assert!(blocks < memory.len() * 3 / 4, "{blocks} of {}", memory.len());
+}
+
+#[test]
+fn incremental_snapshot_holds_only_what_changed_and_restores_through_its_base() {
+    let place = TempDir::new().unwrap();
+    let (base, next, flat) =
+        (place.path().join("a"), place.path().join("b"), place.path().join("c"));
+    let mut guest = Guest::boot();
+    guest.prints("echo one > /tmp/one");
+    guest.vm.freeze().unwrap().write(&base, WriteOptions::default()).unwrap();
+    drop(guest);
+    let mut child = Child::of(&load(&base).unwrap());
+    child.prints("echo two > /tmp/two");
+    let only_changed = WriteOptions { incremental: true, ..Default::default() };
+    child.vm.freeze().unwrap().write(&next, only_changed).unwrap();
+    drop(child);
+    let blocks = |dir: &Path| {
+        let facts = fs::metadata(dir.join("memory.bin")).unwrap();
+        std::os::unix::fs::MetadataExt::blocks(&facts)
+    };
+    assert!(blocks(&next) * 3 < blocks(&base), "{} of {}", blocks(&next), blocks(&base));
+    let both = "cat /tmp/one /tmp/two";
+    assert_eq!(Child::of(&load(&next).unwrap()).prints(both), "one\ntwo");
+    load(&next).unwrap().write(&flat, WriteOptions::default()).unwrap();
+    fs::remove_dir_all(&base).unwrap();
+    assert!(refused(&next).1.contains("base snapshot"));
+    assert_eq!(Child::of(&load(&flat).unwrap()).prints(both), "one\ntwo");
+}
+
+/// A tiny machine's snapshot: half a second to make, so that it can be broken in many ways.
+fn tiny_snapshot(place: &Path) -> std::path::PathBuf {
+    // Writes a byte, then waits for ever: mov byte [0x200000], 7; hlt; jmp back to hlt.
+    let code = [0xc6, 0x04, 0x25, 0x00, 0x00, 0x20, 0x00, 0x07, 0xf4, 0xeb, 0xfd];
+    let mut vm = tiny::machine(&code);
+    vm.resume().unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    let dir = place.join("tiny");
+    vm.freeze().unwrap().write(&dir, WriteOptions::default()).unwrap();
+    dir
+}
+
+fn writable(dir: &Path, name: &str) -> fs::File {
+    let path = dir.join(name);
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).unwrap();
+    OpenOptions::new().read(true).write(true).open(path).unwrap()
+}
+
+#[test]
+fn broken_snapshots_are_refused_by_name() {
+    let place = TempDir::new().unwrap();
+    let good = tiny_snapshot(place.path());
+    load(&good).unwrap();
+    let copy = |name: &str| {
+        let to = place.path().join(name);
+        fs::create_dir(&to).unwrap();
+        for entry in fs::read_dir(&good).unwrap().flatten() {
+            fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        }
+        to
+    };
+    load(&copy("copied")).expect("a copy is as good");
+
+    // H2, H6, H11: a byte, a hole, a length of the memory, and the stamp does not hide it.
+    let dir = copy("flipped");
+    writable(&dir, "memory.bin").write_all_at(b"!", 0x30_0000).unwrap();
+    assert_eq!(refused(&dir).0, ErrorKind::SnapshotCorrupt);
+    assert!(refused(&dir).1.contains("memory.bin"), "{}", refused(&dir).1);
+    let dir = copy("hole");
+    writable(&dir, "memory.bin").write_all_at(&[0; 4096], 0x20_0000).unwrap();
+    assert!(refused(&dir).1.contains("memory.bin: differs"));
+    for (name, len) in [("short", (32 << 20) - 4096), ("long", (32 << 20) + 4096), ("empty", 0)] {
+        let dir = copy(name);
+        writable(&dir, "memory.bin").set_len(len).unwrap();
+        assert!(refused(&dir).1.contains("the manifest says") || len == 0, "{}", refused(&dir).1);
+    }
+    // H5: state of one, memory of another.
+    let other = TempDir::new().unwrap();
+    let dir = copy("mixed");
+    fs::copy(tiny_snapshot(other.path()).join("state.bin"), dir.join("state.bin")).unwrap();
+    assert_eq!(refused(&dir).0, ErrorKind::SnapshotCorrupt);
+    // H12: links and pipes in place of files.
+    let dir = copy("link");
+    fs::remove_file(dir.join("memory.bin")).unwrap();
+    symlink(good.join("memory.bin"), dir.join("memory.bin")).unwrap();
+    assert!(refused(&dir).1.contains("not a regular file"), "{}", refused(&dir).1);
+    let dir = copy("directory");
+    fs::remove_file(dir.join("state.bin")).unwrap();
+    fs::create_dir(dir.join("state.bin")).unwrap();
+    assert!(refused(&dir).1.contains("state.bin"));
+    // H4: another backend, another processor; the checksum of the manifest is made right.
+    for (from, to) in [("kvm_", "kvx_"), ("\"cpu_vendor\": \"", "\"cpu_vendor\": \"X")] {
+        let dir = copy(&format!("host{}", to.len()));
+        let text = fs::read_to_string(dir.join("manifest.json")).unwrap().replacen(from, to, 1);
+        let mut manifest: pvmm::snapshot::Manifest = serde_json::from_str(&text).unwrap();
+        manifest.checksum = 0;
+        fs::write(dir.join("manifest.json"), manifest.encode().unwrap()).unwrap();
+        let (kind, text) = refused(&dir);
+        assert_eq!(kind, ErrorKind::SnapshotIncompatible, "{text}");
+    }
+    // H13, and no folder at all.
+    let dir = copy("big");
+    writable(&dir, "state.bin").set_len((10 << 20) + 1).unwrap();
+    assert!(refused(&dir).1.contains("more than"), "{}", refused(&dir).1);
+    assert_eq!(refused(&place.path().join("absent")).0, ErrorKind::InvalidConfig);
+}
+
+#[test]
+fn snapshot_that_cannot_be_finished_leaves_the_old_one_and_nothing_else() {
+    let place = TempDir::new().unwrap();
+    let dir = tiny_snapshot(place.path());
+    let before = fs::read(dir.join("manifest.json")).unwrap();
+    let template = load(&dir).unwrap();
+    let error = template.write(&dir, WriteOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("exists already"), "{error}");
+    // What a killed writer left is swept away by the next; what a living one writes is not.
+    let stale = place.path().join(".pvmm-unfinished-0");
+    fs::create_dir(&stale).unwrap();
+    fs::File::create(stale.join("memory.bin")).unwrap().write_all(b"half").unwrap();
+    template.write(&dir, WriteOptions { replace: true, ..Default::default() }).unwrap();
+    assert_ne!(fs::read(dir.join("manifest.json")).unwrap(), before);
+    let left: Vec<_> =
+        fs::read_dir(place.path()).unwrap().flatten().map(|e| e.file_name()).collect();
+    assert_eq!(left, ["tiny"]);
+    // L5: a full disk.
+    let full = TempDir::new().unwrap();
+    let mounted = std::process::Command::new("mount")
+        .args(["-t", "tmpfs", "-o", "size=16k", "none"])
+        .arg(full.path())
+        .status()
+        .unwrap();
+    assert!(mounted.success());
+    let error = template.write(&full.path().join("s"), WriteOptions::default()).unwrap_err();
+    assert!(error.to_string().contains("cannot write"), "{error}");
+    assert_eq!(fs::read_dir(full.path()).unwrap().count(), 0);
+    assert!(std::process::Command::new("umount").arg(full.path()).status().unwrap().success());
+}

@@ -1,0 +1,246 @@
+//! A vCPU's whole state, out of KVM and back into it, each in the one order that works.
+//!
+//! The structures are the kernel's own ABI, which never changes; around them stand only counts that are
+//! checked before anything is allocated.
+#![allow(unsafe_code)] // The extended save area has a length that only KVM knows.
+
+use std::io;
+
+use kvm_bindings::{
+    CpuId, KVM_MP_STATE_RUNNABLE, Msrs, Xsave, kvm_clock_data, kvm_cpuid_entry2, kvm_debugregs,
+    kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
+    kvm_xsave,
+};
+use kvm_ioctls::{Cap, VcpuFd, VmFd};
+use serde::{Deserialize, Serialize};
+
+use super::vm::KvmError;
+
+/// The most entries that a saved vCPU may have; KVM itself takes no more.
+const MAX_MSRS: usize = 1024;
+const MAX_CPUID: usize = 256;
+/// The most 32-bit words that an extended save area may have beyond its first page.
+const MAX_XSAVE_EXTRA: usize = 64 << 10;
+
+/// The first page of the save area, which every KVM has.
+const XSAVE_WORDS: usize = 1024;
+
+const TSC: u32 = 0x10;
+const TSC_DEADLINE: u32 = 0x6e0;
+
+/// A vCPU at the moment of a snapshot. Untrusted when it comes from a file.
+#[derive(Clone, Serialize, Deserialize)]
+pub struct VcpuStateV1 {
+    pub cpuid: Vec<kvm_cpuid_entry2>,
+    pub msrs: Vec<(u32, u64)>,
+    pub regs: kvm_regs,
+    pub sregs: kvm_sregs,
+    pub xcrs: kvm_xcrs,
+    /// The extended save area as KVM gives it, in 32-bit words.
+    pub xsave: Vec<u32>,
+    pub debug_regs: kvm_debugregs,
+    pub lapic: kvm_lapic_state,
+    pub mp_state: kvm_mp_state,
+    pub events: kvm_vcpu_events,
+    pub tsc_khz: u32,
+}
+
+/// The guest's clock at the moment of a snapshot: nanoseconds since it was booted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClockStateV1 {
+    pub nanoseconds: u64,
+}
+
+/// What is the same for all vCPUs of a machine and costs a call to find out.
+#[derive(Clone, Debug)]
+pub struct StateShape {
+    msr_indices: Vec<u32>,
+    xsave_extra: usize,
+}
+
+impl StateShape {
+    /// Asks KVM which registers it keeps for a guest.
+    pub fn of(msr_indices: &[u32], vm: &VmFd) -> Self {
+        let size = vm.check_extension_int(Cap::Xsave2).max(0) as usize;
+        let beyond = size.saturating_sub(size_of::<kvm_xsave>());
+        Self {
+            msr_indices: msr_indices.to_vec(),
+            xsave_extra: beyond.div_ceil(4).min(MAX_XSAVE_EXTRA),
+        }
+    }
+}
+
+/// Copies a parked vCPU's state out of KVM.
+///
+/// The local APIC comes before the registers that depend on it, and pending events come last: reading
+/// some of the others may turn one into the other.
+pub fn save(vcpu: &VcpuFd, id: u32, shape: &StateShape) -> Result<VcpuStateV1, KvmError> {
+    let failed = |what| move |error: kvm_ioctls::Error| refused(id, what, error.into());
+    let mp_state = vcpu.get_mp_state().map_err(failed("run state"))?;
+    let regs = vcpu.get_regs().map_err(failed("registers"))?;
+    let sregs = vcpu.get_sregs().map_err(failed("system registers"))?;
+    let xcrs = vcpu.get_xcrs().map_err(failed("extended control registers"))?;
+    let xsave = get_xsave(vcpu, shape).map_err(failed("extended state"))?;
+    let debug_regs = vcpu.get_debug_regs().map_err(failed("debug registers"))?;
+    let lapic = vcpu.get_lapic().map_err(failed("local APIC"))?;
+    let msrs = get_msrs(vcpu, id, &shape.msr_indices)?;
+    let cpuid = vcpu.get_cpuid2(MAX_CPUID).map_err(failed("cpuid"))?.as_slice().to_vec();
+    let tsc_khz = vcpu.get_tsc_khz().map_err(failed("clock rate"))?;
+    let events = vcpu.get_vcpu_events().map_err(failed("events"))?;
+    Ok(VcpuStateV1 {
+        cpuid,
+        msrs,
+        regs,
+        sregs,
+        xcrs,
+        xsave,
+        debug_regs,
+        lapic,
+        mp_state,
+        events,
+        tsc_khz,
+    })
+}
+
+/// Gives a fresh vCPU the features it had. A vCPU that has run already keeps them.
+pub fn load_features(vcpu: &VcpuFd, id: u32, state: &VcpuStateV1) -> Result<(), KvmError> {
+    let failed = |what| move |error: kvm_ioctls::Error| refused(id, what, error.into());
+    let cpuid = CpuId::from_entries(&state.cpuid)
+        .map_err(|error| refused(id, "cpuid", io::Error::other(error)))?;
+    vcpu.set_cpuid2(&cpuid).map_err(failed("cpuid"))?;
+    // Only where the rates differ: many hosts cannot set one, and need not.
+    let here = vcpu.get_tsc_khz().map_err(failed("clock rate"))?;
+    if here != state.tsc_khz && here.abs_diff(state.tsc_khz) > state.tsc_khz / 4000 {
+        vcpu.set_tsc_khz(state.tsc_khz).map_err(failed("clock rate"))?;
+    }
+    Ok(())
+}
+
+/// Puts a vCPU's state back.
+///
+/// Run state first, for setting it resets pending events; the control register that enables extended
+/// state before that state; the local APIC before the deadline of its timer; events last.
+pub fn load(
+    vcpu: &VcpuFd,
+    id: u32,
+    state: &VcpuStateV1,
+    shape: &StateShape,
+) -> Result<(), KvmError> {
+    let failed = |what| move |error: kvm_ioctls::Error| refused(id, what, error.into());
+    vcpu.set_mp_state(state.mp_state).map_err(failed("run state"))?;
+    vcpu.set_regs(&state.regs).map_err(failed("registers"))?;
+    vcpu.set_sregs(&state.sregs).map_err(failed("system registers"))?;
+    vcpu.set_xcrs(&state.xcrs).map_err(failed("extended control registers"))?;
+    set_xsave(vcpu, &state.xsave, shape).map_err(failed("extended state"))?;
+    vcpu.set_debug_regs(&state.debug_regs).map_err(failed("debug registers"))?;
+    vcpu.set_lapic(&state.lapic).map_err(failed("local APIC"))?;
+    set_msrs(vcpu, id, &state.msrs)?;
+    vcpu.set_vcpu_events(&state.events).map_err(failed("events"))?;
+    if state.mp_state.mp_state == KVM_MP_STATE_RUNNABLE {
+        // Tells the guest that it was stopped by its host, so that its watchdogs look away. A guest that
+        // has not set its clock up refuses, and has no watchdog either.
+        let _ = vcpu.kvmclock_ctrl();
+    }
+    Ok(())
+}
+
+impl VcpuStateV1 {
+    /// Refuses counts that no vCPU can have.
+    pub fn check(&self) -> Result<(), &'static str> {
+        match self {
+            _ if self.cpuid.is_empty() || self.cpuid.len() > MAX_CPUID => Err("cpuid entries"),
+            _ if self.msrs.len() > MAX_MSRS => Err("model-specific registers"),
+            _ if self.xsave.len() < XSAVE_WORDS => Err("extended state"),
+            _ if self.xsave.len() > XSAVE_WORDS + MAX_XSAVE_EXTRA => Err("extended state"),
+            _ if self.tsc_khz == 0 => Err("clock rate"),
+            _ => Ok(()),
+        }
+    }
+}
+
+pub fn save_clock(vm: &VmFd) -> Result<ClockStateV1, KvmError> {
+    let clock = vm.get_clock().map_err(KvmError::Clock)?;
+    Ok(ClockStateV1 { nanoseconds: clock.clock })
+}
+
+/// The guest's clock goes on from where it stood: it never sees the time in which it did not run.
+pub fn load_clock(vm: &VmFd, state: ClockStateV1) -> Result<(), KvmError> {
+    let clock = kvm_clock_data { clock: state.nanoseconds, ..Default::default() };
+    vm.set_clock(&clock).map_err(KvmError::Clock)
+}
+
+fn get_xsave(vcpu: &VcpuFd, shape: &StateShape) -> Result<Vec<u32>, kvm_ioctls::Error> {
+    if shape.xsave_extra == 0 {
+        return Ok(vcpu.get_xsave()?.region.to_vec());
+    }
+    let mut area = save_area(shape.xsave_extra)?;
+    // SAFETY: the area has the length that KVM told for this machine.
+    unsafe { vcpu.get_xsave2(&mut area)? };
+    Ok([&area.as_fam_struct_ref().xsave.region, area.as_slice()].concat())
+}
+
+fn set_xsave(vcpu: &VcpuFd, words: &[u32], shape: &StateShape) -> Result<(), kvm_ioctls::Error> {
+    let (first, extra) = words.split_at_checked(XSAVE_WORDS).unwrap_or((words, &[]));
+    if first.len() != XSAVE_WORDS || extra.len() > shape.xsave_extra {
+        return Err(kvm_ioctls::Error::new(libc::E2BIG));
+    }
+    let mut area = save_area(shape.xsave_extra)?;
+    // SAFETY: only the plain bytes of the first page are changed, not the length.
+    unsafe { area.as_mut_fam_struct() }.xsave.region.copy_from_slice(first);
+    if let Some(place) = area.as_mut_slice().get_mut(..extra.len()) {
+        place.copy_from_slice(extra);
+    }
+    // SAFETY: the area has the length that KVM told for this machine, so it reads no further.
+    unsafe { vcpu.set_xsave2(&area) }
+}
+
+fn save_area(extra: usize) -> Result<Xsave, kvm_ioctls::Error> {
+    Xsave::new(extra).map_err(|_| kvm_ioctls::Error::new(libc::ENOMEM))
+}
+
+/// All registers that KVM lists and gives. It stops at one that it lists and does not have here.
+fn get_msrs(vcpu: &VcpuFd, id: u32, indices: &[u32]) -> Result<Vec<(u32, u64)>, KvmError> {
+    let mut values = Vec::with_capacity(indices.len());
+    let mut left = indices;
+    while !left.is_empty() {
+        let mut batch = msrs(id, left.iter().map(|index| (*index, 0)))?;
+        let got = vcpu.get_msrs(&mut batch).map_err(|e| refused(id, "msrs", e.into()))?;
+        values.extend(batch.as_slice().iter().take(got).map(|entry| (entry.index, entry.data)));
+        left = left.get(got + 1..).unwrap_or_default();
+    }
+    Ok(values)
+}
+
+/// The time stamp counter first and the timer's deadline after all others, for it counts in the former.
+fn set_msrs(vcpu: &VcpuFd, id: u32, values: &[(u32, u64)]) -> Result<(), KvmError> {
+    let rank = |index: u32| match index {
+        TSC => 0,
+        TSC_DEADLINE => 2,
+        _ => 1,
+    };
+    let mut ordered: Vec<_> = values.to_vec();
+    ordered.sort_by_key(|(index, _)| rank(*index));
+    let mut left = ordered.as_slice();
+    while !left.is_empty() {
+        let batch = msrs(id, left.iter().copied())?;
+        let set = vcpu.set_msrs(&batch).map_err(|e| refused(id, "msrs", e.into()))?;
+        let Some((index, value)) = left.get(set) else { return Ok(()) };
+        if *value != 0 {
+            let text = format!("register {index:#x} does not take {value:#x}");
+            return Err(refused(id, "msrs", io::Error::other(text)));
+        }
+        // A register that only exists to be read as zero.
+        left = left.get(set + 1..).unwrap_or_default();
+    }
+    Ok(())
+}
+
+fn msrs(id: u32, values: impl Iterator<Item = (u32, u64)>) -> Result<Msrs, KvmError> {
+    let entries: Vec<_> =
+        values.map(|(index, data)| kvm_msr_entry { index, data, ..Default::default() }).collect();
+    Msrs::from_entries(&entries).map_err(|error| refused(id, "msrs", io::Error::other(error)))
+}
+
+fn refused(id: u32, what: &'static str, source: io::Error) -> KvmError {
+    KvmError::Vcpu { id, what, source }
+}

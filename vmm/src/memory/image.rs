@@ -1,0 +1,216 @@
+//! What lies under a guest's memory: files that never change, one over the other.
+//!
+//! The lowest layer is a snapshot's memory or nothing, which reads as zeros; each layer above holds the
+//! pages that differ. Mapping an image copies nothing, so any number of guests share its pages.
+#![allow(unsafe_code)] // Mappings are replaced in place.
+
+use std::fs::File;
+use std::io;
+use std::sync::Arc;
+
+use pvmm_devices::{GuestMemory, sparse};
+use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
+
+use super::{PAGE, Runs, pages, sys};
+
+/// The most pieces of one layer: a process may have 65,530 mappings in all.
+pub const MAX_RUNS: usize = 2048;
+/// How much is copied between two reports of progress.
+const COPY_STEP: u64 = 32 << 20;
+/// The most layers of one image.
+const MAX_LAYERS: usize = 16;
+
+/// What failed with a guest's memory.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    #[error("cannot map {mib} MiB")]
+    Map { mib: u64, source: io::Error },
+    #[error("cannot list the pages that the guest has changed")]
+    Scan(#[source] io::Error),
+    #[error("cannot keep the pages that the guest has changed")]
+    Keep(#[source] io::Error),
+    #[error("cannot drop the pages that the guest has changed")]
+    Discard(#[source] io::Error),
+    #[error("regions do not fit together")]
+    Regions,
+}
+
+/// A range of guest addresses; its bytes follow those of the region before it in the image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Region {
+    pub address: u64,
+    pub len: u64,
+}
+
+/// One file of an image and the ranges for which it speaks.
+pub struct Layer {
+    pub file: File,
+    pub runs: Runs,
+}
+
+/// Memory that never changes.
+#[derive(Clone)]
+pub struct MemoryImage {
+    regions: Arc<[Region]>,
+    layers: Vec<Arc<Layer>>,
+}
+
+impl MemoryImage {
+    /// Nothing but zeros.
+    pub fn empty(regions: Vec<Region>) -> Self {
+        Self { regions: regions.into(), layers: Vec::new() }
+    }
+
+    pub fn regions(&self) -> &[Region] {
+        &self.regions
+    }
+
+    pub fn layers(&self) -> &[Arc<Layer>] {
+        &self.layers
+    }
+
+    /// All bytes, touched or not.
+    pub fn size(&self) -> u64 {
+        self.regions.iter().map(|region| region.len).sum()
+    }
+
+    /// The same with a layer on top.
+    #[must_use]
+    pub fn with(&self, layer: Layer) -> Self {
+        let mut layers = self.layers.clone();
+        layers.push(Arc::new(layer));
+        Self { regions: self.regions.clone(), layers }
+    }
+
+    /// A private view for one guest.
+    pub fn map(&self) -> Result<GuestMemory, MemoryError> {
+        let mut regions = Vec::with_capacity(self.regions.len());
+        for region in self.regions.iter() {
+            let failed = |source| MemoryError::Map { mib: region.len >> 20, source };
+            let mapping =
+                MmapRegion::new(region.len as usize).map_err(|e| failed(io::Error::other(e)))?;
+            let mapped = GuestRegionMmap::new(mapping, GuestAddress(region.address));
+            regions.push(mapped.ok_or(MemoryError::Regions)?);
+        }
+        let guest = GuestMemory::from_regions(regions).map_err(|_| MemoryError::Regions)?;
+        for layer in &self.layers {
+            layer.cover(&guest)?;
+        }
+        Ok(guest)
+    }
+
+    /// The image as `guest` sees it now, and the layer by which it differs from this one. The guest must be
+    /// paused.
+    pub fn frozen(&self, guest: &GuestMemory, runs: &Runs) -> Result<Self, MemoryError> {
+        match self.layers.len() < MAX_LAYERS {
+            true => self.layered(guest, runs).map_err(MemoryError::Keep),
+            false => self.flattened(guest, runs).map_err(MemoryError::Keep),
+        }
+    }
+
+    fn layered(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Self> {
+        let runs = runs.at_most(MAX_RUNS);
+        let file = sys::memfd(c"pvmm-memory", self.size())?;
+        for run in runs.iter() {
+            pages::write_run(guest, run, &file)?;
+        }
+        sys::seal(&file)?;
+        Ok(self.with(Layer { file, runs }))
+    }
+
+    /// One layer with everything, when there are too many to put another on top.
+    fn flattened(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Self> {
+        let file = sys::memfd(c"pvmm-memory", self.size())?;
+        self.write_to(&file)?;
+        for run in runs.iter() {
+            // Zeros are not written, and they hide what a lower layer had.
+            sparse::punch(&file, run.clone())?;
+            pages::write_run(guest, run, &file)?;
+        }
+        sys::seal(&file)?;
+        Ok(Self::empty(self.regions.to_vec()).with(Layer { file, runs: Runs::all(self.size()) }))
+    }
+
+    /// Puts the top layer over what `guest` has there; it must be what `guest` has there already.
+    pub fn cover_top(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
+        self.layers.last().map_or(Ok(()), |layer| layer.cover(guest))
+    }
+
+    /// The same in one sealed file of this host's memory.
+    pub fn held(&self) -> Result<Self, MemoryError> {
+        let hold = || -> io::Result<File> {
+            let file = sys::memfd(c"pvmm-memory", self.size())?;
+            self.write_to(&file)?;
+            sys::seal(&file)?;
+            Ok(file)
+        };
+        let file = hold().map_err(MemoryError::Keep)?;
+        Ok(Self::empty(self.regions.to_vec()).with(Layer { file, runs: Runs::all(self.size()) }))
+    }
+
+    /// Copies all layers into one file, without their holes.
+    fn write_to(&self, file: &File) -> io::Result<()> {
+        self.write_from(0, file, &mut |_| {})
+    }
+
+    /// Copies the layers from the `first` on into one file, lowest first, without their holes.
+    pub fn write_from(
+        &self,
+        first: usize,
+        file: &File,
+        progress: &mut dyn FnMut(u64),
+    ) -> io::Result<()> {
+        for (index, layer) in self.layers.iter().enumerate().skip(first) {
+            for run in layer.runs.iter() {
+                if index > first {
+                    sparse::punch(file, run.clone())?;
+                }
+                let mut at = run.start;
+                while at < run.end {
+                    let end = (at + COPY_STEP).min(run.end);
+                    sparse::copy(&layer.file, file, at..end)?;
+                    progress(end - at);
+                    at = end;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The ranges for which the layers from the `first` on speak.
+    pub fn runs_from(&self, first: usize) -> Vec<(u64, u64)> {
+        let layers = self.layers.iter().skip(first);
+        let mut all: Vec<_> = layers.flat_map(|layer| layer.runs.iter()).collect();
+        all.sort_by_key(|run| run.start);
+        let mut joined: Vec<(u64, u64)> = Vec::new();
+        for run in all {
+            match joined.last_mut() {
+                Some(last) if run.start <= last.1 => last.1 = last.1.max(run.end),
+                _ => joined.push((run.start, run.end)),
+            }
+        }
+        joined
+    }
+}
+
+impl Layer {
+    /// How much there is to copy.
+    pub fn data_bytes(&self) -> u64 {
+        self.runs.bytes()
+    }
+
+    /// Puts the layer's ranges over what `guest` has there. The guest must be paused or not begun.
+    pub fn cover(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
+        for run in self.runs.iter() {
+            for (address, part) in pages::host_parts(guest, run) {
+                let len = part.end - part.start;
+                debug_assert!(part.start % PAGE == 0 && len % PAGE == 0);
+                // SAFETY: the range is part of a mapping that `guest` owns; nobody holds references into
+                // guest memory, and no vCPU or device runs.
+                unsafe { sys::map_over(address, len as usize, &self.file, part.start) }
+                    .map_err(|source| MemoryError::Map { mib: len >> 20, source })?;
+            }
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,217 @@
+//! Which pages of its memory a guest has made its own, asked of the kernel's page tables.
+//!
+//! A page that a guest writes in a private mapping becomes anonymous. That is the dirty log: it costs the
+//! guest nothing while it runs, and it sees what devices wrote as well.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+
+use pvmm_devices::GuestMemory;
+use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+
+use super::{PAGE, sys};
+
+/// Runs taken from the kernel in one call.
+const BATCH: usize = 1024;
+/// Bits of an entry in `/proc/self/pagemap`, for kernels without a scan.
+const ENTRY_PRESENT: u64 = 1 << 63;
+const ENTRY_SWAPPED: u64 = 1 << 62;
+const ENTRY_FILE: u64 = 1 << 61;
+
+/// Ascending ranges of bytes, in whole pages, that do not touch each other.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Runs(Vec<Range<u64>>);
+
+impl Runs {
+    /// One run of everything.
+    pub fn all(size: u64) -> Self {
+        let mut runs = Self::default();
+        runs.push(0..size);
+        runs
+    }
+
+    /// Appends a run that begins at or after the end of the last one.
+    pub fn push(&mut self, run: Range<u64>) {
+        match self.0.last_mut() {
+            Some(last) if last.end == run.start => last.end = run.end,
+            _ if run.is_empty() => {}
+            _ => self.0.push(run),
+        }
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+        self.0.iter().cloned()
+    }
+
+    /// How many runs there are.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.0.iter().map(|run| run.end - run.start).sum()
+    }
+
+    /// Runs with gaps of up to `gap` bytes joined into one.
+    #[must_use]
+    pub fn joined(&self, gap: u64) -> Self {
+        let mut joined: Vec<Range<u64>> = Vec::with_capacity(self.0.len());
+        for run in &self.0 {
+            match joined.last_mut() {
+                Some(last) if run.start - last.end <= gap => last.end = run.end,
+                _ => joined.push(run.clone()),
+            }
+        }
+        Self(joined)
+    }
+
+    /// The same, with the smallest gaps joined until there are no more than `max` runs.
+    #[must_use]
+    pub fn at_most(&self, max: usize) -> Self {
+        if self.0.len() <= max {
+            return self.clone();
+        }
+        let mut gaps: Vec<u64> = self.0.windows(2).map(|two| two[1].start - two[0].end).collect();
+        gaps.sort_unstable();
+        let must_go = self.0.len() - max;
+        self.joined(gaps.get(must_go.saturating_sub(1)).copied().unwrap_or(u64::MAX))
+    }
+}
+
+/// Where each region of guest memory lies: in the image and in this process.
+pub fn places(guest: &GuestMemory) -> Vec<(u64, *mut u8, u64)> {
+    let mut offset = 0;
+    let mut places = Vec::new();
+    for region in guest.iter() {
+        places.push((offset, region.as_ptr(), region.len()));
+        offset += region.len();
+    }
+    places
+}
+
+/// The pages that are private to this mapping, as ranges of the image.
+pub fn private_runs(guest: &GuestMemory) -> io::Result<Runs> {
+    let pagemap = File::open("/proc/self/pagemap")?;
+    let mut runs = Runs::default();
+    for (offset, address, len) in places(guest) {
+        let (start, end) = (address as u64, address as u64 + len);
+        let mut take = |from: u64, to: u64| runs.push(from - start + offset..to - start + offset);
+        match scan(&pagemap, start, end, &mut take) {
+            // A kernel before 6.7, or one that hides the call.
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) => {
+                walk(&pagemap, start, end, &mut take)?;
+            }
+            result => result?,
+        }
+    }
+    Ok(runs)
+}
+
+fn scan(pagemap: &File, start: u64, end: u64, take: &mut impl FnMut(u64, u64)) -> io::Result<()> {
+    let mut found = vec![sys::PageRegion::default(); BATCH];
+    let mut from = start;
+    while from < end {
+        let (count, next) = sys::scan_private(pagemap, (from, end), &mut found)?;
+        found.iter().take(count).for_each(|region| take(region.start, region.end));
+        if next <= from {
+            return Err(io::Error::other("the page scan does not advance"));
+        }
+        from = next;
+    }
+    Ok(())
+}
+
+fn walk(pagemap: &File, start: u64, end: u64, take: &mut impl FnMut(u64, u64)) -> io::Result<()> {
+    let mut entries = vec![0; BATCH * 8];
+    let mut from = start;
+    while from < end {
+        let pages = ((end - from) / PAGE).min(BATCH as u64);
+        let bytes = entries.get_mut(..pages as usize * 8).unwrap_or_default();
+        pagemap.read_exact_at(bytes, from / PAGE * 8)?;
+        for (index, entry) in bytes.chunks_exact(8).enumerate() {
+            let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
+            let there = entry & (ENTRY_PRESENT | ENTRY_SWAPPED) != 0;
+            if there && entry & ENTRY_FILE == 0 {
+                let page = from + index as u64 * PAGE;
+                take(page, page + PAGE);
+            }
+        }
+        from += pages * PAGE;
+    }
+    Ok(())
+}
+
+/// The parts of an image's range, each with its host address.
+pub fn host_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(*mut u8, Range<u64>)> {
+    let mut parts = Vec::new();
+    for (offset, address, len) in places(guest) {
+        let part = run.start.max(offset)..run.end.min(offset + len);
+        if part.start < part.end {
+            parts.push((address.wrapping_add((part.start - offset) as usize), part));
+        }
+    }
+    parts
+}
+
+/// Drops the private pages of a range: it reads as the image again.
+#[allow(unsafe_code)]
+pub fn discard(guest: &GuestMemory, run: Range<u64>) -> io::Result<()> {
+    for (address, part) in host_parts(guest, run) {
+        let len = (part.end - part.start) as usize;
+        // SAFETY: the range is guest memory, which nobody reads by reference, and its guest is paused.
+        unsafe { sys::advise(address, len, libc::MADV_DONTNEED)? };
+    }
+    Ok(())
+}
+
+/// Writes a range of guest memory to the same place of a file, without the pages that are all zero.
+#[allow(unsafe_code)]
+pub fn write_run(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Result<()> {
+    for (address, part) in host_parts(guest, run) {
+        let pages = (part.end - part.start) / PAGE;
+        let at = |page: u64| address.wrapping_add((page * PAGE) as usize);
+        let mut page = 0;
+        while page < pages {
+            // SAFETY: both ends lie within mapped guest memory, and pages are aligned.
+            let first = unsafe { sys::is_zero_page(at(page)) };
+            let begin = page;
+            // SAFETY: as above.
+            while page < pages && unsafe { sys::is_zero_page(at(page)) } == first {
+                page += 1;
+            }
+            if !first {
+                let len = ((page - begin) * PAGE) as usize;
+                // SAFETY: the range is mapped for as long as `guest` is borrowed.
+                unsafe { sys::write_from(file, at(begin), len, part.start + begin * PAGE)? };
+            }
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn runs(parts: &[(u64, u64)]) -> Runs {
+        let mut runs = Runs::default();
+        parts.iter().for_each(|(start, end)| runs.push(start * PAGE..end * PAGE));
+        runs
+    }
+
+    #[test]
+    fn runs_that_touch_are_one() {
+        assert_eq!(runs(&[(0, 1), (1, 2), (4, 4), (5, 6)]), runs(&[(0, 2), (5, 6)]));
+    }
+
+    #[test]
+    fn runs_at_most_join_the_smallest_gaps_first() {
+        let many = runs(&[(0, 1), (2, 3), (10, 11), (30, 31)]);
+        assert_eq!(many.at_most(4), many);
+        assert_eq!(many.at_most(3), runs(&[(0, 3), (10, 11), (30, 31)]));
+        assert_eq!(many.at_most(1), runs(&[(0, 31)]));
+        assert_eq!(many.at_most(2).bytes(), 12 * PAGE);
+    }
+}

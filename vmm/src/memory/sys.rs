@@ -1,0 +1,163 @@
+//! The system calls of memory images, with what makes each one sound beside it.
+#![allow(unsafe_code)]
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, RawFd};
+
+use vmm_sys_util::ioctl::ioctl_with_mut_ref;
+use vmm_sys_util::ioctl_iowr_nr;
+
+ioctl_iowr_nr!(PAGEMAP_SCAN, b'f' as u32, 16, ScanArgument);
+
+/// Pages that belong to a file or to shared memory, or to nothing but zeros.
+const IS_FILE: u64 = 1 << 2;
+const IS_PRESENT: u64 = 1 << 3;
+const IS_SWAPPED: u64 = 1 << 4;
+const IS_ZERO: u64 = 1 << 5;
+
+#[repr(C)]
+#[derive(Default)]
+pub struct ScanArgument {
+    size: u64,
+    flags: u64,
+    start: u64,
+    end: u64,
+    walk_end: u64,
+    vec: u64,
+    vec_len: u64,
+    max_pages: u64,
+    category_inverted: u64,
+    category_mask: u64,
+    category_anyof_mask: u64,
+    return_mask: u64,
+}
+
+/// A run of pages as the kernel reports it, in host addresses.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct PageRegion {
+    pub start: u64,
+    pub end: u64,
+    categories: u64,
+}
+
+/// Lists private pages between two host addresses, as many runs as fit; returns how many there are and
+/// where to go on.
+pub fn scan_private(
+    pagemap: &File,
+    (start, end): (u64, u64),
+    found: &mut [PageRegion],
+) -> io::Result<(usize, u64)> {
+    let mut argument = ScanArgument {
+        size: size_of::<ScanArgument>() as u64,
+        start,
+        end,
+        vec: found.as_mut_ptr() as u64,
+        vec_len: found.len() as u64,
+        category_inverted: IS_FILE | IS_ZERO,
+        category_mask: IS_FILE | IS_ZERO,
+        category_anyof_mask: IS_PRESENT | IS_SWAPPED,
+        return_mask: IS_PRESENT,
+        ..Default::default()
+    };
+    // SAFETY: the kernel writes at most `vec_len` regions to `found`, and `walk_end` into the argument.
+    match unsafe { ioctl_with_mut_ref(pagemap, PAGEMAP_SCAN(), &mut argument) } {
+        count if count >= 0 => Ok((count as usize, argument.walk_end)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Puts a private, writable view of a file's range at `address`, in place of what is there.
+///
+/// # Safety
+/// `len` bytes at `address` must be a mapping that the caller owns and through which nobody holds a reference.
+pub unsafe fn map_over(address: *mut u8, len: usize, file: &File, offset: u64) -> io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
+    // SAFETY: replaces only what the caller owns; accesses through volatile pointers stay valid.
+    let mapped =
+        unsafe { libc::mmap(address.cast(), len, protection, flags, file.as_raw_fd(), offset) };
+    match mapped == libc::MAP_FAILED {
+        true => Err(io::Error::last_os_error()),
+        false => Ok(()),
+    }
+}
+
+/// Gives advice about a range of a mapping.
+///
+/// # Safety
+/// The range must be guest memory that the caller owns: some advice changes what is read there.
+pub unsafe fn advise(address: *mut u8, len: usize, advice: i32) -> io::Result<()> {
+    // SAFETY: as the caller promised.
+    match unsafe { libc::madvise(address.cast(), len, advice) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// An unnamed file in memory that can be sealed.
+pub fn memfd(name: &std::ffi::CStr, size: u64) -> io::Result<File> {
+    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+    // SAFETY: `name` is a C string; the result is checked before it becomes an owner.
+    let fd: RawFd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a fresh descriptor that nobody else has.
+    let file = unsafe { File::from_raw_fd(fd) };
+    file.set_len(size)?;
+    Ok(file)
+}
+
+/// From now on nobody can write, grow or shrink the file, whoever holds it.
+pub fn seal(file: &File) -> io::Result<()> {
+    let seals = libc::F_SEAL_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
+    // SAFETY: adds seals to a descriptor that `file` keeps open.
+    match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Writes `len` bytes of guest memory at `address` to a file, however often the kernel takes less.
+///
+/// # Safety
+/// The range must be mapped for the whole call.
+pub unsafe fn write_from(
+    file: &File,
+    address: *const u8,
+    len: usize,
+    offset: u64,
+) -> io::Result<()> {
+    let mut done = 0;
+    while done < len {
+        let at = libc::off_t::try_from(offset + done as u64).map_err(io::Error::other)?;
+        // SAFETY: the kernel only reads, from the range that the caller keeps mapped.
+        let wrote =
+            unsafe { libc::pwrite(file.as_raw_fd(), address.add(done).cast(), len - done, at) };
+        match wrote {
+            0 => return Err(io::ErrorKind::WriteZero.into()),
+            1.. => done += wrote as usize,
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Whether a page of guest memory holds nothing but zeros.
+///
+/// # Safety
+/// A whole page must be mapped at `address`, aligned to eight bytes.
+pub unsafe fn is_zero_page(address: *const u8) -> bool {
+    let words = address.cast::<u64>();
+    (0..super::PAGE as usize / 8)
+        // SAFETY: within the page; volatile, for a guest may own it.
+        .all(|word| unsafe { words.add(word).read_volatile() } == 0)
+}

@@ -1,0 +1,114 @@
+//! Memory against what a guest would see of it: no guest is needed to write pages.
+
+use vm_memory::{Bytes, GuestAddress};
+
+use super::*;
+
+const HIGH: u64 = 1 << 32;
+
+/// 1 MiB at zero and 1 MiB above the hole.
+fn fresh() -> Memory {
+    let regions = vec![Region { address: 0, len: 1 << 20 }, Region { address: HIGH, len: 1 << 20 }];
+    Memory::map(MemoryImage::empty(regions)).unwrap()
+}
+
+fn put(memory: &Memory, address: u64, value: u8) {
+    memory.guest.write_slice(&[value; 8], GuestAddress(address)).unwrap();
+}
+
+fn get(memory: &Memory, address: u64) -> u8 {
+    let mut bytes = [0xee; 8];
+    memory.guest.read_slice(&mut bytes, GuestAddress(address)).unwrap();
+    assert!(bytes.iter().all(|byte| *byte == bytes[0]));
+    bytes[0]
+}
+
+#[test]
+fn private_runs_are_the_pages_that_were_written() {
+    let memory = fresh();
+    assert_eq!(memory.private_runs().unwrap(), Runs::default());
+    assert_eq!(get(&memory, 0x3000), 0, "a page that was only read is not changed");
+    put(&memory, 0x5000, 1);
+    put(&memory, HIGH + 0x1ff8, 2);
+    let runs: Vec<_> = memory.private_runs().unwrap().iter().collect();
+    let high = (1 << 20) + 0x1000;
+    // Transparent huge pages may give the guest more than it asked for, never less.
+    assert!(runs.iter().any(|run| run.contains(&0x5000)), "{runs:?}");
+    assert!(runs.iter().any(|run| run.contains(&high)), "{runs:?}");
+}
+
+#[test]
+fn frozen_memory_reads_the_same_and_nothing_is_private_any_more() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    put(&memory, HIGH, 2);
+    memory.freeze().unwrap();
+    assert_eq!(memory.private_runs().unwrap(), Runs::default());
+    assert_eq!((get(&memory, 0x5000), get(&memory, HIGH), get(&memory, 0x6000)), (1, 2, 0));
+}
+
+#[test]
+fn discard_returns_to_the_freeze_and_only_drops_what_changed() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    memory.freeze().unwrap();
+    for value in 3..6 {
+        put(&memory, 0x5000, value);
+        put(&memory, 0x9000, value);
+        memory.discard().unwrap();
+        assert_eq!((get(&memory, 0x5000), get(&memory, 0x9000)), (1, 0));
+    }
+}
+
+#[test]
+fn mappings_of_one_image_do_not_see_each_other() {
+    let mut parent = fresh();
+    put(&parent, 0x5000, 1);
+    put(&parent, 0x7000, 7);
+    parent.freeze().unwrap();
+    let child = Memory::map(parent.image.clone()).unwrap();
+    put(&parent, 0x5000, 2);
+    put(&child, 0x7000, 3);
+    assert_eq!((get(&parent, 0x5000), get(&child, 0x5000)), (2, 1));
+    assert_eq!((get(&parent, 0x7000), get(&child, 0x7000)), (7, 3));
+}
+
+#[test]
+fn zeros_written_over_a_layer_stay_zeros() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    memory.freeze().unwrap();
+    put(&memory, 0x5000, 0);
+    memory.freeze().unwrap();
+    assert_eq!(get(&memory, 0x5000), 0);
+    assert_eq!(get(&Memory::map(memory.image.held().unwrap()).unwrap(), 0x5000), 0);
+}
+
+#[test]
+fn image_of_many_layers_is_flattened_and_reads_the_same() {
+    let mut memory = fresh();
+    for layer in 1..40u8 {
+        put(&memory, u64::from(layer) * 0x2000, layer);
+        put(&memory, HIGH, layer);
+        memory.freeze().unwrap();
+    }
+    assert!(memory.image.layers().len() <= 17);
+    let child = Memory::map(memory.image.clone()).unwrap();
+    for layer in 1..40u8 {
+        assert_eq!(get(&child, u64::from(layer) * 0x2000), layer);
+    }
+    assert_eq!(get(&child, HIGH), 39);
+}
+
+#[test]
+fn sealed_layer_cannot_be_written_or_cut() {
+    use std::os::unix::fs::FileExt;
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    memory.freeze().unwrap();
+    let file = &memory.image.layers()[0].file;
+    assert!(file.write_all_at(b"x", 0x5000).is_err());
+    assert!(file.set_len(0).is_err());
+    assert!(pvmm_devices::sparse::punch(file, 0x5000..0x6000).is_err());
+    assert_eq!(get(&memory, 0x5000), 1);
+}

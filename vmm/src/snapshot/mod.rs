@@ -1,0 +1,105 @@
+//! A template in a folder: `manifest.json`, `state.bin`, `memory.bin` and a file for each of the guest's disks.
+//!
+//! | file | what it answers |
+//! | --- | --- |
+//! | `manifest.rs` | what a folder says of itself, readable without decoding anything |
+//! | `sections.rs` | how a machine's registers are kept, each part with its version |
+//! | `checksum.rs` | whether a large file is still the one that was written |
+//! | `host.rs` | whether this host can go on with it |
+//! | `write.rs` | how a folder comes to be, whole or not at all |
+//! | `read.rs` | how a folder becomes a template again, or is refused by name |
+//!
+//! Files are untrusted: every length, count and offset is checked before it is used, and nothing is mapped
+//! before all of it was.
+
+mod checksum;
+mod host;
+mod manifest;
+mod read;
+mod sections;
+pub(crate) mod state;
+mod write;
+
+use std::io;
+use std::path::PathBuf;
+
+pub use manifest::{DiskFacts, MachineFacts, Manifest, MemoryFacts};
+pub use read::LoadOptions;
+pub use write::{Durability, WriteOptions};
+
+use crate::error::{Error, ErrorKind};
+
+pub(crate) const MANIFEST: &str = "manifest.json";
+pub(crate) const STATE: &str = "state.bin";
+pub(crate) const MEMORY: &str = "memory.bin";
+/// Which files were compared with their checksums, and how they looked then.
+pub(crate) const STAMP: &str = "verified";
+
+/// The most that is read of each small file.
+pub(crate) const MANIFEST_MAX: u64 = 1 << 20;
+pub(crate) const STATE_MAX: u64 = 10 << 20;
+/// The longest chain of snapshots, each holding what changed since the one before.
+pub(crate) const CHAIN_MAX: usize = 12;
+
+/// The snapshot that another one or a machine goes on from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Base {
+    pub id: String,
+    pub dir: PathBuf,
+    /// How many layers of the image are the base's.
+    pub(crate) layers: usize,
+}
+
+/// Why a folder is not a snapshot that can be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SnapshotError {
+    #[error("{file}: cannot be read")]
+    Read { file: String, source: io::Error },
+    #[error("{file}: is not a regular file of its own")]
+    Kind { file: String },
+    #[error("{file}: is {size} bytes, more than {max}")]
+    TooBig { file: String, size: u64, max: u64 },
+    #[error("{file}: is {size} bytes, the manifest says {expected}")]
+    Size { file: String, size: u64, expected: u64 },
+    #[error("manifest.json: {0}")]
+    Manifest(String),
+    #[error("format version {found} is not one that this pvmm reads ({known})")]
+    Version { found: u32, known: u32 },
+    #[error("state.bin: {0}")]
+    State(String),
+    #[error("state.bin: section {kind} has version {version}, which this pvmm does not read")]
+    SectionVersion { kind: String, version: u32 },
+    #[error("{file}: differs from what was written, at byte {offset}")]
+    Checksum { file: String, offset: u64 },
+    #[error("{what} is {found} there and {here} here")]
+    Host { what: &'static str, found: String, here: String },
+    #[error("base snapshot {dir}: {reason}")]
+    Base { dir: String, reason: String },
+    #[error("drive {index}: {path} is not the file it was; give another with an override")]
+    Drive { index: usize, path: String },
+    #[error("{dir}: exists already")]
+    Exists { dir: String },
+    #[error("cannot write {file}")]
+    Write { file: String, source: io::Error },
+}
+
+impl From<SnapshotError> for Error {
+    fn from(error: SnapshotError) -> Self {
+        let kind = match &error {
+            SnapshotError::Version { .. }
+            | SnapshotError::SectionVersion { .. }
+            | SnapshotError::Drive { .. }
+            | SnapshotError::Host { .. } => ErrorKind::SnapshotIncompatible,
+            SnapshotError::Exists { .. } => ErrorKind::InvalidConfig,
+            SnapshotError::Write { .. } => ErrorKind::HostResource,
+            SnapshotError::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                ErrorKind::InvalidConfig
+            }
+            _ => ErrorKind::SnapshotCorrupt,
+        };
+        Self::new(kind, "snapshot", error)
+    }
+}
+
+#[cfg(test)]
+mod tests;

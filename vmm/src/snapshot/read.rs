@@ -1,0 +1,254 @@
+//! A folder becomes a template again. Whatever is wrong with it is told by name before anything is mapped.
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use pvmm_devices::virtio::block::io::LayeredDisk;
+
+use super::checksum::{FileSums, Stamp};
+use super::manifest::{DiskFacts, Manifest};
+use super::sections::{self, Saved};
+use super::write::{large_files, modified_ns};
+use super::{
+    Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, STAMP, STATE, STATE_MAX, SnapshotError, host,
+};
+use crate::error::Error;
+use crate::memory::{self, Layer, MemoryImage, PAGE, Runs};
+use crate::storage::FrozenStorage;
+use crate::sys;
+use crate::template::Template;
+
+/// How a snapshot is read.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LoadOptions {
+    /// Copy the memory into a sealed file in this host's memory, so that nothing that happens to the folder
+    /// can reach a guest. For those who start many machines from one template.
+    pub hold: bool,
+    /// Compare every byte with its checksum, even if it was done before.
+    pub verify: bool,
+}
+
+impl Template {
+    /// Reads the snapshot in `dir`.
+    pub fn load(dir: &Path, options: LoadOptions) -> Result<Self, Error> {
+        let folder = Folder::open(dir)?;
+        let host = Self::host()?;
+        host::check(&folder.manifest.machine, &host)?;
+        let saved = folder.state()?;
+        host::check_features(&saved.machine, &host)?;
+        if saved.machine.vcpus.len() != folder.manifest.machine.vcpus as usize {
+            return Err(SnapshotError::State("has another number of vCPUs".into()).into());
+        }
+        folder.verify(&saved.sums, options)?;
+
+        let layers = folder.layers(&saved, options, 0)?;
+        let base_layers = layers.len();
+        let mut image = MemoryImage::empty(folder.manifest.regions());
+        for layer in layers {
+            image = image.with(layer);
+        }
+        if options.hold {
+            image = image.held()?;
+        }
+        let drives = folder.drives()?;
+        let manifest = &folder.manifest;
+        let layers = if options.hold { 1 } else { base_layers };
+        let id = manifest.id.clone();
+        let dir = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
+        Ok(Self {
+            host,
+            machine: Arc::new(saved.machine),
+            image,
+            drives,
+            taps: manifest.taps.clone(),
+            vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
+            base: Some(Base { id, dir, layers }),
+        })
+    }
+}
+
+impl Manifest {
+    /// What the snapshot in `dir` says of itself; nothing else is looked at.
+    pub fn read(dir: &Path) -> Result<Self, Error> {
+        Ok(Folder::open(dir)?.manifest)
+    }
+}
+
+/// A snapshot's folder and what its manifest says.
+struct Folder {
+    dir: File,
+    path: PathBuf,
+    manifest: Manifest,
+}
+
+impl Folder {
+    fn open(path: &Path) -> Result<Self, SnapshotError> {
+        let failed = |source| SnapshotError::Read { file: path.display().to_string(), source };
+        let dir = sys::open_dir(path).map_err(failed)?;
+        let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX)?;
+        Ok(Self { dir, path: path.to_owned(), manifest: Manifest::decode(&bytes)? })
+    }
+
+    fn state(&self) -> Result<Saved, SnapshotError> {
+        let bytes = read_small(&self.dir, STATE, STATE_MAX)?;
+        sections::decode(&bytes, &self.manifest.sections)
+    }
+
+    /// Opens a large file, which must have the size that the manifest says.
+    fn large(&self, name: &str, expected: u64) -> Result<File, SnapshotError> {
+        let (file, size) = open_plain(&self.dir, name)?;
+        match size == expected {
+            true => Ok(file),
+            false => Err(SnapshotError::Size { file: name.to_owned(), size, expected }),
+        }
+    }
+
+    /// Compares the large files with their sums, unless they look as they did when that was last done.
+    fn verify(&self, sums: &[FileSums], options: LoadOptions) -> Result<(), SnapshotError> {
+        let names = large_files(&self.manifest);
+        let known: Vec<Stamp> = read_small(&self.dir, STAMP, MANIFEST_MAX)
+            .ok()
+            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+            .unwrap_or_default();
+        let (mut stamps, mut compared) = (Vec::new(), false);
+        for name in &names {
+            let sums = sums.iter().find(|sums| sums.file == *name);
+            let sums = sums.ok_or_else(|| SnapshotError::State(format!("no sums of {name}")))?;
+            let file = self.large(name, sums.size)?;
+            let failed = |source| SnapshotError::Read { file: name.clone(), source };
+            let stamp = Stamp::of(name, &file).map_err(failed)?;
+            if options.verify || !known.contains(&stamp) {
+                compared = true;
+                if let Some(offset) = sums.compare(&file).map_err(failed)? {
+                    return Err(SnapshotError::Checksum { file: name.clone(), offset });
+                }
+            }
+            stamps.push(stamp);
+        }
+        if compared {
+            self.keep(&stamps);
+        }
+        Ok(())
+    }
+
+    /// So that the next restore need not compare again. A folder that cannot be written is compared each time.
+    fn keep(&self, stamps: &[Stamp]) {
+        let hidden = self.path.join(format!(".{STAMP}-{}", std::process::id()));
+        let kept = serde_json::to_vec(stamps).map_err(std::io::Error::from).and_then(|bytes| {
+            File::create_new(&hidden)?.write_all(&bytes)?;
+            fs::rename(&hidden, self.path.join(STAMP))
+        });
+        if kept.is_err() {
+            let _ = fs::remove_file(&hidden);
+        }
+    }
+
+    /// The files that make up the memory, lowest first.
+    fn layers(
+        &self,
+        saved: &Saved,
+        options: LoadOptions,
+        depth: usize,
+    ) -> Result<Vec<Layer>, SnapshotError> {
+        let size = self.manifest.memory.size;
+        let file = self.large(MEMORY, size)?;
+        let Some(base) = &self.manifest.memory.base else {
+            return Ok(vec![Layer { file, runs: Runs::all(size) }]);
+        };
+        let refused = |reason: String| SnapshotError::Base { dir: base.path.clone(), reason };
+        if depth >= CHAIN_MAX {
+            return Err(refused("the chain is too long".into()));
+        }
+        let below = Self::open(Path::new(&base.path)).map_err(|e| refused(e.to_string()))?;
+        if below.manifest.id != base.id {
+            return Err(refused("is another snapshot than the one it was".into()));
+        }
+        if below.manifest.memory.regions != self.manifest.memory.regions {
+            return Err(refused("has other memory regions".into()));
+        }
+        let saved_below = below.state()?;
+        below.verify(&saved_below.sums, options)?;
+        let mut layers = below.layers(&saved_below, options, depth + 1)?;
+        layers.push(Layer { file, runs: check_runs(&saved.runs, size)? });
+        Ok(layers)
+    }
+
+    fn drives(&self) -> Result<Vec<FrozenStorage>, SnapshotError> {
+        let open = |(index, disk): (usize, &DiskFacts)| match disk {
+            DiskFacts::Inside { file: name, size, read_only } => {
+                let file = self.large(name, *size)?;
+                let failed = |source| SnapshotError::Read { file: name.clone(), source };
+                match read_only {
+                    true => Ok(FrozenStorage::Fixed { file, path: Some(self.path.join(name)) }),
+                    false => {
+                        let top = memory::memfd(c"pvmm-disk", 0).map_err(failed)?;
+                        LayeredDisk::over(file, top).map(FrozenStorage::Layers).map_err(failed)
+                    }
+                }
+            }
+            DiskFacts::Outside { path, size, modified_ns: modified } => {
+                let path = PathBuf::from(path);
+                let found = File::open(&path).ok().filter(|file| {
+                    let same = |facts: fs::Metadata| {
+                        facts.is_file() && facts.size() == *size && modified_ns(&facts) == *modified
+                    };
+                    file.metadata().is_ok_and(same)
+                });
+                // A machine that gets another drive in this place does not miss it.
+                Ok(match found {
+                    Some(file) => FrozenStorage::Fixed { file, path: Some(path) },
+                    None => FrozenStorage::Missing { index, path },
+                })
+            }
+        };
+        self.manifest.disks.iter().enumerate().map(open).collect()
+    }
+}
+
+/// Whole pages, ascending, within the memory.
+fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<Runs, SnapshotError> {
+    let mut checked = Runs::default();
+    let mut end = 0;
+    for (start, stop) in runs {
+        let whole = start.is_multiple_of(PAGE) && stop.is_multiple_of(PAGE);
+        if !whole || *start < end || start >= stop || *stop > size {
+            return Err(SnapshotError::State("ranges of memory are impossible".into()));
+        }
+        checked.push(*start..*stop);
+        end = *stop;
+    }
+    match checked.count() <= memory::MAX_RUNS {
+        true => Ok(checked),
+        false => Err(SnapshotError::State("there are too many ranges of memory".into())),
+    }
+}
+
+/// Opens a file of the folder that is a plain file and not a link to one.
+fn open_plain(dir: &File, name: &str) -> Result<(File, u64), SnapshotError> {
+    let file = sys::open_beneath(dir, name).map_err(|source| match source.raw_os_error() {
+        Some(libc::ELOOP | libc::ENXIO) => SnapshotError::Kind { file: name.to_owned() },
+        _ => SnapshotError::Read { file: name.to_owned(), source },
+    })?;
+    let facts =
+        file.metadata().map_err(|source| SnapshotError::Read { file: name.to_owned(), source })?;
+    match facts.is_file() {
+        true => Ok((file, facts.size())),
+        false => Err(SnapshotError::Kind { file: name.to_owned() }),
+    }
+}
+
+/// All of a small file.
+fn read_small(dir: &File, name: &str, max: u64) -> Result<Vec<u8>, SnapshotError> {
+    let (file, size) = open_plain(dir, name)?;
+    if size > max {
+        return Err(SnapshotError::TooBig { file: name.to_owned(), size, max });
+    }
+    let mut bytes = Vec::with_capacity(size as usize);
+    file.take(max)
+        .read_to_end(&mut bytes)
+        .map_err(|source| SnapshotError::Read { file: name.to_owned(), source })?;
+    Ok(bytes)
+}

@@ -1,0 +1,172 @@
+//! A machine's registers as sections: kind, version, bytes.
+//!
+//! A change of a saved type adds a version beside the old one, whose decoder stays. A section that is
+//! unknown, missing or left over is an error: guessing would start a machine that is subtly another.
+
+use std::sync::Arc;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use super::checksum::FileSums;
+use super::manifest::SectionFacts;
+use super::state::MachineState;
+use super::{STATE_MAX, SnapshotError};
+use crate::config::MAX_VCPUS;
+use crate::machine::MAX_VIRTIO;
+
+const V1: u32 = 1;
+
+/// What `state.bin` holds.
+pub struct Saved {
+    pub machine: MachineState,
+    /// The sums of the large files.
+    pub sums: Vec<FileSums>,
+    /// The ranges of memory that the snapshot itself holds, if it has a base.
+    pub runs: Vec<(u64, u64)>,
+}
+
+/// The bytes of `state.bin` and the table of what is where.
+pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotError> {
+    let mut writer = Writer::default();
+    writer.add("clock", &saved.machine.clock)?;
+    for vcpu in &saved.machine.vcpus {
+        writer.add("vcpu", &**vcpu)?;
+    }
+    writer.add("ioapic", &saved.machine.ioapic)?;
+    writer.add("serial", &saved.machine.serial)?;
+    for transport in &saved.machine.transports {
+        writer.add("virtio", transport)?;
+    }
+    writer.add("runs", &saved.runs)?;
+    writer.add("checksums", &saved.sums)?;
+    Ok((writer.bytes, writer.table))
+}
+
+/// Reads all sections, checked against the table.
+pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotError> {
+    let (mut clock, mut ioapic, mut serial) = (None, None, None);
+    let (mut runs, mut sums) = (None, None);
+    let (mut vcpus, mut transports) = (Vec::new(), Vec::new());
+    let mut end = 0;
+    for section in table {
+        let bytes = section_bytes(bytes, section, &mut end)?;
+        match (section.kind.as_str(), section.version) {
+            ("clock", V1) => once(&mut clock, section, bytes)?,
+            ("ioapic", V1) => once(&mut ioapic, section, bytes)?,
+            ("serial", V1) => once(&mut serial, section, bytes)?,
+            ("runs", V1) => once(&mut runs, section, bytes)?,
+            ("checksums", V1) => once(&mut sums, section, bytes)?,
+            ("vcpu", V1) => vcpus.push(Arc::new(value(section, bytes)?)),
+            ("virtio", V1) => transports.push(value(section, bytes)?),
+            (kind, version) => {
+                let kind = kind.chars().take(40).collect();
+                return Err(SnapshotError::SectionVersion { kind, version });
+            }
+        }
+    }
+    if end != bytes.len() as u64 {
+        return Err(state("has bytes that belong to no section"));
+    }
+    let missing = || state("a section is missing");
+    let saved = Saved {
+        machine: MachineState {
+            clock: clock.ok_or_else(missing)?,
+            vcpus,
+            ioapic: ioapic.ok_or_else(missing)?,
+            serial: serial.ok_or_else(missing)?,
+            transports,
+        },
+        sums: sums.ok_or_else(missing)?,
+        runs: runs.ok_or_else(missing)?,
+    };
+    check(&saved)?;
+    Ok(saved)
+}
+
+fn check(saved: &Saved) -> Result<(), SnapshotError> {
+    let machine = &saved.machine;
+    if machine.vcpus.is_empty() || machine.vcpus.len() > MAX_VCPUS as usize {
+        return Err(state("number of vCPUs is impossible"));
+    }
+    if machine.transports.len() > MAX_VIRTIO {
+        return Err(state("there are too many devices"));
+    }
+    for vcpu in &machine.vcpus {
+        vcpu.check().map_err(|what| state(&format!("a vCPU has impossible {what}")))?;
+    }
+    match saved.sums.iter().all(FileSums::is_whole) {
+        true => Ok(()),
+        false => Err(state("checksums are incomplete")),
+    }
+}
+
+/// The bytes of one section, which must begin where the one before it ended.
+fn section_bytes<'a>(
+    bytes: &'a [u8],
+    section: &SectionFacts,
+    end: &mut u64,
+) -> Result<&'a [u8], SnapshotError> {
+    if section.offset != *end || section.len > STATE_MAX {
+        return Err(state("sections do not follow each other"));
+    }
+    *end += section.len;
+    let range = section.offset as usize..*end as usize;
+    let bytes = bytes.get(range).ok_or_else(|| state("is shorter than its sections"))?;
+    if crc32fast::hash(bytes) != section.crc32 {
+        return Err(SnapshotError::Checksum {
+            file: super::STATE.to_owned(),
+            offset: section.offset,
+        });
+    }
+    Ok(bytes)
+}
+
+fn once<T: DeserializeOwned>(
+    place: &mut Option<T>,
+    section: &SectionFacts,
+    bytes: &[u8],
+) -> Result<(), SnapshotError> {
+    match place.replace(value(section, bytes)?) {
+        None => Ok(()),
+        Some(_) => Err(state(&format!("has two sections {}", section.kind))),
+    }
+}
+
+fn value<T: DeserializeOwned>(section: &SectionFacts, bytes: &[u8]) -> Result<T, SnapshotError> {
+    let mut rest = bytes;
+    let value = rmp_serde::from_read(&mut rest).map_err(|error| {
+        let why: String = error.to_string().chars().take(120).collect();
+        state(&format!("section {} does not decode: {why}", section.kind))
+    })?;
+    match rest.is_empty() {
+        true => Ok(value),
+        false => Err(state(&format!("section {} has bytes left over", section.kind))),
+    }
+}
+
+fn state(what: &str) -> SnapshotError {
+    SnapshotError::State(what.to_owned())
+}
+
+#[derive(Default)]
+struct Writer {
+    bytes: Vec<u8>,
+    table: Vec<SectionFacts>,
+}
+
+impl Writer {
+    fn add(&mut self, kind: &str, value: &impl Serialize) -> Result<(), SnapshotError> {
+        let bytes = rmp_serde::to_vec_named(value)
+            .map_err(|error| state(&format!("section {kind} does not encode: {error}")))?;
+        self.table.push(SectionFacts {
+            kind: kind.to_owned(),
+            version: V1,
+            offset: self.bytes.len() as u64,
+            len: bytes.len() as u64,
+            crc32: crc32fast::hash(&bytes),
+        });
+        self.bytes.extend(bytes);
+        Ok(())
+    }
+}

@@ -1,0 +1,229 @@
+//! Snapshots as hostile files: cut, flipped, mixed, impossible. Whole folders are in the suite, with a guest.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+use kvm_bindings::kvm_cpuid_entry2;
+use pvmm_devices::ioapic::IoapicStateV1;
+use pvmm_devices::legacy::SerialStateV1;
+
+use super::checksum::{FileSums, PIECE};
+use super::manifest::{BaseFacts, Manifest, SectionFacts};
+use super::sections::{self, Saved};
+use super::state::MachineState;
+use super::*;
+use crate::kvm::state::{ClockStateV1, VcpuStateV1};
+
+fn vcpu() -> VcpuStateV1 {
+    VcpuStateV1 {
+        cpuid: vec![kvm_cpuid_entry2 { function: 1, ..Default::default() }],
+        msrs: vec![(0x10, 5)],
+        regs: Default::default(),
+        sregs: Default::default(),
+        xcrs: Default::default(),
+        xsave: vec![0; 1024],
+        debug_regs: Default::default(),
+        lapic: Default::default(),
+        mp_state: Default::default(),
+        events: Default::default(),
+        tsc_khz: 1_000_000,
+    }
+}
+
+fn saved() -> Saved {
+    let serial = SerialStateV1 {
+        baud_divisor_low: 12,
+        baud_divisor_high: 0,
+        interrupt_enable: 0,
+        interrupt_identification: 1,
+        line_control: 3,
+        line_status: 0x60,
+        modem_control: 8,
+        modem_status: 0xb0,
+        scratch: 0,
+        received: Vec::new(),
+        pending: Vec::new(),
+    };
+    let machine = MachineState {
+        clock: ClockStateV1 { nanoseconds: 7 },
+        vcpus: vec![Arc::new(vcpu())],
+        ioapic: IoapicStateV1 { select: 0, id: 0, entries: vec![1 << 16; 24] },
+        serial,
+        transports: Vec::new(),
+    };
+    let sums = vec![FileSums { file: MEMORY.into(), size: PIECE, sums: vec![1] }];
+    Saved { machine, sums, runs: vec![(0, 4096)] }
+}
+
+fn manifest(sections: Vec<SectionFacts>) -> Manifest {
+    Manifest {
+        format: manifest::FORMAT.into(),
+        version: manifest::VERSION,
+        id: "0123456789abcdef0123456789abcdef".into(),
+        created_by: "pvmm".into(),
+        created: 1,
+        machine: MachineFacts {
+            architecture: "x86_64".into(),
+            backend: "kvm_amd".into(),
+            cpu_vendor: "AuthenticAMD".into(),
+            cpu_signature: 0x60fb1,
+            vcpus: 1,
+            memory_mib: 64,
+        },
+        memory: MemoryFacts { size: 64 << 20, regions: vec![(0, 64 << 20)], base: None },
+        disks: vec![DiskFacts::Inside { file: "disk-0.img".into(), size: 512, read_only: false }],
+        taps: vec!["tap0".into()],
+        vsock_path: Some("/run/v".into()),
+        sections,
+        checksum: 0,
+    }
+}
+
+fn refused(change: impl FnOnce(&mut Manifest)) -> SnapshotError {
+    let mut manifest = manifest(Vec::new());
+    Manifest::decode(&manifest.encode().unwrap()).unwrap();
+    change(&mut manifest);
+    Manifest::decode(&manifest.encode().unwrap()).unwrap_err()
+}
+
+#[test]
+fn h1_manifest_cut_at_every_byte_is_refused() {
+    let text = manifest(sections::encode(&saved()).unwrap().1).encode().unwrap();
+    Manifest::decode(&text).unwrap();
+    assert!((0..text.len()).all(|end| Manifest::decode(&text[..end]).is_err()));
+}
+
+#[test]
+fn h2_manifest_with_any_byte_flipped_is_refused() {
+    let text = manifest(sections::encode(&saved()).unwrap().1).encode().unwrap();
+    for index in 0..text.len() {
+        for bit in [0x01, 0x20, 0x80] {
+            let mut text = text.clone();
+            text[index] ^= bit;
+            assert!(Manifest::decode(&text).is_err(), "byte {index} bit {bit:#x}");
+        }
+    }
+}
+
+#[test]
+fn h1_h2_state_cut_or_flipped_anywhere_is_refused() {
+    let (bytes, table) = sections::encode(&saved()).unwrap();
+    sections::decode(&bytes, &table).unwrap();
+    for index in 0..bytes.len() {
+        assert!(sections::decode(&bytes[..index], &table).is_err(), "cut at {index}");
+        let mut flipped = bytes.clone();
+        flipped[index] ^= 1;
+        assert!(sections::decode(&flipped, &table).is_err(), "flipped at {index}");
+    }
+}
+
+#[test]
+fn h3_other_formats_and_versions_are_refused_by_name() {
+    let format = refused(|m| m.format = "other".into());
+    assert!(format.to_string().contains("other"), "{format}");
+    let version = refused(|m| m.version = 2);
+    assert!(matches!(version, SnapshotError::Version { found: 2, known: 1 }));
+    let later = br#"{"format":"pvmm-snapshot","version":9,"shape":{"new":true}}"#;
+    assert!(matches!(Manifest::decode(later), Err(SnapshotError::Version { found: 9, .. })));
+    assert!(Manifest::decode(b"\x00\x01firecracker").is_err());
+}
+
+#[test]
+fn h3_unknown_and_doubled_and_missing_sections_are_refused() {
+    let (bytes, table) = sections::encode(&saved()).unwrap();
+    let mut unknown = table.clone();
+    unknown[0].kind = "flux".into();
+    let error = sections::decode(&bytes, &unknown).err().unwrap();
+    assert!(matches!(error, SnapshotError::SectionVersion { .. }), "{error}");
+    let mut newer = table.clone();
+    newer[1].version = 2;
+    assert!(sections::decode(&bytes, &newer).is_err());
+    let clock = table[0].clone();
+    let doubled_bytes = [&bytes[..clock.len as usize], &bytes].concat();
+    let shifted = table.iter().map(|s| SectionFacts { offset: s.offset + clock.len, ..s.clone() });
+    let doubled: Vec<_> = std::iter::once(clock.clone()).chain(shifted).collect();
+    assert!(sections::decode(&doubled_bytes, &doubled).is_err());
+    assert!(sections::decode(&bytes[..clock.len as usize], &table[..1]).is_err());
+}
+
+#[test]
+fn h7_impossible_regions_are_refused_before_anything_is_mapped() {
+    let size = 64u64 << 20;
+    let bad: [&[(u64, u64)]; 7] = [
+        &[],
+        &[(0, 0)],
+        &[(0, size / 2), (4096, size / 2)],
+        &[(u64::MAX - 4095, size)],
+        &[(0, 1 << 63), (1 << 63, 1 << 63)],
+        &[(0, size / 2), (size, size / 4)],
+        &[(1, size)],
+    ];
+    for regions in bad {
+        refused(|m| m.memory.regions = regions.to_vec());
+    }
+    refused(|m| m.machine.memory_mib = 1 << 50);
+    refused(|m| m.machine.vcpus = 33);
+    refused(|m| m.disks = vec![m.disks[0].clone(); 17]);
+    refused(|m| {
+        m.disks = vec![DiskFacts::Inside { file: "../x".into(), size: 1, read_only: false }]
+    });
+    refused(|m| m.memory.base = Some(BaseFacts { id: "..".into(), path: "/".into() }));
+}
+
+#[test]
+fn h8_huge_counts_are_refused_without_being_allocated() {
+    let mut table = sections::encode(&saved()).unwrap().1;
+    // A list of four billion registers, in five bytes.
+    let bomb = [0xdd, 0xff, 0xff, 0xff, 0xff];
+    table.truncate(1);
+    for kind in ["vcpu", "virtio", "checksums", "runs", "ioapic"] {
+        let (len, crc32) = (bomb.len() as u64, crc32fast::hash(&bomb));
+        let section = SectionFacts { kind: kind.into(), version: 1, offset: 0, len, crc32 };
+        assert!(sections::decode(&bomb, &[section]).is_err(), "{kind}");
+    }
+    for change in [
+        (|v: &mut VcpuStateV1| v.cpuid.clear()) as fn(&mut VcpuStateV1),
+        |v| v.cpuid = vec![Default::default(); 257],
+        |v| v.msrs = vec![(0, 0); 1025],
+        |v| v.xsave.truncate(1000),
+        |v| v.tsc_khz = 0,
+    ] {
+        let mut vcpu = vcpu();
+        change(&mut vcpu);
+        let mut saved = saved();
+        saved.machine.vcpus = vec![Arc::new(vcpu)];
+        let (bytes, table) = sections::encode(&saved).unwrap();
+        assert!(sections::decode(&bytes, &table).is_err());
+    }
+}
+
+#[test]
+fn h13_sections_beyond_the_limit_are_refused() {
+    let huge =
+        SectionFacts { kind: "clock".into(), version: 1, offset: 0, len: u64::MAX, crc32: 0 };
+    assert!(sections::decode(&[0; 64], &[huge]).is_err());
+}
+
+#[test]
+fn h6_changed_hole_or_length_of_a_large_file_is_found() {
+    let file = tempfile::tempfile().unwrap();
+    let size = 3 * PIECE + 4096;
+    file.set_len(size).unwrap();
+    file.write_all_at(&[5; 9000], PIECE + 100).unwrap();
+    let sums = FileSums::of("memory.bin", &file, size).unwrap();
+    assert!(sums.is_whole());
+    assert_eq!(sums.compare(&file).unwrap(), None);
+    let changed = |change: fn(&File)| {
+        let copy = tempfile::tempfile().unwrap();
+        copy.set_len(size).unwrap();
+        pvmm_devices::sparse::copy(&file, &copy, 0..size).unwrap();
+        assert_eq!(sums.compare(&copy).unwrap(), None);
+        change(&copy);
+        sums.compare(&copy).unwrap()
+    };
+    assert_eq!(changed(|f| f.write_all_at(b"x", 3 * PIECE).unwrap()), Some(3 * PIECE));
+    assert_eq!(changed(|f| f.write_all_at(b"x", PIECE + 200).unwrap()), Some(PIECE));
+    let punch = |f: &File| pvmm_devices::sparse::punch(f, PIECE..2 * PIECE).unwrap();
+    assert_eq!(changed(punch), Some(PIECE));
+}

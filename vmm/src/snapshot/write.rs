@@ -1,0 +1,330 @@
+//! A folder comes to be: written under another name, synced, renamed. Killed at any moment, the old snapshot
+//! or the new one is there, never half of one.
+//!
+//! What a killed writer leaves is a hidden folder that nobody holds a lock on; the next writer beside it
+//! removes it.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::checksum::{FileSums, Stamp};
+use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
+use super::sections::{self, Saved};
+use super::{CHAIN_MAX, MANIFEST, MEMORY, STAMP, STATE, SnapshotError, host};
+use crate::error::Error;
+use crate::storage::FrozenStorage;
+use crate::sys;
+use crate::template::Template;
+
+const UNFINISHED: &str = ".pvmm-unfinished-";
+
+/// What a power cut may take.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Durability {
+    /// Nothing: every byte is on the disk before the snapshot has its name.
+    #[default]
+    Full,
+    /// The snapshot; a crash of the host may leave it empty or broken, which a restore will notice.
+    None,
+}
+
+/// How a snapshot is written.
+#[derive(Default)]
+pub struct WriteOptions<'a> {
+    pub durability: Durability,
+    /// Take the place of a snapshot of that name.
+    pub replace: bool,
+    /// Only what changed since the snapshot that the machine was restored from, if there is one.
+    pub incremental: bool,
+    /// Told how many bytes are done, of how many.
+    pub progress: Option<&'a mut dyn FnMut(u64, u64)>,
+}
+
+impl Template {
+    /// Writes the template as the folder `dir`.
+    pub fn write(&self, dir: &Path, mut options: WriteOptions) -> Result<Manifest, Error> {
+        if !options.replace && fs::symlink_metadata(dir).is_ok() {
+            return Err(SnapshotError::Exists { dir: dir.display().to_string() }.into());
+        }
+        let unfinished = Unfinished::begin(dir)?;
+        let manifest = self.write_files(&unfinished, &mut options)?;
+        unfinished.publish(dir, &options)?;
+        Ok(manifest)
+    }
+
+    fn write_files(
+        &self,
+        folder: &Unfinished,
+        options: &mut WriteOptions,
+    ) -> Result<Manifest, SnapshotError> {
+        let base = self.base.as_ref().filter(|base| options.incremental && base.layers < CHAIN_MAX);
+        let own_layers = base.map_or(0, |base| base.layers);
+        let mut progress = Progress { done: 0, total: self.data_bytes(own_layers), options };
+
+        let size = self.image.size();
+        let memory = folder.create(MEMORY)?;
+        let fill = || -> io::Result<()> {
+            memory.set_len(size)?;
+            self.image.write_from(own_layers, &memory, &mut |bytes| progress.add(bytes))
+        };
+        let mut sums = vec![folder.finish(MEMORY, &memory, size, fill)?];
+
+        let mut disks = Vec::new();
+        for (index, drive) in self.drives.iter().enumerate() {
+            let name = disk_file(index);
+            let facts = match drive {
+                FrozenStorage::Missing { .. } => return Err(drive.missing(index)),
+                FrozenStorage::Fixed { file, path: Some(path) } => outside(file, path, &name)?,
+                FrozenStorage::Fixed { file, path: None } => {
+                    let size = file.metadata().map_err(|e| cannot(&name, e))?.size();
+                    let disk = folder.create(&name)?;
+                    let fill = || -> io::Result<()> {
+                        disk.set_len(size)?;
+                        pvmm_devices::sparse::copy(file, &disk, 0..size)
+                    };
+                    sums.push(folder.finish(&name, &disk, size, fill)?);
+                    DiskFacts::Inside { file: name, size, read_only: true }
+                }
+                FrozenStorage::Layers(layers) => {
+                    let disk = folder.create(&name)?;
+                    let fill = || layers.write_frozen(&disk);
+                    sums.push(folder.finish(&name, &disk, layers.size(), fill)?);
+                    DiskFacts::Inside { file: name, size: layers.size(), read_only: false }
+                }
+            };
+            disks.push(facts);
+        }
+
+        let runs = match base {
+            Some(_) => self.image.runs_from(own_layers),
+            None => Vec::new(),
+        };
+        let machine = (*self.machine).clone();
+        let (state, sections) = sections::encode(&Saved { machine, sums, runs })?;
+        folder.write(STATE, &state)?;
+        let manifest = Manifest {
+            format: manifest::FORMAT.to_owned(),
+            version: manifest::VERSION,
+            id: random_id().map_err(|e| cannot(MANIFEST, e))?,
+            created_by: concat!("pvmm ", env!("CARGO_PKG_VERSION")).to_owned(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
+            machine: host::facts(&self.host, self.vcpus() as u32, size >> 20),
+            memory: MemoryFacts {
+                size,
+                regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
+                base: base.map(|base| BaseFacts {
+                    id: base.id.clone(),
+                    path: base.dir.display().to_string(),
+                }),
+            },
+            disks,
+            taps: self.taps.clone(),
+            vsock_path: self.vsock_path.as_ref().map(|path| path.display().to_string()),
+            sections,
+            checksum: 0,
+        };
+        folder.write(MANIFEST, &manifest.encode()?)?;
+        folder.stamp(&manifest)?;
+        if progress.options.durability == Durability::Full {
+            folder.sync(&manifest)?;
+        }
+        progress.add(u64::MAX);
+        Ok(manifest)
+    }
+
+    fn data_bytes(&self, from_layer: usize) -> u64 {
+        self.image.layers().iter().skip(from_layer).map(|layer| layer.data_bytes()).sum()
+    }
+}
+
+struct Progress<'a, 'b> {
+    done: u64,
+    total: u64,
+    options: &'a mut WriteOptions<'b>,
+}
+
+impl Progress<'_, '_> {
+    fn add(&mut self, bytes: u64) {
+        self.done = self.done.saturating_add(bytes).min(self.total);
+        if let Some(tell) = &mut self.options.progress {
+            tell(self.done, self.total);
+        }
+    }
+}
+
+/// A read-only image elsewhere is remembered, not copied.
+fn outside(file: &File, path: &Path, name: &str) -> Result<DiskFacts, SnapshotError> {
+    let facts = file.metadata().map_err(|e| cannot(name, e))?;
+    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+    Ok(DiskFacts::Outside {
+        path: path.display().to_string(),
+        size: facts.size(),
+        modified_ns: modified_ns(&facts),
+    })
+}
+
+pub fn modified_ns(facts: &fs::Metadata) -> i128 {
+    i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
+}
+
+/// A folder that is being written. Dropping it removes it.
+struct Unfinished {
+    path: PathBuf,
+    parent: PathBuf,
+    // Held while this process writes; whoever finds it free may remove the folder.
+    _lock: File,
+    published: std::cell::Cell<bool>,
+}
+
+impl Unfinished {
+    fn begin(dir: &Path) -> Result<Self, SnapshotError> {
+        let named = dir.file_name().is_some();
+        let parent = match dir.parent() {
+            Some(parent) if named && parent.as_os_str().is_empty() => PathBuf::from("."),
+            Some(parent) if named => parent.to_owned(),
+            _ => {
+                let source = io::Error::other("it is not the name of a folder");
+                return Err(cannot(&dir.display().to_string(), source));
+            }
+        };
+        let failed = |error| cannot(&dir.display().to_string(), error);
+        sweep(&parent);
+        let path = parent.join(format!("{UNFINISHED}{}", random_id().map_err(failed)?));
+        fs::DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
+        let begun = Self::lock(&path).map(|lock| Self {
+            path: path.clone(),
+            parent,
+            _lock: lock,
+            published: std::cell::Cell::new(false),
+        });
+        begun.map_err(|error| {
+            let _ = fs::remove_dir(&path);
+            failed(error)
+        })
+    }
+
+    fn lock(path: &Path) -> io::Result<File> {
+        let lock = File::open(path)?;
+        sys::lock_file(&lock)?;
+        Ok(lock)
+    }
+
+    fn create(&self, name: &str) -> Result<File, SnapshotError> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create_new(true).mode(0o600);
+        options.open(self.path.join(name)).map_err(|e| cannot(name, e))
+    }
+
+    /// Fills a large file, makes it read-only, and sums it up.
+    fn finish(
+        &self,
+        name: &str,
+        file: &File,
+        size: u64,
+        fill: impl FnOnce() -> io::Result<()>,
+    ) -> Result<FileSums, SnapshotError> {
+        let sum_up = || -> io::Result<FileSums> {
+            fill()?;
+            let written = file.metadata()?.size();
+            if written != size {
+                return Err(io::Error::other(format!("{written} bytes instead of {size}")));
+            }
+            sys::set_mode(file, 0o400)?;
+            FileSums::of(name, file, size)
+        };
+        sum_up().map_err(|e| cannot(name, e))
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) -> Result<(), SnapshotError> {
+        self.create(name)?.write_all(bytes).map_err(|e| cannot(name, e))
+    }
+
+    /// Writes down how the large files look, for they were just summed up.
+    fn stamp(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
+        let stamp =
+            |name: &String| File::open(self.path.join(name)).and_then(|f| Stamp::of(name, &f));
+        let stamps: Vec<_> = large_files(manifest)
+            .iter()
+            .map(stamp)
+            .collect::<io::Result<_>>()
+            .map_err(|e| cannot(STAMP, e))?;
+        let bytes = serde_json::to_vec(&stamps).map_err(|e| cannot(STAMP, e.into()))?;
+        self.write(STAMP, &bytes)
+    }
+
+    fn sync(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
+        let mut names = large_files(manifest);
+        names.extend([STATE, MANIFEST, STAMP].map(str::to_owned));
+        for name in names {
+            let synced = File::open(self.path.join(&name)).and_then(|file| file.sync_all());
+            synced.map_err(|e| cannot(&name, e))?;
+        }
+        File::open(&self.path).and_then(|dir| dir.sync_all()).map_err(|e| cannot("folder", e))
+    }
+
+    /// Gives the folder its name.
+    fn publish(self, dir: &Path, options: &WriteOptions) -> Result<(), SnapshotError> {
+        let failed = |error| cannot(&dir.display().to_string(), error);
+        match sys::rename_new(&self.path, dir) {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && options.replace => {
+                // Now the old one has the hidden name, and goes with it.
+                sys::rename_exchange(&self.path, dir).map_err(failed)?;
+            }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                return Err(SnapshotError::Exists { dir: dir.display().to_string() });
+            }
+            result => {
+                result.map_err(failed)?;
+                self.published.set(true);
+            }
+        }
+        if options.durability == Durability::Full {
+            File::open(&self.parent).and_then(|dir| dir.sync_all()).map_err(failed)?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Unfinished {
+    fn drop(&mut self) {
+        if !self.published.get() {
+            // What cannot be removed now is removed by the next writer.
+            let _ = fs::remove_dir_all(&self.path);
+        }
+    }
+}
+
+/// Removes what writers that were killed have left.
+fn sweep(parent: &Path) {
+    let Ok(entries) = fs::read_dir(parent) else { return };
+    for entry in entries.flatten() {
+        let ours = entry.file_name().to_string_lossy().starts_with(UNFINISHED);
+        if ours && Unfinished::lock(&entry.path()).is_ok() {
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+/// The files of a snapshot that have checksums of their own.
+pub fn large_files(manifest: &Manifest) -> Vec<String> {
+    let mut names = vec![MEMORY.to_owned()];
+    for disk in &manifest.disks {
+        if let DiskFacts::Inside { file, .. } = disk {
+            names.push(file.clone());
+        }
+    }
+    names
+}
+
+fn random_id() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    sys::fill_random(&mut bytes)?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+fn cannot(file: &str, source: io::Error) -> SnapshotError {
+    SnapshotError::Write { file: file.to_owned(), source }
+}

@@ -1,0 +1,134 @@
+//! The bytes behind a drive in the hands of the machine's owner.
+//!
+//! A device moves bytes; freezing, forking and copying a disk is the owner's business.
+
+use std::fs::File;
+use std::io;
+use std::path::PathBuf;
+
+use pvmm_devices::sparse;
+use pvmm_devices::virtio::block::io::LayeredDisk;
+use pvmm_devices::virtio::block::{BlockConfig, Source};
+
+use crate::config::DriveSource;
+use crate::scratch::Scratch;
+use crate::snapshot::SnapshotError;
+
+/// A drive in the owner's hands.
+#[derive(Debug)]
+pub enum Storage {
+    /// The guest only reads it.
+    Fixed { file: File, path: Option<PathBuf> },
+    /// The guest's own: it has no name and ends with the machine.
+    Layers(LayeredDisk),
+    /// A file that the guest writes in place and that outlives the machine.
+    InPlace { file: File, path: Option<PathBuf> },
+}
+
+/// What the device needs and what the owner keeps. A nameless image that the guest writes becomes layers,
+/// if that is allowed.
+pub fn open(source: DriveSource, read_only: bool, layered: bool) -> io::Result<(Source, Storage)> {
+    Ok(match source {
+        DriveSource::Path(path) => {
+            let file = File::open(&path).map_err(|error| {
+                io::Error::new(error.kind(), format!("{}: {error}", path.display()))
+            })?;
+            let storage = match read_only {
+                true => Storage::Fixed { file, path: Some(path.clone()) },
+                false => Storage::InPlace { file, path: Some(path.clone()) },
+            };
+            (Source::Path(path), storage)
+        }
+        DriveSource::File(file) if !read_only && layered && file.metadata()?.is_file() => {
+            let layers = LayeredDisk::new(file)?;
+            (Source::Layers(layers.clone()), Storage::Layers(layers))
+        }
+        DriveSource::File(file) => {
+            let kept = file.try_clone()?;
+            let storage = match read_only {
+                true => Storage::Fixed { file: kept, path: None },
+                false => Storage::InPlace { file: kept, path: None },
+            };
+            (Source::File(file), storage)
+        }
+    })
+}
+
+/// A drive as it was at one instant, from which any number of machines can go on.
+#[derive(Debug)]
+pub enum FrozenStorage {
+    Fixed {
+        file: File,
+        path: Option<PathBuf>,
+    },
+    Layers(LayeredDisk),
+    /// Was a file elsewhere that is gone or changed.
+    Missing {
+        index: usize,
+        path: PathBuf,
+    },
+}
+
+impl Storage {
+    /// The drive as it is now; what is written later goes elsewhere. The guest must be paused.
+    pub fn freeze(&self, scratch: &Scratch) -> io::Result<FrozenStorage> {
+        match self {
+            Self::Fixed { file, path } => {
+                Ok(FrozenStorage::Fixed { file: file.try_clone()?, path: path.clone() })
+            }
+            Self::Layers(layers) => {
+                layers.freeze(|| scratch.file())?;
+                Ok(FrozenStorage::Layers(layers.fork(scratch.file()?)?))
+            }
+            Self::InPlace { file, .. } => {
+                // Its owner wants the writes in the named file, so it is the copy that stands still.
+                let copy = scratch.file()?;
+                let size = file.metadata()?.len();
+                copy.set_len(size)?;
+                if sparse::clone(file, &copy).is_err() {
+                    sparse::copy(file, &copy, 0..size)?;
+                }
+                Ok(FrozenStorage::Layers(LayeredDisk::over(copy, scratch.file()?)?))
+            }
+        }
+    }
+
+    /// Forgets what the guest wrote since it was frozen. The guest must be paused.
+    pub fn discard(&self) -> io::Result<()> {
+        match self {
+            Self::Fixed { .. } => Ok(()),
+            Self::Layers(layers) => layers.discard(),
+            Self::InPlace { path, .. } => {
+                let name = path.as_ref().map_or("it".to_owned(), |p| p.display().to_string());
+                let why = format!("{name} is written in place and cannot be taken back");
+                Err(io::Error::other(why))
+            }
+        }
+    }
+}
+
+impl FrozenStorage {
+    /// The same for a machine that goes on from here.
+    pub fn thaw(&self, scratch: &Scratch) -> io::Result<(BlockConfig, Storage)> {
+        match self {
+            Self::Fixed { file, path } => {
+                let held = Storage::Fixed { file: file.try_clone()?, path: path.clone() };
+                Ok((BlockConfig::from_file(file.try_clone()?).read_only(true), held))
+            }
+            Self::Layers(layers) => {
+                let layers = layers.fork(scratch.file()?)?;
+                Ok((BlockConfig::from_layers(layers.clone()), Storage::Layers(layers)))
+            }
+            Self::Missing { index, .. } => Err(io::Error::other(self.missing(*index))),
+        }
+    }
+
+    /// What is wrong with a drive that is not there.
+    pub fn missing(&self, index: usize) -> SnapshotError {
+        let path = match self {
+            Self::Missing { path, .. } => path.display().to_string(),
+            Self::Fixed { .. } | Self::Layers(_) => String::new(),
+        };
+        SnapshotError::Drive { index, path }
+    }
+}
