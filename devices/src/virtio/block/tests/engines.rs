@@ -307,10 +307,11 @@ impl Engine for Held {
         self.0.lock().unwrap().ended.pop()
     }
     fn wait(&mut self) -> io::Result<()> {
-        match self.count() {
-            0 => Err(io::ErrorKind::NotFound.into()),
-            _ => Ok(self.end_all()),
+        if self.count() == 0 {
+            return Err(io::ErrorKind::NotFound.into());
         }
+        self.end_all();
+        Ok(())
     }
     fn measure(&self) -> io::Result<u64> {
         Ok(SECTORS * 512)
