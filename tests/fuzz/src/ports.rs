@@ -18,10 +18,12 @@ use crate::input::Input;
 struct Lines;
 
 impl Routes for Lines {
-    fn route(&mut self, pin: usize, message: Option<Message>) {
-        assert!(pin < PINS);
-        // Nothing but an interrupt may be sent on a guest's word.
-        assert!(message.is_none_or(|message| message.address >> 20 == 0xfee));
+    fn route(&mut self, changes: &[(usize, Option<Message>)]) {
+        for (pin, message) in changes {
+            assert!(*pin < PINS);
+            // Nothing but an interrupt may be sent on a guest's word.
+            assert!(message.is_none_or(|message| message.address >> 20 == 0xfee));
+        }
     }
 }
 
