@@ -13,6 +13,7 @@ mod generation;
 mod hostile;
 mod net;
 mod outcomes;
+mod outliving;
 mod ports;
 mod refresh;
 mod run;
