@@ -5,12 +5,12 @@
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
 mod boot;
+mod code;
 mod detached;
 mod drives;
 mod exec;
 mod fork;
 mod generation;
-mod hostile;
 mod net;
 mod outcomes;
 mod outliving;
