@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
+mod balloon;
 mod boot;
 mod code;
 mod detached;
