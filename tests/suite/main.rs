@@ -12,6 +12,7 @@ mod drives;
 mod exec;
 mod fork;
 mod generation;
+mod moments;
 mod net;
 mod outcomes;
 mod outliving;

@@ -9,13 +9,16 @@ mod completions;
 mod cp;
 mod doctor;
 mod exec;
+mod fork;
 mod kill;
 mod logs;
 mod man;
 mod port;
 mod ps;
 mod ps_commands;
+mod rollback;
 mod run;
+mod snapshot;
 mod template;
 
 use crate::cli::{Cli, Verb};
@@ -33,6 +36,14 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Kill(args) => kill::kill(args),
         Verb::Rm(args) => kill::rm(args),
         Verb::Port(args) => port::port(args),
+        Verb::Fork(args) => fork::fork(args),
+        Verb::Snapshot(args) => snapshot::snapshot(args, cli.quiet),
+        Verb::Snapshots(args) => snapshot::snapshots(args),
+        Verb::Restore(args) => fork::restore(args),
+        Verb::Checkpoint(args) => rollback::checkpoint(args),
+        Verb::Rollback(args) => rollback::rollback(args),
+        Verb::Pause(args) => rollback::pause(args),
+        Verb::Resume(args) => rollback::resume(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
