@@ -27,7 +27,7 @@ pub fn paths(request: &Request) -> Vec<&[u8]> {
         Request::Mkdir(it) => vec![&it.path],
         Request::Move(it) => vec![&it.from, &it.to],
         Request::Freeze(_) | Request::Refresh(_) | Request::Thaw {} => vec![],
-        Request::Processes {} | Request::Attach(_) => vec![],
+        Request::Processes {} | Request::Attach(_) | Request::Metrics {} => vec![],
         Request::SignalProcess(_) | Request::ForgetProcess(_) => vec![],
         Request::Exec(_)
         | Request::Connect(_)

@@ -16,6 +16,7 @@ use crate::channel::Step;
 use crate::connection::Connection;
 use crate::job::{Job, Work};
 use crate::listener::Listener;
+use crate::oom::OomLog;
 use crate::pool::Pool;
 use crate::refresh::Identity;
 use crate::spawn::Spawner;
@@ -61,6 +62,7 @@ pub struct Server {
     pub(crate) spawner: Spawner,
     pub(crate) pool: Pool,
     pub(crate) identity: Identity,
+    pub(crate) oom: OomLog,
     pub(crate) null: Arc<OwnedFd>,
     pub(crate) scratch: Vec<u8>,
     pub(crate) ending: Option<Ended>,
@@ -99,6 +101,7 @@ impl Server {
             spawner: Spawner::new(),
             pool,
             identity: Identity::new(),
+            oom: OomLog::open(),
             null: Arc::new(sys::open(c"/dev/null", libc::O_RDWR, 0)?),
             scratch: Vec::new(),
             ending: None,

@@ -15,6 +15,7 @@ mod port;
 mod ps;
 mod ps_commands;
 mod run;
+mod stats;
 mod template;
 
 use crate::cli::{Cli, Verb};
@@ -32,6 +33,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Rm(args) => kill::rm(args),
         Verb::Port(args) => port::port(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
+        Verb::Stats(args) => stats::stats(args),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
         Verb::Completions(args) => completions::completions(args),
