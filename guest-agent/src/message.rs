@@ -1,6 +1,7 @@
 //! The messages inside control frames, as MessagePack maps with named fields.
 //! Bytes that the guest's kernel treats as bytes (arguments, paths, names) stay bytes here.
 
+mod code;
 mod detached;
 mod fresh;
 mod metrics;
@@ -8,6 +9,7 @@ mod metrics;
 use serde::{Deserialize, Serialize};
 pub use serde_bytes::ByteBuf;
 
+pub use code::{CloseSession, Language, OpenSession, RunCode, RunReport, RunStatus, SessionInfo};
 pub use detached::{Attach, Detach, Detached, Kept, ProcessId, ProcessInfo, Replay, SignalProcess};
 pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
 pub use metrics::{Limits, Metrics, OomEvent};
@@ -61,6 +63,10 @@ pub enum Request {
     Mkdir(Mkdir),
     Move(Move),
     Connect(Connect),
+    OpenSession(OpenSession),
+    RunCode(RunCode),
+    CloseSession(CloseSession),
+    ListSessions {},
     Shutdown(Shutdown),
     Freeze(Freeze),
     Refresh(Box<Refresh>),
@@ -319,6 +325,9 @@ pub enum Answer {
     Metrics(Metrics),
     Frozen(Frozen),
     Refreshed(Refreshed),
+    Session(SessionInfo),
+    Sessions(Vec<SessionInfo>),
+    Run(RunReport),
     Detached(Detached),
     Processes(Vec<ProcessInfo>),
     /// Everything that has nothing else to tell.
@@ -349,6 +358,8 @@ pub enum Code {
     TooMany,
     /// The kernel refused; `errno` and `path` say more.
     Io,
+    /// Something else is under way there; try again when it is over.
+    Busy,
     /// The client cancelled.
     Cancelled,
     /// The workload is frozen: thaw it first.

@@ -4,7 +4,9 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
+mod balloon;
 mod boot;
+mod code;
 mod detached;
 mod drives;
 mod exec;

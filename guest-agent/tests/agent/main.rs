@@ -8,6 +8,7 @@ mod files;
 mod fixture;
 mod forward;
 mod hostile;
+mod interpreter;
 mod metrics;
 mod refresh;
 mod streams;

@@ -4,6 +4,7 @@
 //! was typed.
 
 mod attach;
+mod code;
 mod completions;
 mod cp;
 mod doctor;
@@ -27,6 +28,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Run(args) => run::run(*args, cli.quiet),
         Verb::Exec(args) => exec::exec(args),
         Verb::Attach(args) => attach::attach(args, cli.quiet),
+        Verb::Code(args) => code::code(args),
         Verb::Cp(args) => cp::cp(args, cli.quiet),
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),
