@@ -70,12 +70,33 @@ pub enum Verb {
     Snapshots(Snapshots),
     Restore(Restore),
     /// Remember this instant of a VM, for `rollback`
+    #[command(before_help = "\
+Examples:
+  pvmm checkpoint web
+  pvmm rollback web                    back to it, as often as you like
+")]
     Checkpoint(OneVm),
     /// Take a VM back to its checkpoint: memory, devices, disk
+    #[command(before_help = "\
+Examples:
+  pvmm checkpoint web
+  pvmm exec web -- rm -rf /srv
+  pvmm rollback web                    it did not happen
+")]
     Rollback(OneVm),
     /// Let a VM's processors stand still
+    #[command(before_help = "\
+Examples:
+  pvmm pause web
+  pvmm resume web
+")]
     Pause(OneVm),
     /// Let a paused VM go on
+    #[command(before_help = "\
+Examples:
+  pvmm pause web
+  pvmm resume web
+")]
     Resume(OneVm),
     Ps(Ps),
     Stats(Stats),
