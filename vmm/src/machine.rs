@@ -5,7 +5,7 @@
 
 use std::io::{self, Write};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use kvm_ioctls::VcpuFd;
@@ -20,6 +20,7 @@ use pvmm_devices::virtio::VirtioDevice;
 use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::mmio::{MmioTransport, offset};
 use pvmm_devices::virtio::net::Net;
+use pvmm_devices::virtio::registry::DeviceKind;
 use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -138,6 +139,10 @@ impl Machine {
         memory: Memory,
         held: Held,
     ) -> Result<Vm, Error> {
+        if let Some(vsock) = self.transports.iter().find(|it| it.kind() == DeviceKind::Vsock) {
+            let vsock = vsock.clone();
+            self.ending.then(Box::new(move || vsock.abandon()));
+        }
         let buses = Arc::new(self.buses);
         let report = self.ending.report();
         let start = |(id, vcpu)| {
@@ -215,11 +220,19 @@ fn place(index: usize) -> MmioDevice {
 pub struct Ending {
     outcome: Mutex<Option<Outcome>>,
     event: EventFd,
+    then: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl Ending {
     fn new() -> io::Result<Self> {
-        Ok(Self { outcome: Mutex::new(None), event: EventFd::new(EFD_NONBLOCK)? })
+        let event = EventFd::new(EFD_NONBLOCK)?;
+        Ok(Self { outcome: Mutex::new(None), event, then: OnceLock::new() })
+    }
+
+    /// What the thread that sees the end does then: nobody should wait for a guest that is no more.
+    fn then(&self, act: Box<dyn Fn() + Send + Sync>) {
+        // A machine is started once.
+        let _ = self.then.set(act);
     }
 
     fn outcome(&self) -> MutexGuard<'_, Option<Outcome>> {
@@ -252,10 +265,15 @@ impl Ending {
 
     fn set(&self, outcome: Outcome) {
         let mut first = self.outcome();
-        if first.is_none() {
-            *first = Some(outcome);
-            // A fresh counter takes a one; and it is only read by `forget`, so it stays readable.
-            let _ = self.event.write(1);
+        if first.is_some() {
+            return;
+        }
+        *first = Some(outcome);
+        // A fresh counter takes a one; and it is only read by `forget`, so it stays readable.
+        let _ = self.event.write(1);
+        drop(first);
+        if let Some(then) = self.then.get() {
+            then();
         }
     }
 

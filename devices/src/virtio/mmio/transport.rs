@@ -150,11 +150,16 @@ impl MmioTransport {
     /// Takes a transport in use back to a state that it was saved in. The vCPUs must be paused and the
     /// devices quiet.
     pub fn rewind(&self, state: &TransportStateV1) -> Result<(), RestoreError> {
-        // As a driver does it: the worker ends, the registers are as new.
-        let action = self.registers().write(offset::STATUS, 0);
-        self.run(action);
+        self.abandon();
         self.thread.rewind(self.id, state.device.clone()).map_err(RestoreError::Device)?;
         self.restore(state)
+    }
+
+    /// Resets the device as its driver would: the worker ends, the registers are as new. For a guest that
+    /// is no more, so that whoever is connected to it learns of it.
+    pub fn abandon(&self) {
+        let action = self.registers().write(offset::STATUS, 0);
+        self.run(action);
     }
 
     fn registers(&self) -> MutexGuard<'_, Registers> {
