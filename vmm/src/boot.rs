@@ -1,5 +1,6 @@
 //! Boot: from a configuration to a machine that is about to run its kernel's first instruction.
 
+use std::sync::Arc;
 use std::io::{self, Write};
 
 use pvmm_devices::virtio::net;
@@ -34,7 +35,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     let guest = &memory.guest;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
-    let host = KvmHost::open()?;
+    let host = Arc::new(KvmHost::open()?);
     let kvm = KvmVm::new(&host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
     let generation = VmGenId::new(guest, layout::GENERATION)?;

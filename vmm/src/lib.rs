@@ -37,6 +37,6 @@ pub use config::{
     RateLimiterConfig, TapSource, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
-pub use template::{Overrides, Template};
+pub use template::{Overrides, Prefault, Template, Touched};
 pub use vcpu::run::Outcome;
 pub use vm::{CounterValues, DeviceCounters, Vm};

@@ -8,7 +8,9 @@
 use std::io;
 use std::sync::Arc;
 
-use kvm_bindings::{CpuId, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
+use kvm_bindings::{
+    CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES,
+};
 use kvm_bindings::{kvm_enable_cap, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use pvmm_devices::{GuestMemory, ioapic};
@@ -62,6 +64,7 @@ pub struct KvmHost {
     kvm: Kvm,
     supported_cpuid: CpuId,
     msr_indices: Vec<u32>,
+    pre_faults: bool,
 }
 
 impl KvmHost {
@@ -75,7 +78,13 @@ impl KvmHost {
         let supported_cpuid =
             kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(KvmError::Cpuid)?;
         let msr_indices = kvm.get_msr_index_list().map_err(KvmError::Cpuid)?.as_slice().to_vec();
-        Ok(Self { kvm, supported_cpuid, msr_indices })
+        let pre_faults = kvm.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0;
+        Ok(Self { kvm, supported_cpuid, msr_indices, pre_faults })
+    }
+
+    /// Whether memory can be put into a guest's tables before it is touched.
+    pub fn pre_faults(&self) -> bool {
+        self.pre_faults
     }
 
     pub fn supported_cpuid(&self) -> &CpuId {
@@ -86,6 +95,7 @@ impl KvmHost {
 /// A virtual machine.
 pub struct KvmVm {
     fd: Arc<VmFd>,
+    host: Arc<KvmHost>,
     shape: Arc<StateShape>,
     // KVM reads guest memory through these mappings for as long as the VM exists.
     _memory: GuestMemory,
@@ -93,7 +103,7 @@ pub struct KvmVm {
 
 impl KvmVm {
     /// A machine with `memory`, local APICs for the vCPUs to come, and nothing else.
-    pub fn new(host: &KvmHost, memory: &GuestMemory) -> Result<Self, KvmError> {
+    pub fn new(host: &Arc<KvmHost>, memory: &GuestMemory) -> Result<Self, KvmError> {
         let fd = create_vm(&host.kvm)?;
         // Intel's processors need two private areas for real mode; others ignore them.
         fd.set_identity_map_address(layout::IDENTITY_MAP).map_err(KvmError::CreateVm)?;
@@ -119,7 +129,7 @@ impl KvmVm {
             })?;
         }
         let shape = Arc::new(StateShape::of(&host.msr_indices, &fd));
-        Ok(Self { fd: Arc::new(fd), shape, _memory: memory.clone() })
+        Ok(Self { fd: Arc::new(fd), host: host.clone(), shape, _memory: memory.clone() })
     }
 
     /// A vCPU, to be made before any `connect`.
@@ -134,6 +144,10 @@ impl KvmVm {
 
     pub fn fd(&self) -> &Arc<VmFd> {
         &self.fd
+    }
+
+    pub fn host(&self) -> &Arc<KvmHost> {
+        &self.host
     }
 
     /// An event on `interrupt` becomes the interrupt of line `gsi`.

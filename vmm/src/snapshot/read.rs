@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use pvmm_devices::virtio::block::io::LayeredDisk;
 
@@ -16,7 +17,7 @@ use super::{
     Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, STAMP, STATE, STATE_MAX, SnapshotError, host,
 };
 use crate::error::Error;
-use crate::memory::{self, Layer, MemoryImage, PAGE, Runs};
+use crate::memory::{self, Layer, MemoryImage, PAGE, Runs, WorkingSet};
 use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
@@ -29,6 +30,8 @@ pub struct LoadOptions {
     pub hold: bool,
     /// Compare every byte with its checksum, even if it was done before.
     pub verify: bool,
+    /// Leave the memory alone: a page server will supply it to each machine.
+    pub without_memory: bool,
 }
 
 impl Template {
@@ -44,13 +47,24 @@ impl Template {
         }
         folder.verify(&saved.sums, options)?;
 
-        let layers = folder.layers(&saved, options, 0)?;
+        let size = folder.manifest.memory.size;
+        let working_set = match &saved.working_set {
+            Some(set) => Some(Arc::new(WorkingSet {
+                written: check_runs(&set.written, size)?,
+                read: check_runs(&set.read, size)?,
+            })),
+            None => None,
+        };
+        let layers = match options.without_memory {
+            true => Vec::new(),
+            false => folder.layers(&saved, options, 0)?,
+        };
         let base_layers = layers.len();
         let mut image = MemoryImage::empty(folder.manifest.regions());
         for layer in layers {
             image = image.with(layer);
         }
-        if options.hold {
+        if options.hold && !options.without_memory {
             image = image.held()?;
         }
         let drives = folder.drives()?;
@@ -65,7 +79,10 @@ impl Template {
             drives,
             taps: manifest.taps.clone(),
             vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
-            base: Some(Base { id, dir, layers }),
+            base: (!options.without_memory).then_some(Base { id, dir, layers }),
+            working_set,
+            without_memory: options.without_memory,
+            pause: Duration::ZERO,
         })
     }
 }
@@ -114,7 +131,7 @@ impl Folder {
             .and_then(|bytes| serde_json::from_slice(&bytes).ok())
             .unwrap_or_default();
         let (mut stamps, mut compared) = (Vec::new(), false);
-        for name in &names {
+        for name in names.iter().filter(|name| !options.without_memory || *name != MEMORY) {
             let sums = sums.iter().find(|sums| sums.file == *name);
             let sums = sums.ok_or_else(|| SnapshotError::State(format!("no sums of {name}")))?;
             let file = self.large(name, sums.size)?;
@@ -128,7 +145,8 @@ impl Folder {
             }
             stamps.push(stamp);
         }
-        if compared {
+        // Half of the stamps would make the next one compare everything again.
+        if compared && !options.without_memory {
             self.keep(&stamps);
         }
         Ok(())

@@ -12,9 +12,9 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::checksum::{FileSums, Stamp};
 use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
-use super::sections::{self, Saved};
+use super::sections::{self, Saved, WorkingSetV1};
 use super::{CHAIN_MAX, MANIFEST, MEMORY, STAMP, STATE, SnapshotError, host};
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
@@ -48,6 +48,10 @@ impl Template {
     pub fn write(&self, dir: &Path, mut options: WriteOptions) -> Result<Manifest, Error> {
         if !options.replace && fs::symlink_metadata(dir).is_ok() {
             return Err(SnapshotError::Exists { dir: dir.display().to_string() }.into());
+        }
+        if self.without_memory {
+            let what = "snapshot: the template was loaded without its memory";
+            return Err(Error::plain(ErrorKind::InvalidConfig, what));
         }
         let unfinished = Unfinished::begin(dir)?;
         let manifest = self.write_files(&unfinished, &mut options)?;
@@ -103,7 +107,11 @@ impl Template {
             None => Vec::new(),
         };
         let machine = (*self.machine).clone();
-        let (state, sections) = sections::encode(&Saved { machine, sums, runs })?;
+        let working_set = self.working_set.as_deref().map(|set| WorkingSetV1 {
+            written: set.written.iter().map(|run| (run.start, run.end)).collect(),
+            read: set.read.iter().map(|run| (run.start, run.end)).collect(),
+        });
+        let (state, sections) = sections::encode(&Saved { machine, sums, runs, working_set })?;
         folder.write(STATE, &state)?;
         let manifest = Manifest {
             format: manifest::FORMAT.to_owned(),
