@@ -13,6 +13,7 @@ use pvmm_guest_agent::{Channel, Kind};
 
 use crate::cgroup::{self, Cgroup};
 use crate::channel::{Sink, Source};
+use crate::detached::Outliving;
 use crate::forward;
 use crate::job::{Death, Job, Phase, Process, Work};
 use crate::refresh::Identity;
@@ -67,6 +68,26 @@ impl Server {
             }
         };
         let limit = exec.output_limit;
+        let grace = duration(exec.grace_ms).unwrap_or(DEFAULT_GRACE);
+        let phase = Phase::Running;
+        let (timed_out, background) = (false, false);
+        let deadline = duration(exec.timeout_ms).map(|timeout| begun + timeout);
+        self.pids.insert(pid, id);
+        if exec.detach.is_some() {
+            let terminal = stdio.terminal.as_ref().and_then(|fd| fd.try_clone().ok());
+            let outliving = Some(Box::new(Outliving::new(&exec, stdio)));
+            #[rustfmt::skip]
+            let process = Process {
+                pid, cgroup, terminal, begun, grace, phase, timed_out, background, outliving,
+            };
+            let work = Work::Process(process);
+            let (sink, sources) = (None, Vec::new());
+            let job = Job { connection: None, stream, work, sink, sources, deadline: None };
+            self.jobs.insert(id, job);
+            self.set_deadline(Token::Job(id), deadline);
+            self.announce_detached(connection, stream, id, pid as u32);
+            return Ok(());
+        }
         let Stdio { input, output, error, terminal } = stdio;
         let mut sources = vec![Source::new(Channel::Output, output.ours, limit)];
         sources.extend(error.map(|ends| Source::new(Channel::Error, ends.ours, limit)));
@@ -82,22 +103,21 @@ impl Server {
                 cgroup,
                 terminal,
                 begun,
-                grace: duration(exec.grace_ms).unwrap_or(DEFAULT_GRACE),
-                phase: Phase::Running,
-                timed_out: false,
-                background: false,
+                grace,
+                phase,
+                timed_out,
+                background,
+                outliving: None,
             }),
             sink,
             sources,
             deadline: None,
         };
         self.jobs.insert(id, job);
-        self.pids.insert(pid, id);
-        let deadline = duration(exec.timeout_ms).map(|timeout| begun + timeout);
         self.set_deadline(Token::Job(id), deadline);
         if let Some(connection) = self.connections.get_mut(&connection) {
             connection.streams.insert(stream, id);
-            let started = Started { pid: Some(pid as u32), metadata: None };
+            let started = Started { pid: Some(pid as u32), ..Started::default() };
             connection.out.control(Kind::Started, stream, &started);
         }
         Ok(())
@@ -157,7 +177,7 @@ impl Server {
             usage: usage(&dead.usage),
             after: process.begun.elapsed(),
         });
-        let abandoned = job.connection.is_none();
+        let abandoned = job.connection.is_none() && !process.outlives();
         if process.timed_out || abandoned {
             process.kill_tree();
         }
@@ -191,6 +211,12 @@ impl Server {
                 process.phase = Phase::Killed;
             }
             Phase::Killed => {}
+            Phase::Dead(_) if process.outlives() => {
+                if let Some(it) = &mut process.outliving {
+                    process.background |= it.stop();
+                }
+                self.finish_if_over(id);
+            }
             Phase::Dead(_) => {
                 for source in &mut job.sources {
                     process.background |= source.stop_soon();
@@ -204,6 +230,8 @@ impl Server {
     pub(crate) fn finish_if_over(&mut self, id: u64) {
         let Some(job) = self.jobs.get(&id).filter(|job| job.outputs_ended()) else { return };
         let outcome = match &job.work {
+            // It ends with its process.
+            Work::Attached(_) => return,
             Work::Tcp(tcp) => match forward::outcome(tcp, job) {
                 Some(outcome) => outcome,
                 None => return,
@@ -222,6 +250,9 @@ impl Server {
                     duration_us: death.after.as_micros() as u64,
                     usage: death.usage,
                 };
+                if process.outlives() {
+                    return self.conclude_detached(id, report);
+                }
                 pvmm_guest_agent::message::Outcome::Ok(Answer::Exec(report))
             }
         };
@@ -252,6 +283,7 @@ impl Server {
             }
             Work::File(_) => self.cancel_file_work(id),
             Work::Tcp(_) => self.cancel_tcp(id),
+            Work::Attached(_) => self.cancel_follower(id),
         }
     }
 
@@ -273,12 +305,13 @@ impl Server {
             }
             // The worker sees its pipe break; its report finds nobody.
             Work::File(_) | Work::Tcp(_) => self.forget(id),
+            Work::Attached(_) => self.cancel_follower(id),
         }
     }
 }
 
 impl Process {
-    fn is_reaped(&self) -> bool {
+    pub fn is_reaped(&self) -> bool {
         matches!(self.phase, Phase::Dead(_))
     }
 

@@ -27,6 +27,8 @@ pub fn paths(request: &Request) -> Vec<&[u8]> {
         Request::Mkdir(it) => vec![&it.path],
         Request::Move(it) => vec![&it.from, &it.to],
         Request::Freeze(_) | Request::Refresh(_) | Request::Thaw {} => vec![],
+        Request::Processes {} | Request::Attach(_) => vec![],
+        Request::SignalProcess(_) | Request::ForgetProcess(_) => vec![],
         Request::Exec(_)
         | Request::Connect(_)
         | Request::Shutdown(_)
@@ -101,7 +103,7 @@ impl Server {
                     let Some(job) = self.jobs.get(&id) else { continue };
                     let connection = job.connection.and_then(|id| self.connections.get_mut(&id));
                     if let Some(connection) = connection {
-                        let started = Started { pid: None, metadata: Some(metadata) };
+                        let started = Started { metadata: Some(metadata), ..Started::default() };
                         connection.out.control(Kind::Started, job.stream, &started);
                     }
                 }

@@ -9,6 +9,7 @@ use pvmm_guest_agent::message::{ExecStatus, Outcome, Usage};
 
 use crate::cgroup::Cgroup;
 use crate::channel::{Sink, Source};
+use crate::detached::{Follower, Outliving};
 use crate::forward::Tcp;
 use crate::token::Token;
 
@@ -28,6 +29,8 @@ pub enum Work {
     File(Option<Outcome>),
     /// A connection to a port of the guest.
     Tcp(Tcp),
+    /// Following a process that outlives its client.
+    Attached(Follower),
 }
 
 pub struct Process {
@@ -40,6 +43,8 @@ pub struct Process {
     pub phase: Phase,
     pub timed_out: bool,
     pub background: bool,
+    /// It goes on without a client.
+    pub outliving: Option<Box<Outliving>>,
 }
 
 /// How far a process has come.
@@ -76,5 +81,27 @@ impl Job {
 
     pub fn outputs_ended(&self) -> bool {
         self.sources.iter().all(Source::has_ended)
+            && self.outliving().is_none_or(Outliving::outputs_ended)
+    }
+
+    pub fn outliving(&self) -> Option<&Outliving> {
+        match &self.work {
+            Work::Process(process) => process.outliving.as_deref(),
+            _ => None,
+        }
+    }
+
+    pub fn outliving_mut(&mut self) -> Option<&mut Outliving> {
+        match &mut self.work {
+            Work::Process(process) => process.outliving.as_deref_mut(),
+            _ => None,
+        }
+    }
+
+    pub fn pid(&self) -> Option<u32> {
+        match &self.work {
+            Work::Process(process) => Some(process.pid as u32),
+            _ => None,
+        }
     }
 }

@@ -76,3 +76,9 @@ pub const MAX_SECRETS: usize = 256;
 pub const MAX_HOSTNAME: usize = 64;
 /// Longest name of a network interface, as the kernel has it.
 pub const MAX_INTERFACE_NAME: usize = 15;
+
+/// Detached processes that are remembered, running or ended.
+pub const MAX_DETACHED: usize = 64;
+/// Of each of their outputs, bytes kept unless the exec says otherwise, and at most.
+pub const DEFAULT_KEEP: u32 = 256 << 10;
+pub const MAX_KEEP: u32 = 4 << 20;

@@ -5,6 +5,7 @@
 mod cgroup;
 mod channel;
 mod connection;
+mod detached;
 mod entry;
 mod exec;
 mod file_work;
@@ -20,6 +21,7 @@ mod outbox;
 mod pool;
 mod refresh;
 mod requests;
+mod ring;
 mod server;
 mod spawn;
 mod stdio;

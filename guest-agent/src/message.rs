@@ -1,11 +1,13 @@
 //! The messages inside control frames, as MessagePack maps with named fields.
 //! Bytes that the guest's kernel treats as bytes (arguments, paths, names) stay bytes here.
 
+mod detached;
 mod fresh;
 
 use serde::{Deserialize, Serialize};
 pub use serde_bytes::ByteBuf;
 
+pub use detached::{Attach, Detach, Detached, Kept, ProcessId, ProcessInfo, Replay, SignalProcess};
 pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
 
 /// `Hello`: who the client is and which versions it speaks.
@@ -61,6 +63,10 @@ pub enum Request {
     Freeze(Freeze),
     Refresh(Box<Refresh>),
     Thaw {},
+    Processes {},
+    Attach(Attach),
+    SignalProcess(SignalProcess),
+    ForgetProcess(ProcessId),
     Info {},
     Ping {},
 }
@@ -102,6 +108,9 @@ pub struct Exec {
     /// Standard input and both outputs are a terminal of this size.
     #[serde(default)]
     pub pty: Option<WindowSize>,
+    /// Let the process go on without its client; the answer is its id.
+    #[serde(default)]
+    pub detach: Option<Detach>,
 }
 
 impl Exec {
@@ -118,6 +127,7 @@ impl Exec {
             grace_ms: None,
             output_limit: None,
             pty: None,
+            detach: None,
         }
     }
 }
@@ -256,6 +266,9 @@ pub struct Started {
     /// ReadFile: what is being read.
     #[serde(default)]
     pub metadata: Option<Metadata>,
+    /// Attach: where the output begins.
+    #[serde(default)]
+    pub replay: Option<Replay>,
 }
 
 /// `Signal`: a signal number and whom it is for.
@@ -298,6 +311,8 @@ pub enum Answer {
     Info(Info),
     Frozen(Frozen),
     Refreshed(Refreshed),
+    Detached(Detached),
+    Processes(Vec<ProcessInfo>),
     /// Everything that has nothing else to tell.
     Done {},
 }

@@ -147,7 +147,7 @@ impl Server {
     }
 
     pub fn welcome(&self) -> Welcome {
-        let mut capabilities = vec!["exec", "files", "info", "connect", "pty"];
+        let mut capabilities = vec!["exec", "files", "info", "connect", "pty", "detach"];
         if self.settings.control.is_some() {
             capabilities.push("refresh");
         }
@@ -183,6 +183,9 @@ impl Server {
         sink.accept(frame.payload, frame.header.ends(), &mut connection.out, stream)
             .map_err(|e| fault(e.to_string()))?;
         let over = sink.is_closed();
+        if frame.header.ends() {
+            self.follower_input_ended(job);
+        }
         if over {
             self.finish_if_over(job);
         }
@@ -190,6 +193,14 @@ impl Server {
     }
 
     fn take_credit(&mut self, job: u64, frame: Frame<'_>) -> Result<(), Fault> {
+        if let Some(Work::Attached(follower)) = self.jobs.get_mut(&job).map(|it| &mut it.work) {
+            let Some(cursor) = follower.cursor(frame.header.channel()) else {
+                return Err(fault("credit for a channel the stream does not have"));
+            };
+            cursor.grant(frame.credit()).map_err(|e| fault(e.to_string()))?;
+            self.wake_outputs(job);
+            return Ok(());
+        }
         let source = self.jobs.get_mut(&job).and_then(|it| it.source(frame.header.channel()));
         let Some(source) = source else {
             return Err(fault("credit for a channel the stream does not have"));
@@ -203,6 +214,7 @@ impl Server {
         if !(1..=libc::SIGRTMAX()).contains(&signal.signal) {
             return Err(fault(format!("there is no signal {}", signal.signal)));
         }
+        let job = self.followed(job);
         if let Some(Work::Process(process)) = self.jobs.get(&job).map(|job| &job.work) {
             match signal.scope {
                 Scope::Process => process.signal_self(signal.signal),
@@ -214,6 +226,7 @@ impl Server {
     }
 
     fn take_resize(&mut self, job: u64, size: WindowSize) -> Result<(), Fault> {
+        let job = self.followed(job);
         let Some(Work::Process(process)) = self.jobs.get(&job).map(|job| &job.work) else {
             return Err(fault("only a process has a terminal"));
         };
@@ -250,7 +263,18 @@ impl Server {
             Request::Exec(_) if self.is_frozen() => {
                 self.refuse(id, stream, Code::Frozen, "the workload is frozen: thaw it first");
             }
+            Request::Exec(exec) if exec.detach.is_some() && !self.room_for_detached() => {
+                let why = "there are as many detached processes as there may be";
+                self.refuse(id, stream, Code::TooMany, why);
+            }
             Request::Exec(exec) => self.start_exec(id, stream, exec),
+            Request::Processes {} => {
+                let processes = self.processes();
+                self.answer(id, stream, Answer::Processes(processes));
+            }
+            Request::Attach(attach) => self.attach(id, stream, attach),
+            Request::SignalProcess(signal) => self.signal_process(id, stream, signal),
+            Request::ForgetProcess(process) => self.forget_process(id, stream, process.id),
             Request::Freeze(freeze) => self.start_freeze(id, stream, freeze),
             Request::Refresh(refresh) => self.take_refresh(id, stream, &refresh),
             Request::Thaw {} => self.thaw(id, stream),
@@ -337,6 +361,11 @@ fn check(request: &Request) -> Result<(), &'static str> {
         Request::Connect(_) => Ok(()),
         Request::Info {} | Request::Ping {} | Request::Shutdown(_) => Ok(()),
         Request::Freeze(_) | Request::Thaw {} => Ok(()),
+        Request::SignalProcess(it) if !(1..=libc::SIGRTMAX()).contains(&it.signal) => {
+            Err("there is no such signal")
+        }
+        Request::Processes {} | Request::Attach(_) => Ok(()),
+        Request::SignalProcess(_) | Request::ForgetProcess(_) => Ok(()),
         file => files::paths(file).into_iter().try_for_each(|path| match path {
             [] => Err("a path is empty"),
             path if path.len() > MAX_PATH => Err("a path is too long"),

@@ -134,6 +134,12 @@ impl Server {
         for id in ids {
             self.drop_connection(id);
         }
+        for job in self.jobs.values() {
+            match &job.work {
+                Work::Process(process) if !process.is_reaped() => process.kill_tree(),
+                _ => {}
+            }
+        }
         if let Some(cgroups) = self.settings.cgroups.take() {
             cgroups.close();
         }
@@ -180,8 +186,10 @@ impl Server {
                 self.runnable.push_back(token);
             }
             Token::Output(id) | Token::Error(id) => {
-                let job = self.jobs.get_mut(&id);
-                if let Some(source) = job.and_then(|job| job.source_of(token)) {
+                let Some(job) = self.jobs.get_mut(&id) else { return };
+                if job.outliving().is_some() {
+                    self.runnable.push_back(token);
+                } else if let Some(source) = job.source_of(token) {
                     source.set_ready(event.hung_up);
                     self.runnable.push_back(token);
                 }
@@ -216,6 +224,9 @@ impl Server {
     }
 
     pub(crate) fn advance_output(&mut self, id: u64, token: Token) {
+        if self.advance_detached(id, token) || self.advance_follower(id) {
+            return;
+        }
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let Some(connection) = job.connection.and_then(|id| self.connections.get_mut(&id)) else {
             return;

@@ -57,10 +57,20 @@ impl Epoll {
     }
 
     fn add(&self, fd: RawFd, interest: libc::c_int, token: u64) -> Result<()> {
+        match self.control(libc::EPOLL_CTL_ADD, fd, interest, token) {
+            // A closed copy of a descriptor leaves its entry behind while another copy lives, and
+            // this one got its number.
+            Err(e) if e.raw_os_error() == Some(libc::EEXIST) => {
+                self.control(libc::EPOLL_CTL_MOD, fd, interest, token)
+            }
+            other => other,
+        }
+    }
+
+    fn control(&self, how: i32, fd: RawFd, interest: libc::c_int, token: u64) -> Result<()> {
         let mut event = libc::epoll_event { events: interest as u32, u64: token };
         // SAFETY: `event` outlives the call.
-        let result =
-            unsafe { libc::epoll_ctl(self.0.as_raw_fd(), libc::EPOLL_CTL_ADD, fd, &mut event) };
+        let result = unsafe { libc::epoll_ctl(self.0.as_raw_fd(), how, fd, &mut event) };
         check(result).map(drop)
     }
 

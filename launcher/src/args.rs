@@ -186,6 +186,23 @@ fn env_var_from(
     Ok(EnvVar { name: name.to_owned(), value })
 }
 
+/// A detached command of a VM: `VM:ID`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ProcessName {
+    pub vm: String,
+    pub id: u64,
+}
+
+/// Reads `VM:ID`.
+pub fn process(text: &str) -> Result<ProcessName, String> {
+    let parts = text.rsplit_once(':').filter(|(vm, _)| !vm.is_empty());
+    let id = parts.and_then(|(_, id)| id.parse().ok());
+    match (parts, id) {
+        (Some((vm, _)), Some(id)) => Ok(ProcessName { vm: vm.to_owned(), id }),
+        _ => Err("write VM:ID, as in web:7; `pvmm ps VM` lists them".to_owned()),
+    }
+}
+
 /// `--name`: what a path, a host name and a table can all hold.
 pub fn vm_name(text: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
@@ -345,6 +362,14 @@ mod tests {
         assert!(vm_name("web-1.test_2").is_ok());
         for text in ["", ".", "..", "a/b", "-a", "a b", "é", "0123456789ab", &"x".repeat(64)] {
             assert!(vm_name(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn process_is_a_vm_and_a_number() {
+        assert_eq!(process("web:7"), Ok(ProcessName { vm: "web".to_owned(), id: 7 }));
+        for text in ["", "web", "web:", ":7", "web:x", "web:-1", "web:7:"] {
+            assert!(process(text).is_err(), "{text}");
         }
     }
 

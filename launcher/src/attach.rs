@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, AgentError};
 use pvmm::exec::{
-    ExecError, ExecRequest, ExecStatus, ExitStatus, ProcessEvent, Signaller, Stage, Stdin,
+    ExecError, ExecRequest, ExecStatus, ExitStatus, Process, ProcessEvent, Signaller, Stage, Stdin,
 };
 
 use crate::cli::CommandFlags;
@@ -118,13 +118,34 @@ pub fn attach(
         // While the VM booted, it may have changed.
         request = request.terminal(terminal::size());
     }
-    let mut process = agent.start(&request)?;
+    let process = agent.start(&request)?;
+    let manner = Manner { has_terminal, owns: true };
+    follow(process, late, manner, signals, abort)
+}
+
+/// How a person is attached to a command.
+#[derive(Clone, Copy)]
+pub struct Manner {
+    /// The command has a terminal, which is this one.
+    pub has_terminal: bool,
+    /// The command is ours and ends with us.
+    pub owns: bool,
+}
+
+/// Passes output, input and signals between here and a command, to its end.
+pub fn follow(
+    mut process: Process,
+    late: Option<Instant>,
+    manner: Manner,
+    signals: Signals,
+    abort: impl Fn(u8) + Send + Sync + 'static,
+) -> Result<End, ExecError> {
     // Only now: until here Ctrl-C is for us.
-    let _raw = has_terminal.then(RawMode::enter);
+    let _raw = manner.has_terminal.then(RawMode::enter);
     let signaller = process.signaller();
     let abort = Arc::new(abort);
-    let leave = has_terminal.then(|| Arc::clone(&abort));
-    in_background("signals", move || forward_signals(&signals, &signaller, &*abort));
+    let leave = manner.has_terminal.then(|| Arc::clone(&abort));
+    in_background("signals", move || forward_signals(&signals, &signaller, manner, &*abort));
     if let Some(stdin) = process.take_stdin() {
         in_background("stdin", move || {
             if forward_input(stdin, leave.is_some()) == InputEnd::Left
@@ -160,7 +181,7 @@ pub fn in_background(name: &str, work: impl FnOnce() + Send + 'static) {
 }
 
 /// Passes every signal on; ends everything when that does not help.
-fn forward_signals(signals: &Signals, signaller: &Signaller, abort: &dyn Fn(u8)) {
+fn forward_signals(signals: &Signals, signaller: &Signaller, manner: Manner, abort: &dyn Fn(u8)) {
     let mut last_interrupt: Option<Instant> = None;
     // When the command must have ended, and the signal that told it to.
     let mut over: Option<(Instant, i32)> = None;
@@ -179,6 +200,10 @@ fn forward_signals(signals: &Signals, signaller: &Signaller, abort: &dyn Fn(u8))
             // One that fails is followed by the loss of the connection, of which others tell.
             let _ = signaller.resize(terminal::size());
             continue;
+        }
+        if !manner.owns && signal != libc::SIGINT {
+            // It was there before us and stays.
+            return abort(exit::by_signal(signal));
         }
         let again = last_interrupt.is_some_and(|at| at.elapsed() < TWICE);
         if signal == libc::SIGINT && again || signaller.send(signal).is_err() {
@@ -312,6 +337,7 @@ pub fn refuse(error: ExecError) -> Failure {
     match error {
         ExecError::Agent(error) => refuse_agent(error),
         ExecError::InvalidRequest { .. } => Failure::usage(error.to_string()),
+        ExecError::NotStarted(status) => could_not_start(&status, &Names::default()),
         ExecError::Overdue(_) => Failure::fault(error.to_string()),
     }
 }

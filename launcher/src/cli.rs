@@ -10,7 +10,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueHint};
 
-use crate::args::{self, EnvVar, NetCard, Place};
+use crate::args::{self, EnvVar, NetCard, Place, ProcessName};
 use crate::drive::{self, DriveFlag};
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::ports::{self, PortSpec};
@@ -60,6 +60,7 @@ pub struct Cli {
 pub enum Verb {
     Run(Box<Run>),
     Exec(Exec),
+    Attach(Attach),
     Cp(Cp),
     Port(Port),
     Ps(Ps),
@@ -165,10 +166,14 @@ Examples:
   pvmm exec -it web -- bash
   pvmm exec -i web -- sh < script.sh
   pvmm exec --timeout 10s -u nobody web -- ./job
+  pvmm exec -d web -- ./server         prints an id; see: pvmm ps web, pvmm attach web:ID, pvmm kill web:ID
 ")]
 pub struct Exec {
     #[command(flatten)]
     pub command: CommandFlags,
+    /// Start the command, print its id and leave it running
+    #[arg(short, long)]
+    pub detach: bool,
     /// End the command after this long: 30s, 500ms, 5m
     #[arg(long, value_name = "TIME", value_parser = args::duration)]
     pub timeout: Option<Duration>,
@@ -177,6 +182,29 @@ pub struct Exec {
     /// The command and its arguments
     #[arg(last = true, required = true, value_name = "CMD", value_hint = ValueHint::CommandWithArguments)]
     pub argv: Vec<OsString>,
+}
+
+/// Show what a detached command printed and follow it to its end
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm attach web:7                    all that is kept of its output, then as it comes
+  pvmm attach --from 4096 web:7        from this byte of its standard output on
+  pvmm attach -i web:7                 also pass standard input on; a terminal is one again
+
+Ends with the command and its exit code. Ctrl-C goes to the command; Ctrl-], three times, only leaves,
+as do TERM and HUP.
+")]
+pub struct Attach {
+    /// Skip what was printed before this byte of standard output
+    #[arg(long, value_name = "OFFSET", default_value = "0")]
+    pub from: u64,
+    /// Pass standard input on, if the command was started with -i or -t
+    #[arg(short, long)]
+    pub interactive: bool,
+    /// VM and id, as printed by `pvmm exec -d` and `pvmm ps VM`
+    #[arg(value_name = "VM:ID", value_parser = args::process)]
+    pub process: ProcessName,
 }
 
 /// Copy files and folders into or out of a VM
@@ -220,15 +248,18 @@ pub struct Port {
     pub ports: Vec<PortSpec>,
 }
 
-/// List VMs
+/// List VMs, or the detached commands of one
 #[derive(Debug, Args)]
 #[command(help_template = TEMPLATE, before_help = "\
 Examples:
   pvmm ps
+  pvmm ps web                         what `pvmm exec -d` started there
   pvmm ps -q | xargs pvmm kill
   pvmm ps --json
 ")]
 pub struct Ps {
+    /// Id, the start of an id, or name of a VM whose detached commands to list
+    pub vm: Option<String>,
     /// As JSON
     #[arg(long)]
     pub json: bool,
@@ -253,15 +284,16 @@ pub struct Logs {
     pub console: bool,
 }
 
-/// End VMs and remove them
+/// End VMs and remove them, or end detached commands
 #[derive(Debug, Args)]
 #[command(help_template = TEMPLATE, before_help = "\
 Examples:
   pvmm kill web
   pvmm kill --signal KILL web         at once, without telling the guest
+  pvmm kill web:7                     a command that `pvmm exec -d` started, with all it started
 ")]
 pub struct Kill {
-    /// Ids, starts of ids, or names
+    /// Ids, starts of ids, or names; VM:ID is a detached command
     #[arg(required = true, value_name = "VM")]
     pub vms: Vec<String>,
     /// TERM lets the guest shut down first, KILL does not
@@ -448,7 +480,7 @@ mod tests {
             failure.message,
             "invalid value '33' for '--cpus <N>': use a number from 1 to 32"
         );
-        assert_eq!(refusal("pvmm ps x").hint.as_deref(), Some("see 'pvmm ps --help'"));
+        assert_eq!(refusal("pvmm ps x y").hint.as_deref(), Some("see 'pvmm ps --help'"));
     }
 
     #[test]

@@ -12,6 +12,7 @@ mod fork;
 mod generation;
 mod net;
 mod outcomes;
+mod outliving;
 mod page_server;
 mod ports;
 mod refresh;

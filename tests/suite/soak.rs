@@ -183,7 +183,9 @@ fn soak_forks_under_load() {
 #[test]
 fn fork_of_a_fork_lives_after_both_are_gone() {
     let mut guest = Guest::boot();
-    guest.prints("echo 1 > /tmp/n; head -c 12M /dev/urandom > /dev/shm/data; md5sum < /dev/shm/data");
+    guest.prints(
+        "echo 1 > /tmp/n; head -c 12M /dev/urandom > /dev/shm/data; md5sum < /dev/shm/data",
+    );
     let mut child = Child::of(&guest.vm.freeze().unwrap());
     child.prints("echo 2 > /tmp/n; head -c 12M /dev/urandom > /dev/shm/data");
     let sum = child.prints("md5sum < /dev/shm/data");

@@ -1,7 +1,7 @@
 //! Boot: from a configuration to a machine that is about to run its kernel's first instruction.
 
-use std::sync::Arc;
 use std::io::{self, Write};
+use std::sync::Arc;
 
 use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};

@@ -1,6 +1,7 @@
 //! Running a command in the guest: the request, the running process, the collected output.
 //! A process ends with exactly one exit status or with an error that says why there is none.
 
+mod detached;
 mod output;
 mod process;
 mod request;
@@ -11,6 +12,7 @@ use std::time::Duration;
 use pvmm_guest_agent::limits::MAX_TAIL;
 use pvmm_guest_agent::message::{OutputLimit, Request};
 
+pub use detached::{AttachFrom, Detached, Kept, Listed, Replay};
 pub use output::{Captured, Output};
 pub use process::{Process, ProcessEvent, Signaller, Stdin};
 pub use pvmm_guest_agent::message::{ExecStatus, OutputCount, Stage, Usage, WindowSize};
@@ -27,6 +29,8 @@ pub enum ExecError {
     InvalidRequest { field: &'static str, why: &'static str },
     #[error("the guest did not end the command {0:?} after its time limit")]
     Overdue(Duration),
+    #[error("the command could not be started: {:?}", .0.status)]
+    NotStarted(Box<ExitStatus>),
     #[error(transparent)]
     Agent(#[from] AgentError),
 }

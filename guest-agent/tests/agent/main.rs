@@ -2,6 +2,7 @@
 //! No VM is needed: a Unix socket stands in for vsock, and everything behind it is the same.
 #![allow(clippy::unwrap_used)] // a test that cannot go on has failed
 
+mod detached;
 mod exec;
 mod files;
 mod fixture;

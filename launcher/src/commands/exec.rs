@@ -4,9 +4,12 @@
 
 use std::time::Duration;
 
+use pvmm::exec::ExecError;
+
 use crate::attach::{self, Names};
 use crate::cli::Exec;
 use crate::exit::{self, Outcome};
+use crate::output;
 use crate::sys::signals::Signals;
 use crate::vm_dir::Base;
 
@@ -14,15 +17,29 @@ use crate::vm_dir::Base;
 const CONNECT_PATIENCE: Duration = Duration::from_secs(20);
 
 pub fn exec(args: Exec) -> Outcome {
-    attach::require_terminal(&args.command)?;
+    if !args.detach {
+        attach::require_terminal(&args.command)?;
+    }
     let vm = Base::open()?.find(&args.vm)?;
     vm.require_running()?;
     let signals = Signals::hold(args.command.signals())?;
     let agent = attach::connect(&vm.dir, CONNECT_PATIENCE).map_err(attach::refuse_agent)?;
     let request = attach::request(&args.argv, &args.command);
+    let names = Names::of(&args.argv, &args.command);
+    if args.detach {
+        let mut request = request;
+        if let Some(timeout) = args.timeout {
+            request = request.timeout(timeout);
+        }
+        let started = agent.start_detached(&request, None).map_err(|error| match error {
+            ExecError::NotStarted(status) => attach::could_not_start(&status, &names),
+            error => attach::refuse(error),
+        })?;
+        output::line(&started.id.to_string())?;
+        return Ok(0);
+    }
     // Leaving closes the connection, and the agent then ends what this client started.
     let abort = |code| exit::leave(Ok(code));
-    let names = Names::of(&args.argv, &args.command);
     let end = attach::attach(&agent, request, args.timeout, signals, abort);
     end.map_err(attach::refuse)?.outcome(&names)
 }

@@ -5,6 +5,8 @@
 use std::io;
 use std::time::Duration;
 
+use crate::args;
+use crate::attach;
 use crate::cli::{Kill, KillSignal, Rm};
 use crate::exit::{Failure, Outcome};
 use crate::output;
@@ -17,7 +19,13 @@ const TERM_PATIENCE: Duration = Duration::from_secs(15);
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
 
 pub fn kill(args: Kill) -> Outcome {
-    for_each(&args.vms, |base, vm| {
+    let (commands, vms): (Vec<String>, _) =
+        args.vms.into_iter().partition(|name| name.contains(':'));
+    for name in &commands {
+        end_command(name, args.signal)?;
+        output::line(name)?;
+    }
+    for_each(&vms, |base, vm| {
         if vm.state.is_alive() {
             end(vm, args.signal == KillSignal::Kill)?;
         }
@@ -37,6 +45,21 @@ pub fn rm(args: Rm) -> Outcome {
         }
         Ok(base.discard(vm)?)
     })
+}
+
+/// Ends a command that `pvmm exec -d` started, with all that it started.
+fn end_command(name: &str, signal: KillSignal) -> Result<(), Failure> {
+    let name = args::process(name).map_err(|why| Failure::usage(format!("'{name}': {why}")))?;
+    let vm = Base::open()?.find(&name.vm)?;
+    vm.require_running()?;
+    let agent = attach::connect(&vm.dir, KILL_PATIENCE).map_err(attach::refuse_agent)?;
+    let signal = match signal {
+        KillSignal::Term => libc::SIGTERM,
+        KillSignal::Kill => libc::SIGKILL,
+    };
+    agent
+        .signal_process(name.id, signal, true)
+        .map_err(|error| super::attach::refuse(error, &name.vm))
 }
 
 /// Goes through all of them even if one fails, and prints each that is gone.

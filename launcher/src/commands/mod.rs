@@ -3,6 +3,7 @@
 //! A verb takes its parsed arguments and returns the exit code or a failure; nothing else knows what
 //! was typed.
 
+mod attach;
 mod completions;
 mod cp;
 mod doctor;
@@ -12,6 +13,7 @@ mod logs;
 mod man;
 mod port;
 mod ps;
+mod ps_commands;
 mod run;
 mod template;
 
@@ -23,6 +25,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
     match cli.verb {
         Verb::Run(args) => run::run(*args, cli.quiet),
         Verb::Exec(args) => exec::exec(args),
+        Verb::Attach(args) => attach::attach(args, cli.quiet),
         Verb::Cp(args) => cp::cp(args, cli.quiet),
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),

@@ -10,6 +10,9 @@ use crate::output::{self, Table};
 use crate::vm_dir::{Base, Entry, State, now};
 
 pub fn ps(args: Ps, quiet: bool) -> Outcome {
+    if let Some(vm) = &args.vm {
+        return super::ps_commands::ps(vm, args.json, quiet);
+    }
     let entries = Base::open()?.list()?;
     match (args.json, quiet) {
         (true, _) => output::json(&entries.iter().map(Row::of).collect::<Vec<_>>())?,
@@ -60,7 +63,7 @@ fn state(state: &State) -> String {
     }
 }
 
-fn shortened(command: &str) -> String {
+pub(super) fn shortened(command: &str) -> String {
     const WIDTH: usize = 40;
     match command.chars().count() {
         0 => "-".to_owned(),

@@ -104,7 +104,7 @@ impl Agent {
     }
 
     /// A request whose answer is all there is.
-    fn ask(&self, request: &Request, deadline: Instant) -> Result<Answer, AgentError> {
+    pub(crate) fn ask(&self, request: &Request, deadline: Instant) -> Result<Answer, AgentError> {
         let stream = self.open(request)?;
         loop {
             match stream.next(Some(deadline))? {

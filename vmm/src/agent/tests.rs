@@ -345,7 +345,7 @@ fn g8_goodbye_is_passed_on() {
 fn g9_command_that_the_guest_does_not_end_is_given_up() {
     let (agent, peer) = against(|peer| {
         let stream = peer.opened();
-        peer.control(Kind::Started, stream, &Started { pid: Some(1), metadata: None });
+        peer.control(Kind::Started, stream, &Started { pid: Some(1), ..Started::default() });
         loop {
             let (header, _) = peer.frame().expect("a cancel");
             match header.kind {

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::Channel;
-use pvmm_guest_agent::message::{Answer, Outcome, Scope, Signal, WindowSize};
+use pvmm_guest_agent::message::{Answer, Outcome, Replay, Scope, Signal, WindowSize};
 
 use super::{ExecError, ExitStatus};
 use crate::agent::{AgentError, Event, Exchange, StreamRef};
@@ -38,6 +38,11 @@ impl Process {
     /// The process in the guest, once the agent has told.
     pub fn pid(&self) -> Option<u32> {
         self.stream.started_now().and_then(|started| started.pid)
+    }
+
+    /// Of a process that was attached to: where its output begins, once the agent has told.
+    pub fn replay(&self, deadline: Instant) -> Result<Option<Replay>, ExecError> {
+        Ok(self.stream.started(Some(deadline))?.and_then(|started| started.replay))
     }
 
     /// The standard input, once, if the request asked for one.

@@ -3,9 +3,9 @@
 
 use std::io;
 
+use kvm_bindings::kvm_pre_fault_memory;
 use kvm_ioctls::VcpuFd;
 use pvmm_devices::GuestMemory;
-use kvm_bindings::kvm_pre_fault_memory;
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref};
 use vmm_sys_util::{ioctl_iow_nr, ioctl_iowr_nr};
 

@@ -8,9 +8,7 @@
 use std::io;
 use std::sync::Arc;
 
-use kvm_bindings::{
-    CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES,
-};
+use kvm_bindings::{CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
 use kvm_bindings::{kvm_enable_cap, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use pvmm_devices::{GuestMemory, ioapic};

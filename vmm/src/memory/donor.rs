@@ -109,9 +109,8 @@ fn fork() -> io::Result<Forked> {
     let flags = libc::CLONE_PIDFD as libc::c_ulong;
     // SAFETY: as fork(2): the child gets a copy of this thread's stack and goes on here; `process` outlives
     // the call.
-    let pid = unsafe {
-        libc::syscall(libc::SYS_clone, flags, 0usize, &raw mut process, 0usize, 0usize)
-    };
+    let pid =
+        unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, &raw mut process, 0usize, 0usize) };
     match pid {
         0 => Ok(Forked::Child),
         // SAFETY: a fresh descriptor that nobody else has.

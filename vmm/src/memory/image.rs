@@ -128,7 +128,9 @@ impl MemoryImage {
         let runs = runs.at_most(MAX_RUNS);
         let file = sys::memfd(c"pvmm-memory", self.size())?;
         match Donor::start(guest, &runs, &file) {
-            Ok(donor) => Ok(Some(Freezing { below: self.clone(), layer: Layer { file, runs }, donor })),
+            Ok(donor) => {
+                Ok(Some(Freezing { below: self.clone(), layer: Layer { file, runs }, donor }))
+            }
             // A jail may forbid new processes, and there may be no room for one.
             Err(_) => Ok(None),
         }

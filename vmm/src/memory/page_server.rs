@@ -105,7 +105,11 @@ impl PageServer {
     }
 
     /// The machine is made and `report` hears of the server's end from now on.
-    pub fn started(&mut self, devices: DeviceHandle, report: Report) -> Result<(), PageServerError> {
+    pub fn started(
+        &mut self,
+        devices: DeviceHandle,
+        report: Report,
+    ) -> Result<(), PageServerError> {
         let mut phase = self.shared.phase();
         if matches!(*phase, Phase::Lost) {
             return Err(PageServerError::Lost);

@@ -11,8 +11,8 @@ use std::os::unix::fs::FileExt;
 use pvmm_devices::GuestMemory;
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 
-use super::sys::{self, Pages};
 use super::PAGE;
+use super::sys::{self, Pages};
 
 /// Runs taken from the kernel in one call.
 const BATCH: usize = 1024;

@@ -175,5 +175,7 @@ pub unsafe fn is_zero_page(address: *const u8) -> bool {
     let word = |index: usize| unsafe { words.add(index).read_volatile() };
     // Most pages with anything in them show it in the first words. The rest goes in strides, without a
     // branch for each word.
-    (0..super::PAGE as usize / 8).step_by(8).all(|at| (at..at + 8).fold(0, |or, i| or | word(i)) == 0)
+    (0..super::PAGE as usize / 8)
+        .step_by(8)
+        .all(|at| (at..at + 8).fold(0, |or, i| or | word(i)) == 0)
 }

@@ -28,7 +28,8 @@ impl WorkingSet {
     /// tables. Only a help: what cannot be made ready is when it is touched.
     pub fn prefault(&self, guest: &GuestMemory) {
         let mut left = PREFAULT_MAX;
-        let wishes = [(&self.written, libc::MADV_POPULATE_WRITE), (&self.read, libc::MADV_POPULATE_READ)];
+        let wishes =
+            [(&self.written, libc::MADV_POPULATE_WRITE), (&self.read, libc::MADV_POPULATE_READ)];
         for (runs, advice) in wishes {
             for run in runs.iter() {
                 let len = run.end - run.start;
