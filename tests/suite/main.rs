@@ -10,6 +10,7 @@ mod drives;
 mod exec;
 mod fork;
 mod generation;
+mod golden;
 mod net;
 mod outcomes;
 mod outliving;

@@ -40,6 +40,12 @@ enum Verb {
         #[arg(last = true)]
         arguments: Vec<OsString>,
     },
+    /// The suite's long tests: thousands of restores, forks and rollbacks, and figures
+    Soak {
+        /// Only tests with this in their names
+        #[arg(default_value = "soak")]
+        filter: OsString,
+    },
     /// Boot a guest, run a line of Python in it, say what it took
     Demo,
     /// Build the guest kernel
@@ -73,6 +79,7 @@ fn main() -> ExitCode {
     match Cli::parse().verb {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
+        Verb::Soak { filter } => suite::soak(filter),
         Verb::Demo => demo::run(),
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),

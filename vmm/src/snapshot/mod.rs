@@ -102,4 +102,6 @@ impl From<SnapshotError> for Error {
 }
 
 #[cfg(test)]
+mod crash_tests;
+#[cfg(test)]
 mod tests;

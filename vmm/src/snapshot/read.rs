@@ -95,21 +95,21 @@ impl Manifest {
 }
 
 /// A snapshot's folder and what its manifest says.
-struct Folder {
+pub(super) struct Folder {
     dir: File,
     path: PathBuf,
-    manifest: Manifest,
+    pub(super) manifest: Manifest,
 }
 
 impl Folder {
-    fn open(path: &Path) -> Result<Self, SnapshotError> {
+    pub(super) fn open(path: &Path) -> Result<Self, SnapshotError> {
         let failed = |source| SnapshotError::Read { file: path.display().to_string(), source };
         let dir = sys::open_dir(path).map_err(failed)?;
         let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX)?;
         Ok(Self { dir, path: path.to_owned(), manifest: Manifest::decode(&bytes)? })
     }
 
-    fn state(&self) -> Result<Saved, SnapshotError> {
+    pub(super) fn state(&self) -> Result<Saved, SnapshotError> {
         let bytes = read_small(&self.dir, STATE, STATE_MAX)?;
         sections::decode(&bytes, &self.manifest.sections)
     }
@@ -124,7 +124,11 @@ impl Folder {
     }
 
     /// Compares the large files with their sums, unless they look as they did when that was last done.
-    fn verify(&self, sums: &[FileSums], options: LoadOptions) -> Result<(), SnapshotError> {
+    pub(super) fn verify(
+        &self,
+        sums: &[FileSums],
+        options: LoadOptions,
+    ) -> Result<(), SnapshotError> {
         let names = large_files(&self.manifest);
         let known: Vec<Stamp> = read_small(&self.dir, STAMP, MANIFEST_MAX)
             .ok()
@@ -165,7 +169,7 @@ impl Folder {
     }
 
     /// The files that make up the memory, lowest first.
-    fn layers(
+    pub(super) fn layers(
         &self,
         saved: &Saved,
         options: LoadOptions,
@@ -194,7 +198,7 @@ impl Folder {
         Ok(layers)
     }
 
-    fn drives(&self) -> Result<Vec<FrozenStorage>, SnapshotError> {
+    pub(super) fn drives(&self) -> Result<Vec<FrozenStorage>, SnapshotError> {
         let open = |(index, disk): (usize, &DiskFacts)| match disk {
             DiskFacts::Inside { file: name, size, read_only } => {
                 let file = self.large(name, *size)?;

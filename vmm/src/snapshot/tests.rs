@@ -31,7 +31,7 @@ fn vcpu() -> VcpuStateV1 {
     }
 }
 
-fn saved() -> Saved {
+pub fn saved() -> Saved {
     let serial = SerialStateV1 {
         baud_divisor_low: 12,
         baud_divisor_high: 0,
@@ -57,7 +57,7 @@ fn saved() -> Saved {
     Saved { machine, sums, runs: vec![(0, 4096)], working_set: Some(working_set) }
 }
 
-fn manifest(sections: Vec<SectionFacts>) -> Manifest {
+pub fn manifest(sections: Vec<SectionFacts>) -> Manifest {
     Manifest {
         format: manifest::FORMAT.into(),
         version: manifest::VERSION,
