@@ -4,6 +4,7 @@
 use std::env;
 use std::error::Error;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 
@@ -27,6 +28,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     fs::copy(&agent, out.join("pvmm-agent"))
         .map_err(|err| format!("cannot copy the agent from {}: {err}", agent.display()))?;
+    // Here and not at run time: it names the agent in every start's look for a warm template.
+    let mut hasher = DefaultHasher::new();
+    fs::read(&agent)?.hash(&mut hasher);
+    println!("cargo::rustc-env=PVMM_AGENT_KEY={:016x}", hasher.finish());
     Ok(())
 }
 

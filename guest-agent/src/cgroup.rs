@@ -129,6 +129,11 @@ impl Cgroups {
 }
 
 impl Freezer {
+    /// Whether everything stands still, or is about to.
+    pub fn is_frozen(&self) -> bool {
+        self.frozen.load(Ordering::Acquire)
+    }
+
     pub fn freeze(&self) -> io::Result<()> {
         fs::write(self.base.join("cgroup.freeze"), "1")
     }

@@ -134,7 +134,7 @@ impl Server {
         }
     }
 
-    fn plan(
+    pub(crate) fn plan(
         &self,
         exec: &Exec,
         user: Option<User>,
@@ -158,12 +158,13 @@ impl Server {
             credentials: exec.user.as_ref().and(user).map(|user| user.credentials),
             stdio: stdio.theirs(&self.null),
             terminal: stdio.terminal.is_some(),
+            control: None,
             open_files: self.settings.open_files,
             cgroup: cgroup.map(Cgroup::fd),
         })
     }
 
-    fn retire(&mut self, cgroup: Option<Cgroup>) {
+    pub(crate) fn retire(&mut self, cgroup: Option<Cgroup>) {
         if let (Some(cgroups), Some(cgroup)) = (&mut self.settings.cgroups, cgroup) {
             cgroups.retire(cgroup);
         }
@@ -236,8 +237,8 @@ impl Server {
                 Some(outcome) => outcome,
                 None => return,
             },
-            Work::File(None) => return,
-            Work::File(Some(outcome)) => outcome.clone(),
+            Work::File(None) | Work::Code(_, None) => return,
+            Work::File(Some(outcome)) | Work::Code(_, Some(outcome)) => outcome.clone(),
             Work::Process(process) => {
                 let Phase::Dead(death) = process.phase else { return };
                 let count = |index: usize| job.sources.get(index).map(Source::count);
@@ -281,7 +282,7 @@ impl Server {
                     self.set_deadline(Token::Job(id), None);
                 }
             }
-            Work::File(_) => self.cancel_file_work(id),
+            Work::File(_) | Work::Code(..) => self.cancel_file_work(id),
             Work::Tcp(_) => self.cancel_tcp(id),
             Work::Attached(_) => self.cancel_follower(id),
         }
@@ -304,7 +305,7 @@ impl Server {
                 }
             }
             // The worker sees its pipe break; its report finds nobody.
-            Work::File(_) | Work::Tcp(_) => self.forget(id),
+            Work::File(_) | Work::Code(..) | Work::Tcp(_) => self.forget(id),
             Work::Attached(_) => self.cancel_follower(id),
         }
     }
@@ -343,11 +344,11 @@ impl Process {
     }
 }
 
-fn prepare(error: std::io::Error) -> SpawnError {
+pub fn prepare(error: std::io::Error) -> SpawnError {
     SpawnError { stage: Stage::Prepare, errno: error.raw_os_error().unwrap_or(libc::EIO) }
 }
 
-fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
+pub fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
     match spec {
         Some(spec) => users::find(spec)
             .map(Some)
@@ -406,7 +407,7 @@ fn duration(millis: Option<u64>) -> Option<Duration> {
     millis.map(|millis| Duration::from_millis(millis).min(MAX_TIMEOUT))
 }
 
-fn status(raw: libc::c_int) -> ExecStatus {
+pub fn status(raw: libc::c_int) -> ExecStatus {
     if libc::WIFSIGNALED(raw) {
         ExecStatus::Signaled { signal: libc::WTERMSIG(raw), core_dumped: libc::WCOREDUMP(raw) }
     } else {

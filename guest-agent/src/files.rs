@@ -31,6 +31,10 @@ pub fn paths(request: &Request) -> Vec<&[u8]> {
         Request::SignalProcess(_) | Request::ForgetProcess(_) => vec![],
         Request::Exec(_)
         | Request::Connect(_)
+        | Request::OpenSession(_)
+        | Request::RunCode(_)
+        | Request::CloseSession(_)
+        | Request::ListSessions {}
         | Request::Shutdown(_)
         | Request::Info {}
         | Request::Ping {} => vec![],
@@ -109,7 +113,10 @@ impl Server {
                 }
                 Report::Done(id, outcome) => {
                     if let Some(job) = self.jobs.get_mut(&id) {
-                        job.work = Work::File(Some(outcome));
+                        match &mut job.work {
+                            Work::Code(_, slot) => *slot = Some(outcome),
+                            work => *work = Work::File(Some(outcome)),
+                        }
                         self.finish_if_over(id);
                     }
                 }

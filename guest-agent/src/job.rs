@@ -2,6 +2,7 @@
 //! Both have at most one input and two outputs, and one outcome when those have ended.
 
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::Channel;
@@ -11,6 +12,7 @@ use crate::cgroup::Cgroup;
 use crate::channel::{Sink, Source};
 use crate::detached::{Follower, Outliving};
 use crate::forward::Tcp;
+use crate::interpreter::Session;
 use crate::token::Token;
 
 pub struct Job {
@@ -27,6 +29,8 @@ pub enum Work {
     Process(Process),
     /// File work, and its outcome once the worker has reported it.
     File(Option<Outcome>),
+    /// A call in an interpreter session, and its outcome once its thread has reported it.
+    Code(Arc<Session>, Option<Outcome>),
     /// A connection to a port of the guest.
     Tcp(Tcp),
     /// Following a process that outlives its client.

@@ -8,6 +8,7 @@ pub mod frame;
 pub mod limits;
 pub mod message;
 pub mod output;
+pub mod session;
 pub mod window;
 
 #[cfg(test)]

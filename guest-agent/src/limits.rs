@@ -37,6 +37,12 @@ pub const MAX_CONNECTIONS: usize = 256;
 pub const MAX_STREAMS: usize = 256;
 /// Streams to ports of the guest open at once on one connection.
 pub const MAX_PORT_STREAMS: usize = 1024;
+/// Interpreter sessions at once.
+pub const MAX_SESSIONS: usize = 64;
+/// Longest code of one call.
+pub const MAX_CODE: usize = 900 << 10;
+/// Longest name of a session.
+pub const MAX_SESSION_NAME: usize = 64;
 /// Threads that do file work at once; more requests wait their turn.
 pub const MAX_FILE_WORKERS: usize = 128;
 /// Names, values, arguments and their terminators, together.
@@ -56,6 +62,10 @@ pub const HELLO_TIME: Duration = Duration::from_secs(10);
 pub const HANDSHAKE_TIME: Duration = Duration::from_secs(60);
 /// How long a frame that has begun may take to arrive in full.
 pub const FRAME_TIME: Duration = Duration::from_secs(30);
+/// How long an interpreter may take to start.
+pub const SESSION_TIME: Duration = Duration::from_secs(60);
+/// How long code may take to heed an interrupt, unless the request says otherwise.
+pub const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
 /// How long a port of the guest may take to accept a connection.
 pub const CONNECT_TIME: Duration = Duration::from_secs(10);
 /// Between the TERM and the KILL of a timed-out exec, unless the request says otherwise.

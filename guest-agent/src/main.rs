@@ -14,6 +14,7 @@ mod forward;
 mod freeze;
 
 mod init;
+mod interpreter;
 mod job;
 mod listener;
 mod netlink;

@@ -1,12 +1,14 @@
 //! The messages inside control frames, as MessagePack maps with named fields.
 //! Bytes that the guest's kernel treats as bytes (arguments, paths, names) stay bytes here.
 
+mod code;
 mod detached;
 mod fresh;
 
 use serde::{Deserialize, Serialize};
 pub use serde_bytes::ByteBuf;
 
+pub use code::{CloseSession, Language, OpenSession, RunCode, RunReport, RunStatus, SessionInfo};
 pub use detached::{Attach, Detach, Detached, Kept, ProcessId, ProcessInfo, Replay, SignalProcess};
 pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
 
@@ -59,6 +61,10 @@ pub enum Request {
     Mkdir(Mkdir),
     Move(Move),
     Connect(Connect),
+    OpenSession(OpenSession),
+    RunCode(RunCode),
+    CloseSession(CloseSession),
+    ListSessions {},
     Shutdown(Shutdown),
     Freeze(Freeze),
     Refresh(Box<Refresh>),
@@ -311,6 +317,9 @@ pub enum Answer {
     Info(Info),
     Frozen(Frozen),
     Refreshed(Refreshed),
+    Session(SessionInfo),
+    Sessions(Vec<SessionInfo>),
+    Run(RunReport),
     Detached(Detached),
     Processes(Vec<ProcessInfo>),
     /// Everything that has nothing else to tell.
@@ -341,6 +350,8 @@ pub enum Code {
     TooMany,
     /// The kernel refused; `errno` and `path` say more.
     Io,
+    /// Something else is under way there; try again when it is over.
+    Busy,
     /// The client cancelled.
     Cancelled,
     /// The workload is frozen: thaw it first.

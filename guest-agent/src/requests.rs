@@ -12,6 +12,7 @@ use pvmm_guest_agent::message::{
 use pvmm_guest_agent::{Channel, decode};
 
 use crate::channel::Step;
+use crate::interpreter;
 use crate::job::Work;
 use crate::server::{Ended, Server};
 use crate::token::Token;
@@ -147,7 +148,7 @@ impl Server {
     }
 
     pub fn welcome(&self) -> Welcome {
-        let mut capabilities = vec!["exec", "files", "info", "connect", "pty", "detach"];
+        let mut capabilities = vec!["exec", "files", "info", "connect", "pty", "detach", "code"];
         if self.settings.control.is_some() {
             capabilities.push("refresh");
         }
@@ -215,12 +216,15 @@ impl Server {
             return Err(fault(format!("there is no signal {}", signal.signal)));
         }
         let job = self.followed(job);
-        if let Some(Work::Process(process)) = self.jobs.get(&job).map(|job| &job.work) {
-            match signal.scope {
+        match self.jobs.get(&job).map(|job| &job.work) {
+            Some(Work::Process(process)) => match signal.scope {
                 Scope::Process => process.signal_self(signal.signal),
                 Scope::Group => process.signal_group(signal.signal),
                 Scope::Tree => process.signal_tree(signal.signal),
-            }
+            },
+            // Code can be interrupted; a session is ended by closing it.
+            Some(Work::Code(session, _)) if signal.signal == libc::SIGINT => session.interrupt(),
+            _ => {}
         }
         Ok(())
     }
@@ -260,7 +264,9 @@ impl Server {
             return self.refuse(id, stream, Code::TooMany, why);
         }
         match request {
-            Request::Exec(_) if self.is_frozen() => {
+            Request::Exec(_) | Request::OpenSession(_) | Request::RunCode(_)
+                if self.is_frozen() =>
+            {
                 self.refuse(id, stream, Code::Frozen, "the workload is frozen: thaw it first");
             }
             Request::Exec(exec) if exec.detach.is_some() && !self.room_for_detached() => {
@@ -279,6 +285,10 @@ impl Server {
             Request::Refresh(refresh) => self.take_refresh(id, stream, &refresh),
             Request::Thaw {} => self.thaw(id, stream),
             Request::Connect(connect) => self.start_connect(id, stream, connect),
+            Request::OpenSession(open) => self.open_session(id, stream, open),
+            Request::RunCode(run) => self.run_code(id, stream, run),
+            Request::CloseSession(close) => self.close_session(id, stream, &close),
+            Request::ListSessions {} => self.list_sessions(id, stream),
             Request::Ping {} => self.answer(id, stream, Answer::Done {}),
             Request::Info {} => {
                 let info = self.info();
@@ -358,7 +368,12 @@ fn check(request: &Request) -> Result<(), &'static str> {
             if total > MAX_ARGS / 2 { Err("env is too long") } else { Ok(()) }
         }
         Request::Connect(connect) if connect.port == 0 => Err("port is 0"),
-        Request::Connect(_) => Ok(()),
+        Request::Connect(_) | Request::ListSessions {} => Ok(()),
+        Request::OpenSession(open) => interpreter::check_open(open).and(check_env(&open.env)),
+        Request::RunCode(run) => {
+            interpreter::check_name(&run.session).and(interpreter::check_code(&run.code))
+        }
+        Request::CloseSession(close) => interpreter::check_name(&close.session),
         Request::Info {} | Request::Ping {} | Request::Shutdown(_) => Ok(()),
         Request::Freeze(_) | Request::Thaw {} => Ok(()),
         Request::SignalProcess(it) if !(1..=libc::SIGRTMAX()).contains(&it.signal) => {

@@ -14,6 +14,7 @@ use pvmm_guest_agent::message::{Code, Shutdown, ShutdownHow};
 use crate::cgroup::Cgroups;
 use crate::channel::Step;
 use crate::connection::Connection;
+use crate::interpreter::Sessions;
 use crate::job::{Job, Work};
 use crate::listener::Listener;
 use crate::pool::Pool;
@@ -61,6 +62,7 @@ pub struct Server {
     pub(crate) spawner: Spawner,
     pub(crate) pool: Pool,
     pub(crate) identity: Identity,
+    pub(crate) sessions: Sessions,
     pub(crate) null: Arc<OwnedFd>,
     pub(crate) scratch: Vec<u8>,
     pub(crate) ending: Option<Ended>,
@@ -99,6 +101,7 @@ impl Server {
             spawner: Spawner::new(),
             pool,
             identity: Identity::new(),
+            sessions: Sessions::default(),
             null: Arc::new(sys::open(c"/dev/null", libc::O_RDWR, 0)?),
             scratch: Vec::new(),
             ending: None,
@@ -134,6 +137,7 @@ impl Server {
         for id in ids {
             self.drop_connection(id);
         }
+        self.sessions.kill_all();
         for job in self.jobs.values() {
             match &job.work {
                 Work::Process(process) if !process.is_reaped() => process.kill_tree(),
@@ -311,6 +315,8 @@ impl Server {
         while let Some(dead) = sys::reap() {
             if let Some(id) = self.pids.remove(&dead.pid) {
                 self.process_died(id, &dead);
+            } else {
+                self.session_died(&dead);
             }
         }
         if let Some(cgroups) = &mut self.settings.cgroups {

@@ -32,6 +32,8 @@ pub struct Plan {
     pub credentials: Option<Credentials>,
     /// What becomes descriptors 0, 1 and 2; all above 2.
     pub stdio: [RawFd; 3],
+    /// What becomes descriptor 3; above 3.
+    pub control: Option<RawFd>,
     /// They are a terminal, which becomes the one of the new session.
     pub terminal: bool,
     pub open_files: libc::rlimit,
@@ -169,7 +171,14 @@ extern "C" fn child(shared: *mut Shared<'_>) -> ! {
         if plan.terminal && libc::ioctl(0, libc::TIOCSCTTY, 0) < 0 {
             fail(shared, 0);
         }
-        libc::syscall(libc::SYS_close_range, 3u32, u32::MAX, 0u32);
+        let mut first_unused = 3u32;
+        if let Some(control) = plan.control {
+            if libc::dup2(control, 3) < 0 {
+                fail(shared, 0);
+            }
+            first_unused = 4;
+        }
+        libc::syscall(libc::SYS_close_range, first_unused, u32::MAX, 0u32);
         libc::setrlimit(libc::RLIMIT_NOFILE, &plan.open_files);
         if let Some(who) = &plan.credentials {
             // Raw calls: the C library would make every thread of the agent change its user.

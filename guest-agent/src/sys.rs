@@ -2,6 +2,7 @@
 //! The standard library has no epoll, signalfd, wait4 or vsock; their `unsafe` lives here alone.
 #![allow(unsafe_code)] // system calls on plain data, each with its own note
 
+pub mod session;
 pub mod tcp;
 
 use std::ffi::{CStr, CString};

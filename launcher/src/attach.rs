@@ -264,16 +264,16 @@ fn forward_input(mut stdin: Stdin, has_terminal: bool) -> InputEnd {
 }
 
 /// One of our outputs, unbuffered; a terminal or pipe in non-blocking mode is waited for.
-struct Sink {
+pub struct Sink {
     file: Option<File>,
 }
 
 impl Sink {
-    fn new(stream: &impl AsFd) -> Self {
+    pub fn new(stream: &impl AsFd) -> Self {
         Self { file: stream.as_fd().try_clone_to_owned().ok().map(File::from) }
     }
 
-    fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+    pub fn write(&mut self, mut bytes: &[u8]) -> io::Result<()> {
         let Some(file) = &mut self.file else { return Ok(()) };
         while !bytes.is_empty() {
             match file.write(bytes) {

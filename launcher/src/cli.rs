@@ -32,6 +32,7 @@ Exit codes:
 Environment:
   PVMM_RUNTIME_DIR   where running VMs are kept [default: $XDG_RUNTIME_DIR/pvmm, /run/pvmm, /tmp/pvmm-UID]
   XDG_CACHE_HOME     kernels and templates are kept in its pvmm folder [default: ~/.cache]
+  XDG_DATA_HOME      snapshots are kept in its pvmm folder [default: ~/.local/share]
   PVMM_BOOT_TIMEOUT  how long a guest may take to answer [default: 60s]
   NO_COLOR           no colour on a terminal";
 
@@ -60,9 +61,22 @@ pub struct Cli {
 pub enum Verb {
     Run(Box<Run>),
     Exec(Exec),
+    Code(Code),
     Attach(Attach),
     Cp(Cp),
     Port(Port),
+    Fork(Fork),
+    Snapshot(Snapshot),
+    Snapshots(Snapshots),
+    Restore(Restore),
+    /// Remember this instant of a VM, for `rollback`
+    Checkpoint(OneVm),
+    /// Take a VM back to its checkpoint: memory, devices, disk
+    Rollback(OneVm),
+    /// Let a VM's processors stand still
+    Pause(OneVm),
+    /// Let a paused VM go on
+    Resume(OneVm),
     Ps(Ps),
     Logs(Logs),
     Kill(Kill),
@@ -123,6 +137,9 @@ pub struct Run {
     /// Also write the guest's console to this file
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub console: Option<PathBuf>,
+    /// Boot the kernel even if there is a warm template to start from
+    #[arg(long)]
+    pub cold: bool,
     /// Start a VM that stays, and print its id
     #[arg(short, long, conflicts_with_all = ["interactive", "tty", "timeout"])]
     pub detach: bool,
@@ -182,6 +199,84 @@ pub struct Exec {
     /// The command and its arguments
     #[arg(last = true, required = true, value_name = "CMD", value_hint = ValueHint::CommandWithArguments)]
     pub argv: Vec<OsString>,
+}
+
+/// Run code in an interpreter session whose variables stay
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm code web -c 'x = 6 * 7'
+  pvmm code web -c x                         the value of the last expression is printed
+  pvmm code web --json -c 'df.describe()'    every form of it: text, HTML, PNG, JSON
+  pvmm code web --lang node -c 'await fetch(url)'
+  pvmm code web --session mine < script.py
+  pvmm code web --list
+  pvmm code web --session mine --close
+
+A session is started on first use and keeps its state until it is closed, ends, or its VM does.
+Exits 1 if the code threw, 124 if --timeout interrupted it.
+")]
+pub struct Code {
+    /// Id, the start of an id, or name
+    pub vm: String,
+    /// The code; standard input without it
+    #[arg(short, long, value_name = "CODE")]
+    pub code: Option<String>,
+    /// Name of the session [default: the language's name]
+    #[arg(short, long, value_name = "NAME")]
+    pub session: Option<String>,
+    /// Language of the session
+    #[arg(short, long, value_name = "LANG", default_value = "python")]
+    pub lang: CodeLanguage,
+    /// Interrupt the code after this long; the session goes on: 30s, 500ms, 5m
+    #[arg(long, value_name = "TIME", value_parser = args::duration)]
+    pub timeout: Option<Duration>,
+    /// Everything as one JSON document, each output by MIME type
+    #[arg(long)]
+    pub json: bool,
+    /// List the sessions
+    #[arg(long, conflicts_with_all = ["code", "close", "session", "timeout"])]
+    pub list: bool,
+    /// End the session
+    #[arg(long, conflicts_with_all = ["code", "timeout"])]
+    pub close: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum CodeLanguage {
+    Python,
+    Node,
+}
+
+impl CodeLanguage {
+    pub fn language(self) -> pvmm::agent::Language {
+        match self {
+            Self::Python => pvmm::agent::Language::Python,
+            Self::Node => pvmm::agent::Language::Node,
+        }
+    }
+
+    pub fn of(language: pvmm::agent::Language) -> Self {
+        match language {
+            pvmm::agent::Language::Python => Self::Python,
+            pvmm::agent::Language::Node => Self::Node,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Python => "python",
+            Self::Node => "node",
+        }
+    }
+
+    /// What is looked for in the guest.
+    pub fn program(self) -> &'static str {
+        match self {
+            Self::Python => "python3",
+            Self::Node => "node",
+        }
+    }
 }
 
 /// Show what a detached command printed and follow it to its end
@@ -246,6 +341,125 @@ pub struct Port {
     /// [ADDRESS:]HOST:GUEST, or one number for both
     #[arg(required = true, value_name = "HOST:GUEST", value_parser = ports::port_spec)]
     pub ports: Vec<PortSpec>,
+}
+
+/// Start copies of a running VM, or of a warm template
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm fork web                        one copy; its id is printed
+  pvmm fork web -n 10                  ten copies, an id a line
+  pvmm fork web -n 3 --name try        try-1, try-2, try-3
+  pvmm fork base -n 10                 ten VMs from the warm template 'base'
+
+The copies start with everything the VM has in memory and on its disk, its processes included, and share
+all that none of them changes. The VM itself stands still for a moment and goes on.
+")]
+pub struct Fork {
+    /// Id, the start of an id, or name of a VM; or the name of a template
+    pub source: String,
+    /// How many
+    #[arg(short = 'n', long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub count: u32,
+    /// Name for the copy; several get a number each
+    #[arg(long, value_name = "NAME", value_parser = args::vm_name)]
+    pub name: Option<String>,
+}
+
+/// Write a running VM to disk: memory, devices, disks
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm snapshot web before-upgrade
+  pvmm snapshot web ./web.snapshot     a path of your own, because of the slash
+  pvmm snapshot --incremental web now  only what changed since the snapshot it was restored from
+  pvmm restore before-upgrade
+")]
+pub struct Snapshot {
+    /// Id, the start of an id, or name
+    pub vm: String,
+    /// What to call it, or a path
+    pub name: String,
+    /// Only what changed since the snapshot that the VM was restored from
+    #[arg(long)]
+    pub incremental: bool,
+    /// What a power cut may take: 'full' nothing, 'none' the snapshot
+    #[arg(long, value_name = "HOW", default_value = "full")]
+    pub sync: SyncMode,
+    /// Take the place of a snapshot of that name
+    #[arg(long)]
+    pub replace: bool,
+    /// The result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum SyncMode {
+    Full,
+    None,
+}
+
+/// List, show and remove snapshots
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, arg_required_else_help = true, before_help = "\
+Examples:
+  pvmm snapshots ls
+  pvmm snapshots inspect before-upgrade
+  pvmm snapshots rm before-upgrade
+")]
+pub struct Snapshots {
+    #[command(subcommand)]
+    pub verb: SnapshotsVerb,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum SnapshotsVerb {
+    /// List the snapshots in pvmm's data directory
+    #[command(visible_alias = "list")]
+    Ls {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove snapshots
+    Rm {
+        #[arg(required = true, value_name = "SNAPSHOT")]
+        names: Vec<String>,
+    },
+    /// Show what a snapshot says of itself, as JSON
+    Inspect {
+        #[arg(value_name = "SNAPSHOT")]
+        name: String,
+    },
+}
+
+/// Start a VM from a snapshot
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm restore before-upgrade --name web
+  pvmm restore ./web.snapshot -n 5
+")]
+pub struct Restore {
+    /// Its name, or a path
+    pub snapshot: String,
+    /// How many VMs
+    #[arg(short = 'n', long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub count: u32,
+    /// Name for the VM; several get a number each
+    #[arg(long, value_name = "NAME", value_parser = args::vm_name)]
+    pub name: Option<String>,
+    /// Compare every byte with its checksum first, even if that was done before
+    #[arg(long)]
+    pub verify: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE)]
+pub struct OneVm {
+    /// Id, the start of an id, or name
+    pub vm: String,
 }
 
 /// List VMs, or the detached commands of one
@@ -358,6 +572,20 @@ pub enum TemplateVerb {
         /// The result as JSON
         #[arg(long)]
         json: bool,
+    },
+    /// Boot a template once and keep it warm, so that a run need not boot; done by `build` where there is KVM
+    Bake {
+        #[arg(default_value = "base")]
+        name: String,
+        /// Memory of the runs that start from it
+        #[arg(short, long, value_name = "SIZE", default_value = "512M", value_parser = args::memory_mib)]
+        memory: u64,
+        /// Virtual CPUs of the runs that start from it
+        #[arg(long, value_name = "N", default_value = "1", value_parser = args::cpus)]
+        cpus: u32,
+        /// Disk size of the runs that start from it
+        #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
+        disk_size: u64,
     },
     /// List the templates that are built or can be
     #[command(visible_alias = "list")]

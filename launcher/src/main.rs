@@ -7,18 +7,22 @@ mod args;
 mod attach;
 mod cli;
 mod commands;
+mod control;
 mod drive;
 mod exit;
 mod log_file;
 mod logger;
+mod machine;
 mod output;
 mod ports;
 mod prepare;
 mod progress;
 mod rootfs;
+mod snapshots;
 mod sys;
 mod vm_dir;
 mod vmm_process;
+mod warm;
 
 use clap::Parser;
 

@@ -122,3 +122,41 @@ impl Drop for Transfer {
         }
     }
 }
+
+/// How far a copy is, in bytes; nothing is shown for one that is quick.
+pub struct Counter {
+    bar: Option<ProgressBar>,
+    text: &'static str,
+    start: Instant,
+}
+
+impl Counter {
+    pub fn new(quiet: bool, text: &'static str) -> Self {
+        let bar = (!quiet && io::stderr().is_terminal()).then(|| {
+            let bar = ProgressBar::new(0);
+            let style = ProgressStyle::with_template("{msg} {bar:30} {bytes}/{total_bytes}");
+            bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
+            bar.set_message(text);
+            bar
+        });
+        Self { bar, text, start: Instant::now() }
+    }
+
+    pub fn tell(&mut self, done: u64, total: u64) {
+        if let Some(bar) = &self.bar
+            && self.start.elapsed() >= WORTH_A_LINE
+        {
+            bar.set_length(total);
+            bar.set_position(done);
+        }
+    }
+}
+
+impl Drop for Counter {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+            log::debug!("{} took {:?}", self.text, self.start.elapsed());
+        }
+    }
+}

@@ -4,6 +4,9 @@
 /// The agent that `build.rs` compiled; it becomes the guest's `/init`.
 pub static AGENT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pvmm-agent"));
 
+/// Names the agent: another agent has another key.
+pub const AGENT_KEY: &str = env!("PVMM_AGENT_KEY");
+
 #[cfg(test)]
 mod tests {
     use super::*;

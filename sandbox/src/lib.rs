@@ -14,7 +14,7 @@ mod sys;
 pub mod template;
 mod tool;
 
-pub use agent::AGENT;
+pub use agent::{AGENT, AGENT_KEY};
 pub use cache::Cache;
 pub use deb::DebError;
 pub use initramfs::initramfs;

@@ -4,13 +4,16 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
+mod balloon;
 mod boot;
+mod code;
 mod detached;
 mod drives;
 mod exec;
 mod fork;
 mod generation;
 mod golden;
+mod moments;
 mod net;
 mod outcomes;
 mod outliving;

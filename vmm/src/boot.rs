@@ -3,6 +3,7 @@
 use std::io::{self, Write};
 use std::sync::Arc;
 
+use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
@@ -10,6 +11,7 @@ use pvmm_devices::vmgenid::VmGenId;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
+use crate::balloon;
 use crate::config::{self, Console, VmConfig};
 use crate::drives;
 use crate::error::{Error, ErrorKind};
@@ -83,6 +85,10 @@ fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
     }
     if config.rng {
         opened.devices.push(Box::new(Rng::new(RngConfig::default())));
+    }
+    if let Some(wish) = config.balloon {
+        let balloon = Balloon::new(balloon::device_config(wish, config.memory_mib));
+        opened.devices.push(Box::new(balloon));
     }
     Ok(opened)
 }

@@ -49,6 +49,8 @@ pub struct VmConfig {
     /// Network cards, in order: `eth0`, `eth1`, … None by default.
     pub nets: Vec<Net>,
     pub vsock: Option<Vsock>,
+    /// A device by which the guest gives memory back.
+    pub balloon: Option<Balloon>,
     /// A virtio entropy device.
     pub rng: bool,
     pub console: Console,
@@ -100,6 +102,19 @@ pub struct Vsock {
     pub uds_path: PathBuf,
 }
 
+/// How a guest gives memory back that it does not need. All of it is off by default.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Balloon {
+    /// How much the guest is to give up at first; `Vm::set_balloon` changes it.
+    pub target_mib: u64,
+    /// The guest may take pages back rather than kill a process.
+    pub deflate_on_oom: bool,
+    /// The guest names free blocks all the time, and the host takes them.
+    pub free_page_reporting: bool,
+    /// The guest can be asked for its free pages, with `Vm::hint_free_pages`.
+    pub free_page_hinting: bool,
+}
+
 /// Where the guest's serial console goes.
 #[derive(Debug, Default)]
 pub enum Console {
@@ -136,6 +151,8 @@ pub enum ConfigError {
     Nets(usize),
     #[error("net {index}: {why}")]
     Net { index: usize, why: String },
+    #[error("balloon: a target of {target} MiB is more than the memory, {memory} MiB")]
+    Balloon { target: u64, memory: u64 },
     #[error("vsock: guest cid {0} is reserved; use 3 or more")]
     Cid(u32),
     #[error("{0}: the path contains a NUL byte")]
@@ -154,6 +171,7 @@ impl VmConfig {
             drives: Vec::new(),
             nets: Vec::new(),
             vsock: None,
+            balloon: None,
             rng: true,
             console: Console::default(),
             boot_protocol: BootProtocol::default(),
@@ -193,6 +211,11 @@ impl VmConfig {
         }
         for (index, net) in self.nets.iter().enumerate() {
             net.validate().map_err(|error| ConfigError::Net { index, why: with_causes(&error) })?;
+        }
+        if let Some(Balloon { target_mib: target, .. }) = self.balloon
+            && target > self.memory_mib
+        {
+            return Err(ConfigError::Balloon { target, memory: self.memory_mib });
         }
         if let Some(vsock) = &self.vsock {
             // 0 to 2 are the hypervisor, loopback and the host; all ones means "any".
@@ -295,6 +318,13 @@ mod tests {
         assert!(refused_net.to_string().starts_with("net 1: tap \"tap%d\": "), "{refused_net}");
         let many = || (0..MAX_NETS + 1).map(|index| net(&format!("tap{index}"))).collect();
         assert_eq!(refused(|c| c.nets = many()), ConfigError::Nets(MAX_NETS + 1));
+    }
+
+    #[test]
+    fn validate_of_balloon_larger_than_memory_is_refused() {
+        let balloon = Balloon { target_mib: 257, ..Balloon::default() };
+        let error = refused(|c| c.balloon = Some(balloon));
+        assert_eq!(error, ConfigError::Balloon { target: 257, memory: 256 });
     }
 
     #[test]

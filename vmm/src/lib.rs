@@ -13,6 +13,7 @@
 
 pub mod agent;
 mod arch;
+mod balloon;
 mod boot;
 pub mod config;
 mod drives;
@@ -33,10 +34,11 @@ mod vcpu;
 mod vm;
 
 pub use config::{
-    BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac, Net,
+    Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac, Net,
     RateLimiterConfig, TapSource, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
+pub use pvmm_devices::virtio::balloon::BalloonStats;
 pub use template::{Overrides, Prefault, Template, Touched};
 pub use vcpu::run::Outcome;
 pub use vm::{CounterValues, DeviceCounters, Vm};

@@ -3,6 +3,7 @@
 //! It never calls `boot.rs`; both walk through the steps of `machine.rs` in the same order.
 
 use kvm_ioctls::VcpuFd;
+use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::block::{Block, BlockConfig};
 use pvmm_devices::virtio::net::{Net, TapSource};
 use pvmm_devices::virtio::registry::DeviceState;
@@ -152,6 +153,11 @@ fn open_devices(
                     .and_then(|vsock| vsock.restore(saved.clone()))
                     .map_err(|e| refused("vsock".to_owned())(e.into()))?;
                 opened.devices.push(Box::new(vsock));
+            }
+            DeviceState::Balloon(saved) => {
+                let refused = refused("balloon".to_owned());
+                let balloon = Balloon::restore(saved).map_err(|e| refused(e.into()))?;
+                opened.devices.push(Box::new(balloon));
             }
             DeviceState::Rng(_) => opened.devices.push(Box::new(Rng::new(RngConfig::default()))),
         }

@@ -28,6 +28,12 @@ pub trait VirtioDevice: Send {
     /// The largest size of each queue, in queue order; each a power of two.
     fn queue_sizes(&self) -> &'static [u16];
 
+    /// How many of the last queues a driver may leave unused. Those that it has not made ready are then
+    /// missing from the activation.
+    fn optional_queues(&self) -> usize {
+        0
+    }
+
     /// The configuration space as the guest reads it. The transport answers guest reads from a copy,
     /// so that a vCPU never waits for the device thread to read a register.
     fn config(&self) -> Vec<u8>;

@@ -4,6 +4,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::balloon::{BalloonStateV1, BalloonUpdate};
 use super::block::{BlockStateV1, BlockUpdate};
 use super::net::NetStateV1;
 use super::rng::RngStateV1;
@@ -16,6 +17,7 @@ pub enum DeviceKind {
     Net = 1,
     Block = 2,
     Rng = 4,
+    Balloon = 5,
     Vsock = 19,
 }
 
@@ -26,6 +28,7 @@ impl DeviceKind {
             Self::Net => "net",
             Self::Block => "block",
             Self::Rng => "rng",
+            Self::Balloon => "balloon",
             Self::Vsock => "vsock",
         }
     }
@@ -38,6 +41,7 @@ pub enum DeviceState {
     Rng(RngStateV1),
     Vsock(VsockStateV1),
     Net(NetStateV1),
+    Balloon(BalloonStateV1),
 }
 
 impl DeviceState {
@@ -47,6 +51,7 @@ impl DeviceState {
             Self::Rng(_) => DeviceKind::Rng,
             Self::Vsock(_) => DeviceKind::Vsock,
             Self::Net(_) => DeviceKind::Net,
+            Self::Balloon(_) => DeviceKind::Balloon,
         }
     }
 }
@@ -55,4 +60,5 @@ impl DeviceState {
 #[derive(Debug)]
 pub enum DeviceUpdate {
     Block(BlockUpdate),
+    Balloon(BalloonUpdate),
 }

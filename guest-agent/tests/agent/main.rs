@@ -8,6 +8,7 @@ mod files;
 mod fixture;
 mod forward;
 mod hostile;
+mod interpreter;
 mod refresh;
 mod streams;
 mod terminal;

@@ -4,17 +4,21 @@
 //! was typed.
 
 mod attach;
+mod code;
 mod completions;
 mod cp;
 mod doctor;
 mod exec;
+mod fork;
 mod kill;
 mod logs;
 mod man;
 mod port;
 mod ps;
 mod ps_commands;
+mod rollback;
 mod run;
+mod snapshot;
 mod template;
 
 use crate::cli::{Cli, Verb};
@@ -26,11 +30,20 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Run(args) => run::run(*args, cli.quiet),
         Verb::Exec(args) => exec::exec(args),
         Verb::Attach(args) => attach::attach(args, cli.quiet),
+        Verb::Code(args) => code::code(args),
         Verb::Cp(args) => cp::cp(args, cli.quiet),
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),
         Verb::Rm(args) => kill::rm(args),
         Verb::Port(args) => port::port(args),
+        Verb::Fork(args) => fork::fork(args),
+        Verb::Snapshot(args) => snapshot::snapshot(args, cli.quiet),
+        Verb::Snapshots(args) => snapshot::snapshots(args),
+        Verb::Restore(args) => fork::restore(args),
+        Verb::Checkpoint(args) => rollback::checkpoint(args),
+        Verb::Rollback(args) => rollback::rollback(args),
+        Verb::Pause(args) => rollback::pause(args),
+        Verb::Resume(args) => rollback::resume(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),

@@ -18,10 +18,11 @@ use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
 use crate::output;
 use crate::ports::{self, BoundPort};
-use crate::prepare::{self, Parts, Sources};
+use crate::prepare::{self, Sources};
 use crate::sys::signals::Signals;
 use crate::vm_dir::{Base, Claim, Record, VmDir, now};
-use crate::vmm_process::{self, Mode, Plan, VmmProcess};
+use crate::vmm_process::{self, Mode, Plan, Start, VmmProcess};
+use crate::warm::{self, Shape};
 
 const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
 /// How long an agent that has said that it is ready may take to answer.
@@ -43,7 +44,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
-    let parts = sources.prepare(quiet)?;
+    let start = start(&args, sources, quiet)?;
     // From here on signals are for the guest; one that came just before still counts.
     let signals = Signals::hold(args.command.signals())?;
     prepare::or_interrupted(Ok(()))?;
@@ -51,7 +52,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let deadline = args.timeout.map(|timeout| Instant::now() + timeout);
     let names = Names::of(&argv, &args.command);
     let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
-    let claim = base.create(record(&args, &argv, &parts, &ports))?;
+    let claim = base.create(record(&args, &argv, &start, &ports))?;
     let record = claim.dir().read_record().unwrap_or_default();
     let id = record.id.clone();
     let mode = match args.detach {
@@ -61,7 +62,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let (ports, detached_ports) =
         if args.detach { (Vec::new(), ports) } else { (ports, Vec::new()) };
     let plan = Plan {
-        parts,
+        start: start.with,
         record,
         drives: args.drive.clone(),
         console_copy,
@@ -95,14 +96,45 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     }
 }
 
+/// What the machine begins with, and what it is called.
+struct Begin {
+    with: Start,
+    kernel: String,
+}
+
+/// A warm template where there is one for this very machine, otherwise kernel, root filesystem and disk.
+fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
+    // What a template cannot have been baked with.
+    let special = args.kernel.is_some()
+        || args.rootfs.is_some()
+        || args.net.is_some()
+        || args.console.is_some()
+        || !args.drive.is_empty();
+    if !args.cold && !special {
+        let shape = Shape {
+            template: args.template.clone(),
+            cpus: args.cpus,
+            memory_mib: args.memory,
+            disk_mib: args.disk_size,
+        };
+        if let Some(warm) = warm::find(&shape) {
+            let with = Start::Template(Arc::new(warm.template));
+            return Ok(Begin { with, kernel: warm.kernel });
+        }
+    }
+    let parts = sources.prepare(quiet)?;
+    let kernel = parts.kernel.label.clone();
+    Ok(Begin { with: Start::Boot(Box::new(parts)), kernel })
+}
+
 /// What other commands will see of the VM.
-fn record(args: &Run, argv: &[OsString], parts: &Parts, ports: &[BoundPort]) -> Record {
+fn record(args: &Run, argv: &[OsString], start: &Begin, ports: &[BoundPort]) -> Record {
     let rootfs = args.rootfs.as_ref().map(|path| path.display().to_string());
     Record {
         name: args.name.clone(),
         created: now(),
         template: rootfs.unwrap_or_else(|| args.template.clone()),
-        kernel: parts.kernel.label.clone(),
+        kernel: start.kernel.clone(),
         cpus: args.cpus,
         memory_mib: args.memory,
         // The shell that stands in for a missing command is not the user's.

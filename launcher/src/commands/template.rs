@@ -12,6 +12,7 @@ use crate::prepare;
 use crate::progress::Steps;
 use crate::sys::signals;
 use crate::vm_dir::now;
+use crate::warm::{self, Shape};
 
 pub fn template(args: cli::Template, quiet: bool) -> Outcome {
     let cache = Cache::open().map_err(prepare::refuse)?;
@@ -26,10 +27,19 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
             };
             let recipe = recipe.map_err(prepare::refuse)?;
             let template = build(&cache, &recipe, force, quiet)?;
+            if pvmm::kvm::host::probe().is_ok() {
+                warm::bake(&Shape::of(template.name()), quiet)?;
+            }
             match json {
                 true => output::json(&template)?,
                 false => output::line(template.name())?,
             }
+        }
+        TemplateVerb::Bake { name, memory, cpus, disk_size } => {
+            let shape =
+                Shape { template: name.clone(), cpus, memory_mib: memory, disk_mib: disk_size };
+            warm::bake(&shape, quiet)?;
+            output::line(&name)?;
         }
         TemplateVerb::Ls { json } => list(&cache, json)?,
         TemplateVerb::Rm { names } => {

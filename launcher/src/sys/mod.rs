@@ -4,6 +4,7 @@
 
 pub mod host;
 pub mod lock;
+pub mod passing;
 pub mod poll;
 pub mod process;
 pub mod signals;

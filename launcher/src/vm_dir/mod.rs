@@ -8,6 +8,7 @@
 //! | `vm.json` | what it is: [`Record`] |
 //! | `lock` | held by the VMM process for as long as it lives |
 //! | `vsock.sock` | the way to its agent |
+//! | `control.sock` | the way to its process |
 //! | `console.log`, `output.log` | what the guest and its main command printed |
 //! | `outcome.json` | how it ended: [`Ending`] |
 
@@ -97,6 +98,7 @@ impl Entry {
         let alive = dir.is_alive();
         let record = dir.read_record();
         let state = match (&record, alive) {
+            (Some(record), true) if record.paused => State::Paused,
             (Some(record), true) if record.ready => State::Running,
             (_, true) => State::Starting,
             (_, false) => dir.read_ending().map_or(State::Dead, State::Exited),
@@ -139,6 +141,11 @@ impl VmDir {
         self.path.join("vsock.sock")
     }
 
+    /// Where other commands ask something of the VM's process.
+    pub fn control(&self) -> PathBuf {
+        self.path.join("control.sock")
+    }
+
     pub fn console_log(&self) -> PathBuf {
         self.path.join("console.log")
     }
@@ -155,7 +162,9 @@ impl VmDir {
     /// Removes the sockets of a machine that is gone, so that nobody tries to reach it.
     pub fn remove_sockets(&self) {
         for entry in fs::read_dir(&self.path).into_iter().flatten().flatten() {
-            if entry.file_name().as_encoded_bytes().starts_with(b"vsock.sock") {
+            let name = entry.file_name();
+            let name = name.as_encoded_bytes();
+            if name.starts_with(b"vsock.sock") || name == b"control.sock" {
                 // They go with the directory in the end.
                 let _ = fs::remove_file(entry.path());
             }

@@ -36,6 +36,9 @@ pub struct Record {
     pub ports: Vec<String>,
     /// Whether the agent has answered.
     pub ready: bool,
+    /// Whether its vCPUs stand still because somebody asked for it.
+    #[serde(default)]
+    pub paused: bool,
     /// A foreground run, of which nothing stays.
     pub ephemeral: bool,
 }
@@ -57,6 +60,8 @@ pub enum State {
     /// The machine is being made or the guest has not answered yet.
     Starting,
     Running,
+    /// Its vCPUs stand still until `pvmm resume`.
+    Paused,
     /// It ended in an orderly way.
     Exited(Ending),
     /// Its process is gone and left no word.
@@ -65,7 +70,7 @@ pub enum State {
 
 impl State {
     pub fn is_alive(&self) -> bool {
-        matches!(self, State::Starting | State::Running)
+        matches!(self, State::Starting | State::Running | State::Paused)
     }
 
     /// One word, for scripts.
@@ -73,6 +78,7 @@ impl State {
         match self {
             State::Starting => "starting",
             State::Running => "running",
+            State::Paused => "paused",
             State::Exited(_) => "exited",
             State::Dead => "dead",
         }

@@ -9,14 +9,15 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, ShutdownHow};
+use pvmm::agent::{Agent, Refresh, ShutdownHow};
 use pvmm::exec::ExitStatus;
-use pvmm::{Console, Drive, ErrorKind, Initrd, Outcome, Vm, VmConfig, Vsock};
+use pvmm::{Console, ErrorKind, Outcome, Overrides, Vm, Vsock};
 
+use super::control::{Control, Effect};
 use super::main_command::MainCommand;
-use super::{Mode, Plan, Report, Reporter, console};
-use crate::drive::DriveFlag;
+use super::{Mode, Plan, Report, Reporter, Start, console, control};
 use crate::exit::{FAULT, Failure, USAGE};
+use crate::machine;
 use crate::ports::{self, BoundPort};
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
@@ -98,29 +99,57 @@ fn watch(
 ) -> Result<End, Failure> {
     let boot_deadline = Instant::now() + plan.boot_patience;
     let console = console::start(&dir.console_log(), plan.console_copy.as_ref()).map_err(fault)?;
+    let control = Control::bind(&dir.control()).map_err(fault)?;
     let boot_patience = plan.boot_patience;
-    let (config, mode, ports) = configure(plan, dir, record, console);
-    let memory_mib = config.memory_mib;
+    record.pid = Some(std::process::id());
+    // Without it only `kill` cannot find the process, and says so.
+    let _ = dir.write_record(record);
+    let memory_mib = record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let mut vm = Vm::boot(config).map_err(refuse)?;
-    let listener = vm.take_ready().ok_or_else(|| Failure::fault("the VM has no vsock device"))?;
+    let Plan { start, drives, console_copy, mode, ports, net, .. } = plan;
+    let booted = matches!(start, Start::Boot(_));
+    let mut vm = match start {
+        Start::Boot(parts) => {
+            let mut config = machine::config(*parts, record, console_copy.is_some());
+            machine::add(&mut config, drives, net);
+            config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
+            config.console = Console::File(console);
+            Vm::boot(config)
+        }
+        Start::Template(template) => template.fork(Overrides {
+            vsock: Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() }),
+            console: Console::File(console),
+            ..Overrides::default()
+        }),
+    }
+    .map_err(refuse)?;
+    let listener = vm.take_ready();
     vm.resume().map_err(refuse)?;
     if lifeline.is_some() {
         // From here on the launcher's end is noticed below, with time to clean up.
         process::outlive_parent().map_err(fault)?;
     }
 
-    let mut machine = Watched { vm, dir, signals, lifeline, stop_at: None };
-    match machine.wait_for(Some(listener.as_fd()), Some(boot_deadline)) {
-        Event::Readable => listener.wait(boot_deadline).map(drop).map_err(fault)?,
-        Event::Late => {
-            return Err(Failure::fault(format!(
-                "the guest did not answer within {} s",
-                boot_patience.as_secs()
-            ))
-            .hint("give it longer with PVMM_BOOT_TIMEOUT=120s, or look at its console with --console FILE"));
+    let mut machine = Watched::new(vm, dir, signals, lifeline, control);
+    match &listener {
+        Some(listener) => match machine.wait_for(Some(listener.as_fd()), Some(boot_deadline)) {
+            Event::Readable => listener.wait(boot_deadline).map(drop).map_err(fault)?,
+            Event::Late => {
+                return Err(Failure::fault(format!(
+                    "the guest did not answer within {} s",
+                    boot_patience.as_secs()
+                ))
+                .hint("give it longer with PVMM_BOOT_TIMEOUT=120s, or look at its console with --console FILE"));
+            }
+            Event::End(end) => return Ok(machine.stop(end)),
+        },
+        None if booted => return Err(Failure::fault("the VM has no vsock device")),
+        // A copy is nobody's before it is its own: what fails here ends it.
+        None => {
+            let hostname = record.name.as_deref().unwrap_or(&record.id);
+            let refresh = Refresh::new(1).map_err(fault)?.hostname(hostname);
+            control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
         }
-        Event::End(end) => return Ok(machine.stop(end)),
     }
     drop(listener);
 
@@ -132,19 +161,18 @@ fn watch(
     record.ready = true;
     dir.write_record(record)?;
     reporter.tell(&Report::Ready);
-    let end = match command {
-        None => match machine.wait_for(None, None) {
-            Event::End(end) => end,
-            Event::Readable | Event::Late => End::Forced,
-        },
-        Some(command) => match machine.wait_for(Some(command.as_fd()), None) {
-            Event::End(end) => end,
-            // Its end may also be that of the guest, a moment before the machine says so.
-            Event::Readable | Event::Late => match command.status() {
-                Some(status) => End::Command(status),
-                None => machine.wait_for_guest(),
+    let mut watched = command.as_ref();
+    let end = loop {
+        match machine.wait_for(watched.map(AsFd::as_fd), None) {
+            Event::End(end) => break end,
+            Event::Readable | Event::Late => match watched.and_then(MainCommand::status) {
+                Some(status) => break End::Command(status),
+                // Its connection went with the time that was taken back; the command itself did not end.
+                None if machine.rolled_back => watched = None,
+                // The end may also be that of the guest, a moment before the machine says so.
+                None => break machine.wait_for_guest(),
             },
-        },
+        }
     };
     Ok(machine.stop(end))
 }
@@ -165,42 +193,6 @@ fn keep_ports(dir: &VmDir, ports: Vec<BoundPort>) -> Result<(), Failure> {
         }
     };
     std::thread::Builder::new().name("ports".to_owned()).spawn(keep).map(drop).map_err(fault)
-}
-
-/// The machine for the library, and what is left of the plan.
-fn configure(
-    plan: Plan,
-    dir: &VmDir,
-    record: &mut Record,
-    console: File,
-) -> (VmConfig, Mode, Vec<BoundPort>) {
-    record.pid = Some(std::process::id());
-    // Without it only `kill` cannot find the process, and says so.
-    let _ = dir.write_record(record);
-    let hostname = record.name.as_deref().unwrap_or(&record.id);
-    // A console is slow, so the kernel only speaks on it when somebody asked to hear it.
-    let loudness = if plan.console_copy.is_some() { "" } else { "quiet loglevel=3 " };
-    let parts = plan.parts;
-    let mut config = VmConfig::new(parts.kernel.vmlinux);
-    config.cmdline = format!(
-        "console=ttyS0 {loudness}reboot=k panic=-1 random.trust_cpu=on pvmm.root=/dev/vda \
-         pvmm.rootfstype={} pvmm.upper=/dev/vdb pvmm.hostname={hostname}",
-        parts.rootfs_type,
-    );
-    config.initrd = Some(Initrd::Bytes(parts.initramfs));
-    config.memory_mib = record.memory_mib;
-    config.vcpus = record.cpus;
-    config.drives = vec![Drive::read_only(parts.rootfs), Drive::from_file(parts.upper)];
-    config.drives.extend(plan.drives.into_iter().map(DriveFlag::into_drive));
-    if let Some(card) = plan.net {
-        config.nets.push(card.config());
-        if let Some(words) = card.kernel_words() {
-            config.cmdline = format!("{} {words}", config.cmdline);
-        }
-    }
-    config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
-    config.console = Console::File(console);
-    (config, plan.mode, plan.ports)
 }
 
 fn fault(error: impl std::error::Error) -> Failure {
@@ -236,11 +228,23 @@ struct Watched<'a> {
     dir: &'a VmDir,
     signals: &'a Signals,
     lifeline: Option<PipeReader>,
+    control: Control,
     /// Set once it was told to end.
     stop_at: Option<Instant>,
+    rolled_back: bool,
 }
 
-impl Watched<'_> {
+impl<'a> Watched<'a> {
+    fn new(
+        vm: Vm,
+        dir: &'a VmDir,
+        signals: &'a Signals,
+        lifeline: Option<PipeReader>,
+        control: Control,
+    ) -> Self {
+        Self { vm, dir, signals, lifeline, control, stop_at: None, rolled_back: false }
+    }
+
     /// Waits for `own`, for the deadline, or for the end.
     fn wait_for(&mut self, own: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> Event {
         loop {
@@ -252,16 +256,25 @@ impl Watched<'_> {
                 lifeline,
                 own,
                 Some(self.signals.as_fd()),
+                Some(self.control.as_fd()),
             ];
-            let [outcome, orphaned, own_ready, signal] = match poll::readable_of(sources, left) {
-                Ok(ready) => ready,
-                Err(error) => return Event::End(End::Failed(fault(error))),
-            };
+            let [outcome, orphaned, own_ready, signal, asked] =
+                match poll::readable_of(sources, left) {
+                    Ok(ready) => ready,
+                    Err(error) => return Event::End(End::Failed(fault(error))),
+                };
             if outcome {
                 return Event::End(self.wait_for_guest());
             }
             if orphaned {
                 return Event::End(End::Orphaned);
+            }
+            if asked {
+                match self.control.serve(&mut self.vm) {
+                    Effect::None => {}
+                    Effect::RolledBack => self.rolled_back = true,
+                    Effect::Paused(paused) => self.note_paused(paused),
+                }
             }
             if own_ready {
                 return Event::Readable;
@@ -282,11 +295,22 @@ impl Watched<'_> {
         }
     }
 
+    /// For other commands to see.
+    fn note_paused(&self, paused: bool) {
+        if let Some(mut record) = self.dir.read_record() {
+            record.paused = paused;
+            // Without it `ps` says running, which it will be again.
+            let _ = self.dir.write_record(&record);
+        }
+    }
+
     /// Asks the guest to power itself off, in the background, and sets the time when that is over.
     fn shut_down(&mut self) {
         // Read, so that a second signal is noticed as such.
         let _ = self.signals.next();
         self.stop_at = Some(Instant::now() + SHUTDOWN_PATIENCE);
+        // A paused guest cannot shut down; one that cannot be resumed is stopped when the time is over.
+        let _ = self.vm.resume();
         let socket = self.dir.vsock();
         let ask = move || {
             let agent = Agent::connect(&socket, Instant::now() + SHUTDOWN_GRACE)?;

@@ -5,14 +5,17 @@
 
 mod child;
 mod console;
+pub mod control;
 mod main_command;
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::AsFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use pvmm::Template;
 use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
@@ -37,7 +40,7 @@ const END_PATIENCE: Duration = Duration::from_secs(10);
 
 /// What the process is to make and do.
 pub struct Plan {
-    pub parts: Parts,
+    pub start: Start,
     pub record: Record,
     /// Disks besides the root filesystem and what is written over it.
     pub drives: Vec<DriveFlag>,
@@ -49,6 +52,14 @@ pub struct Plan {
     /// Ports of the host that lead into a detached VM.
     pub ports: Vec<BoundPort>,
     pub net: Option<NetCard>,
+}
+
+/// What a machine begins with.
+pub enum Start {
+    /// A kernel and a root filesystem.
+    Boot(Box<Parts>),
+    /// A machine that was there before.
+    Template(Arc<Template>),
 }
 
 /// Whose VM it is.

@@ -105,6 +105,12 @@ impl Kernel {
         }
     }
 
+    /// The file that [`Kernel::default_in`] would load, if it is there; nothing of it is read.
+    pub fn default_file(cache: &Cache) -> Option<PathBuf> {
+        let file = |name: &str| cache.path("kernels", name).join("vmlinux");
+        ["current", "debian"].iter().find_map(|name| fs::canonicalize(file(name)).ok())
+    }
+
     /// The newest kernel that was built from this project's configuration.
     pub fn own(cache: &Cache) -> Result<Option<Kernel>, KernelError> {
         let current = cache.path("kernels", "current").join("vmlinux");

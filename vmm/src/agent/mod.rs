@@ -9,6 +9,7 @@ mod dial;
 mod error;
 mod files;
 mod forward;
+mod interpreter;
 mod ready;
 mod refresh;
 mod stream;
@@ -30,6 +31,10 @@ pub use pvmm_guest_agent::message::{Entry, FileKind, Info, Metadata, Owner, Shut
 pub use error::{AgentError, Lost, Refusal};
 pub use files::{FileReader, FileWriter, WriteOptions};
 pub use forward::Forward;
+pub use interpreter::{
+    CodeError, CodeEvent, CodeOutput, CodeRequest, CodeRun, Interrupter, Language, MimeBundle,
+    RunReport, RunStatus, SessionInfo, SessionOptions,
+};
 pub use ready::ReadyListener;
 pub use refresh::{FreezeOptions, Frozen, Interface, Refresh, RefreshStep};
 pub use tcp::{GuestTcp, GuestTcpReader, GuestTcpWriter};

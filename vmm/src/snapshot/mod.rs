@@ -7,12 +7,14 @@
 //! | `checksum.rs` | whether a large file is still the one that was written |
 //! | `host.rs` | whether this host can go on with it |
 //! | `write.rs` | how a folder comes to be, whole or not at all |
+//! | `handover.rs` | how a template goes to another process without a folder |
 //! | `read.rs` | how a folder becomes a template again, or is refused by name |
 //!
 //! Files are untrusted: every length, count and offset is checked before it is used, and nothing is mapped
 //! before all of it was.
 
 mod checksum;
+mod handover;
 mod host;
 mod manifest;
 mod read;

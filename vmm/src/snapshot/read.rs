@@ -231,7 +231,7 @@ impl Folder {
 }
 
 /// Whole pages, ascending, within the memory.
-fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<Runs, SnapshotError> {
+pub fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<Runs, SnapshotError> {
     let mut checked = Runs::default();
     let mut end = 0;
     for (start, stop) in runs {

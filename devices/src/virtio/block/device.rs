@@ -201,7 +201,7 @@ impl Block {
 
     /// Carries out a change. Nothing is out with the engine.
     pub(super) fn change(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
-        let DeviceUpdate::Block(update) = update;
+        let DeviceUpdate::Block(update) = update else { return Err(UpdateError::NotOfThisDevice) };
         match update {
             BlockUpdate::Limits(limits) => {
                 self.limiter.configure(&limits);

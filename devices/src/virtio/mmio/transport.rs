@@ -26,6 +26,7 @@ pub const WINDOW_SIZE: u64 = 0x1000;
 pub struct MmioTransport {
     kind: DeviceKind,
     max_sizes: &'static [u16],
+    optional_queues: usize,
     registers: Mutex<Registers>,
     interrupt: Interrupt,
     kicks: Vec<Arc<EventFd>>,
@@ -42,13 +43,24 @@ impl MmioTransport {
         thread: DeviceHandle,
     ) -> io::Result<Self> {
         let (kind, max_sizes) = (device.kind(), device.queue_sizes());
+        let optional_queues = device.optional_queues();
         let registers = Registers::new(kind, device.features(), max_sizes, device.config());
         let registers = Mutex::new(registers);
         let interrupt = Interrupt::new()?;
         let kick = |_: &u16| EventFd::new(EFD_NONBLOCK).map(Arc::new);
         let kicks = max_sizes.iter().map(kick).collect::<io::Result<_>>()?;
         let id = thread.add(device).map_err(io::Error::other)?;
-        Ok(Self { kind, max_sizes, registers, interrupt, kicks, memory, thread, id })
+        Ok(Self {
+            kind,
+            max_sizes,
+            optional_queues,
+            registers,
+            interrupt,
+            kicks,
+            memory,
+            thread,
+            id,
+        })
     }
 
     pub fn kind(&self) -> DeviceKind {
@@ -105,7 +117,7 @@ impl MmioTransport {
             interrupt_status: self.interrupt.status(),
             needs_reset: self.interrupt.is_reset_needed(),
             // A running worker knows the positions, the registers only where the rings are.
-            queues: saved.queues.unwrap_or_else(|| now.queues.clone()),
+            queues: positions(saved.queues.unwrap_or_default(), &now.queues),
             device: saved.state,
         })
     }
@@ -197,7 +209,8 @@ impl MmioTransport {
         configs: &[QueueConfig],
     ) -> Result<Vec<VirtQueue>, (usize, QueueFault)> {
         let event_idx = features & RING_EVENT_IDX != 0;
-        let parts = configs.iter().zip(self.max_sizes).zip(&self.kicks).enumerate();
+        let used = self.queues_in_use(configs);
+        let parts = configs.iter().take(used).zip(self.max_sizes).zip(&self.kicks).enumerate();
         let build =
             |(index, ((config, max), kick)): (usize, ((&QueueConfig, &u16), &Arc<EventFd>))| {
                 VirtQueue::new(config, *max, event_idx, self.memory.clone(), kick.clone())
@@ -205,6 +218,13 @@ impl MmioTransport {
                     .map_err(|fault| (index, fault))
             };
         parts.map(build).collect()
+    }
+
+    /// How many queues the driver uses: all but the optional ones at the end that it left alone.
+    fn queues_in_use(&self, configs: &[QueueConfig]) -> usize {
+        let needed = configs.len().saturating_sub(self.optional_queues);
+        let left = configs.iter().skip(needed).rev().take_while(|config| !config.ready).count();
+        configs.len() - left
     }
 
     fn activation(&self, features: u64, queues: Vec<VirtQueue>) -> Activation {
@@ -217,6 +237,12 @@ impl MmioTransport {
             log::warn!("{}: {why}", self.kind.name());
         }
     }
+}
+
+/// The positions that a worker knows, and what the registers say of queues that it does not have.
+fn positions(mut known: Vec<QueueConfig>, registers: &[QueueConfig]) -> Vec<QueueConfig> {
+    known.extend(registers.iter().skip(known.len()));
+    known
 }
 
 impl BusDevice for MmioTransport {

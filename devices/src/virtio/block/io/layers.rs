@@ -25,6 +25,9 @@ const PIECE: u64 = 4096;
 /// Frozen layers before the upper ones are made into one.
 const MAX_FROZEN: usize = 16;
 
+/// A layer's file, and the ranges that it has if not all.
+pub type LayerParts = (File, Option<Vec<(u64, u64)>>);
+
 /// A disk that can be frozen, forked and taken back. Clones are the same disk.
 #[derive(Clone, Debug)]
 pub struct LayeredDisk {
@@ -91,6 +94,44 @@ impl LayeredDisk {
     /// A disk that starts as this one was when it was last frozen, and writes to `top`.
     pub fn fork(&self, top: File) -> io::Result<Self> {
         Ok(Self::of(self.lock().frozen.clone(), Layer::empty(top, self.size)?, self.size))
+    }
+
+    /// The frozen layers, lowest first: each a file and the ranges that it has, or none if it has all.
+    pub fn frozen_layers(&self) -> io::Result<Vec<LayerParts>> {
+        let frozen = self.lock().frozen.clone();
+        let part = |layer: &Arc<Layer>| {
+            let ranges = match &layer.present {
+                Present::All => None,
+                Present::Some(map) => {
+                    Some(map.ranges(self.size).into_iter().map(|r| (r.start, r.end)).collect())
+                }
+            };
+            Ok((layer.file.try_clone()?, ranges))
+        };
+        frozen.iter().map(part).collect()
+    }
+
+    /// A disk over such layers, which writes to `top`.
+    pub fn from_frozen(layers: Vec<LayerParts>, top: File) -> io::Result<Self> {
+        let lowest = layers.first().filter(|(_, ranges)| ranges.is_none());
+        let lowest =
+            lowest.ok_or_else(|| io::Error::other("the lowest layer is no whole image"))?;
+        let size = lowest.0.metadata()?.len();
+        let mut frozen = Vec::with_capacity(layers.len());
+        for (file, ranges) in layers {
+            let mut layer = Layer { file, present: Present::All };
+            if let Some(ranges) = ranges {
+                layer.present = Present::Some(BlockMap::default());
+                for (start, end) in ranges {
+                    if start >= end || end > size {
+                        return Err(io::Error::other("a layer has an impossible range"));
+                    }
+                    layer.add(start..end);
+                }
+            }
+            frozen.push(Arc::new(layer));
+        }
+        Ok(Self::of(frozen, Layer::empty(top, size)?, size))
     }
 
     /// Forgets what was written since the disk was last frozen.

@@ -86,6 +86,22 @@ fn frozen_image_under_a_disk_is_never_written() {
     assert_eq!(&seen[SIZE as usize - 512..], [2; 512]);
 }
 
+#[test]
+fn layers_taken_apart_and_put_together_read_the_same() {
+    let disk = disk();
+    write(&disk, 5, b"one");
+    disk.freeze(file).unwrap();
+    write(&disk, 9000, b"two");
+    disk.freeze(file).unwrap();
+    let copy = LayeredDisk::from_frozen(disk.frozen_layers().unwrap(), file().unwrap()).unwrap();
+    assert_eq!(read(&copy), read(&disk));
+    let upper_only = disk.frozen_layers().unwrap().split_off(1);
+    assert!(LayeredDisk::from_frozen(upper_only, file().unwrap()).is_err());
+    let mut beyond = disk.frozen_layers().unwrap();
+    beyond[1].1 = Some(vec![(0, u64::MAX)]);
+    assert!(LayeredDisk::from_frozen(beyond, file().unwrap()).is_err());
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Write(u64, Vec<u8>),

@@ -1,0 +1,44 @@
+//! A virtio balloon: memory that the guest does not need goes back to the host (virtio 1.2 section 5.5).
+//!
+//! | file | what it answers |
+//! | --- | --- |
+//! | `config.rs` | what the host may ask for, and what the guest reads of it |
+//! | `device.rs` | the balloon while no driver uses it, and what the host may change |
+//! | `worker.rs` | whose turn it is |
+//! | `pages.rs` | which pages of the guest's are released, however it names them |
+//! | `stats.rs` | what the guest says about its memory |
+//! | `hint.rs` | a run in which the guest lists what is free |
+//! | `state.rs` | what a snapshot keeps |
+//!
+//! Memory leaves in four ways: the host sets a target and the driver gives up as many pages (inflate); the
+//! driver names free blocks all the time (reporting), or once when asked (hinting); and under pressure it
+//! takes pages back by itself, if deflate-on-oom was offered.
+//!
+//! A released page is dropped with `MADV_DONTNEED`. Guest memory is a private mapping, so the page then
+//! reads as what lies under it: zeros for a machine that was booted, the snapshot's bytes for one that was
+//! restored. Those bytes are the guest's own and no news to it, and a driver may not rely on any content of
+//! a page that it gave away. Only a guest that poisons or zeroes pages when it frees them would notice, and
+//! the poison feature by which it would agree to give away such pages is not offered, so it then reports
+//! none. Mapping zeros over the page instead would break the promise that dropping a guest's pages brings
+//! its snapshot back.
+//!
+//! Hinting has a race that the specification leaves to the device: under memory pressure Linux may take
+//! a hinted page back before the device has looked at it. So it is off unless asked for; a machine should be
+//! asked for hints while its workload rests.
+
+mod config;
+mod device;
+mod hint;
+mod pages;
+mod state;
+mod stats;
+mod sys;
+mod worker;
+
+#[cfg(test)]
+mod tests;
+
+pub use config::BalloonConfig;
+pub use device::{Balloon, BalloonUpdate};
+pub use state::{BalloonError, BalloonStateV1};
+pub use stats::BalloonStats;

@@ -1,0 +1,40 @@
+//! What a snapshot keeps of a balloon, beyond its queues.
+//!
+//! Which pages are given up is the guest's knowledge and lies in its memory.
+
+use serde::{Deserialize, Serialize};
+
+/// A balloon at the moment of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BalloonStateV1 {
+    pub limit_pages: u32,
+    pub target_pages: u32,
+    pub actual_pages: u32,
+    pub hint_command: u32,
+    pub hint_last: u32,
+    pub deflate_on_oom: bool,
+    pub free_page_reporting: bool,
+    pub free_page_hinting: bool,
+}
+
+/// Why a saved balloon cannot be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum BalloonError {
+    #[error("saved balloon has a hinting command, but was never offered hinting")]
+    Hinting,
+    #[error("saved balloon has a target of {target} pages, more than the {limit} that there are")]
+    Target { target: u32, limit: u32 },
+}
+
+impl BalloonStateV1 {
+    pub(super) fn check(&self) -> Result<(), BalloonError> {
+        if self.target_pages > self.limit_pages {
+            let (target, limit) = (self.target_pages, self.limit_pages);
+            return Err(BalloonError::Target { target, limit });
+        }
+        match self.hint_command != 0 && !self.free_page_hinting {
+            true => Err(BalloonError::Hinting),
+            false => Ok(()),
+        }
+    }
+}

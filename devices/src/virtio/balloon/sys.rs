@@ -1,0 +1,31 @@
+//! The one call that gives guest memory back; the unsafe file of this device.
+#![allow(unsafe_code)]
+
+use std::io;
+
+use vm_memory::{GuestAddress, GuestMemory as _, Permissions};
+
+use super::config::PAGE_SIZE;
+use crate::GuestMemory;
+
+/// Drops whole pages of guest memory: they read as what lies under the private mapping.
+pub fn release(memory: &GuestMemory, address: GuestAddress, len: u64) -> io::Result<()> {
+    let len = usize::try_from(len).map_err(io::Error::other)?;
+    // One slice per region of memory, each of them checked to be inside it.
+    let slices = memory.get_slices(address, len, Permissions::Write).map_err(io::Error::other)?;
+    for slice in slices {
+        let slice = slice.map_err(io::Error::other)?;
+        let guard = slice.ptr_guard_mut();
+        let (start, len) = (guard.as_ptr(), guard.len());
+        if !(start as u64 | len as u64).is_multiple_of(PAGE_SIZE) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        // SAFETY: the range lies in one mapping of guest memory, which stays mapped while `memory` is
+        // borrowed. Its content may change at any time anyway, for the guest owns it, and nobody holds a
+        // reference into it.
+        if unsafe { libc::madvise(start.cast(), len, libc::MADV_DONTNEED) } != 0 {
+            return Err(io::Error::last_os_error());
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,109 @@
+//! `pvmm snapshot` and `pvmm snapshots`: a running VM written to disk, and what is there already.
+//!
+//! The VM stands still only while it hands over its memory; writing it is this process's work, with
+//! progress, while the VM runs on.
+
+use pvmm::snapshot::{Durability, Manifest, WriteOptions};
+use serde::Serialize;
+
+use crate::cli::{Snapshot, Snapshots, SnapshotsVerb, SyncMode};
+use crate::commands::fork::refuse;
+use crate::control;
+use crate::exit::{Failure, Outcome, io_text};
+use crate::output::{self, Table};
+use crate::progress::Counter;
+use crate::snapshots;
+use crate::vm_dir::{Base, now};
+
+pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
+    let vm = Base::open()?.find(&args.vm)?;
+    let dir = snapshots::new_place(&args.name)?;
+    if !args.replace && dir.exists() {
+        return Err(Failure::usage(format!("a snapshot '{}' exists already", args.name))
+            .hint("choose another name, or use --replace"));
+    }
+    let template = control::freeze(&vm)?;
+    let mut counter = Counter::new(quiet, "writing the snapshot");
+    let mut progress = |done, total| counter.tell(done, total);
+    let options = WriteOptions {
+        durability: if args.sync == SyncMode::None { Durability::None } else { Durability::Full },
+        replace: args.replace,
+        incremental: args.incremental,
+        progress: Some(&mut progress),
+    };
+    let manifest = template.write(&dir, options).map_err(refuse)?;
+    match args.json {
+        true => output::json(&row(&args.name, &dir, &manifest))?,
+        false => output::line(&args.name)?,
+    }
+    Ok(0)
+}
+
+pub fn snapshots(args: Snapshots) -> Outcome {
+    match args.verb {
+        SnapshotsVerb::Ls { json } => list(json)?,
+        SnapshotsVerb::Rm { names } => {
+            for name in names {
+                let dir = snapshots::place(&name)?;
+                // Only what is a snapshot is removed, whatever the path says.
+                Manifest::read(&dir).map_err(refuse)?;
+                std::fs::remove_dir_all(&dir).map_err(|error| {
+                    Failure::fault(format!("cannot remove {}: {}", dir.display(), io_text(&error)))
+                })?;
+                output::line(&name)?;
+            }
+        }
+        SnapshotsVerb::Inspect { name } => {
+            let manifest = Manifest::read(&snapshots::place(&name)?).map_err(refuse)?;
+            output::json(&manifest)?;
+        }
+    }
+    Ok(0)
+}
+
+/// A snapshot for scripts.
+#[derive(Serialize)]
+struct Row<'a> {
+    name: &'a str,
+    id: &'a str,
+    created: u64,
+    cpus: u32,
+    memory_mib: u64,
+    disk_bytes: u64,
+    base: Option<&'a str>,
+    path: String,
+}
+
+fn row<'a>(name: &'a str, dir: &std::path::Path, manifest: &'a Manifest) -> Row<'a> {
+    Row {
+        name,
+        id: &manifest.id,
+        created: manifest.created,
+        cpus: manifest.machine.vcpus,
+        memory_mib: manifest.machine.memory_mib,
+        disk_bytes: snapshots::disk_bytes(dir),
+        base: manifest.memory.base.as_ref().map(|base| base.id.as_str()),
+        path: dir.display().to_string(),
+    }
+}
+
+fn list(json: bool) -> Result<(), Failure> {
+    let found = snapshots::list()?;
+    if json {
+        let rows: Vec<_> = found.iter().map(|(name, dir, it)| row(name, dir, it)).collect();
+        return Ok(output::json(&rows)?);
+    }
+    let mut table = Table::new(&["NAME", "AGE", "CPUS", "MEMORY", "ON DISK", "BASE"]);
+    for (name, dir, manifest) in &found {
+        let row = row(name, dir, manifest);
+        table.row(vec![
+            name.clone(),
+            output::age(now().saturating_sub(row.created)),
+            row.cpus.to_string(),
+            output::bytes(row.memory_mib << 20),
+            output::bytes(row.disk_bytes),
+            row.base.map_or("-".to_owned(), |id| id.chars().take(12).collect()),
+        ]);
+    }
+    Ok(table.print()?)
+}

@@ -1,0 +1,38 @@
+//! Open files that travel with a message over a Unix socket.
+//!
+//! A template's memory goes from one process to another this way: as descriptors, not as bytes.
+#![allow(unsafe_code)] // Received descriptors become owned ones.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::unix::net::UnixStream;
+
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+/// More than one message may carry.
+const MAX_FILES: usize = 253;
+
+/// Sends some of `bytes` with all of `files`; returns how many bytes went.
+pub fn send(socket: &UnixStream, bytes: &[u8], files: &[OwnedFd]) -> io::Result<usize> {
+    let raw: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
+    socket.send_with_fds(&[bytes], &raw).map_err(io::Error::from)
+}
+
+/// Receives some bytes and the files that came with them.
+pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut raw = [0; MAX_FILES];
+    let mut parts = [libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() }];
+    // SAFETY: the one part is `buffer`, which is borrowed for the call.
+    let (bytes, files) = unsafe { socket.recv_with_fds(&mut parts, &mut raw)? };
+    let own = |fd: &RawFd| {
+        // SAFETY: the kernel has just made the descriptor for this process, and nobody else knows it.
+        let file = unsafe { OwnedFd::from_raw_fd(*fd) };
+        // SAFETY: no memory is passed. Marked, as everything that this program opens.
+        match unsafe { libc::fcntl(*fd, libc::F_SETFD, libc::FD_CLOEXEC) } {
+            0 => Ok(file),
+            _ => Err(io::Error::last_os_error()),
+        }
+    };
+    let files = raw.iter().take(files).map(own).collect::<io::Result<_>>()?;
+    Ok((bytes, files))
+}

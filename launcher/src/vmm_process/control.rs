@@ -1,0 +1,161 @@
+//! The VMM process's end of the control socket: one request at a time, on the thread that owns the machine.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use pvmm::agent::{Agent, Refresh};
+use pvmm::{Error, ErrorKind, Vm};
+
+use crate::control::{MAX_LINE, Reply, Request};
+use crate::exit::{FAULT, USAGE};
+use crate::sys::passing;
+
+/// How long a client may take to say what it wants, and to take the answer.
+const CLIENT_PATIENCE: Duration = Duration::from_secs(5);
+/// How long the guest's agent may take to stop its workload, and to let it go on.
+const AGENT_PATIENCE: Duration = Duration::from_secs(20);
+
+/// Where requests arrive.
+pub struct Control {
+    listener: UnixListener,
+    /// Counts the lives of this machine, for its guest to see.
+    generation: u64,
+}
+
+/// What a request has done to the machine, for those who watch it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effect {
+    None,
+    Paused(bool),
+    /// Whatever was connected to the guest is not any more.
+    RolledBack,
+}
+
+impl Control {
+    pub fn bind(path: &Path) -> io::Result<Self> {
+        let listener = UnixListener::bind(path)?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener, generation: 1 })
+    }
+
+    /// Takes one client and does what it asks. What goes wrong with it is its own affair.
+    pub fn serve(&mut self, vm: &mut Vm) -> Effect {
+        let served = self.listener.accept().and_then(|(client, _)| self.answer(client, vm));
+        served.unwrap_or_else(|error| {
+            if error.kind() != io::ErrorKind::WouldBlock {
+                log::warn!("control: {error}");
+            }
+            Effect::None
+        })
+    }
+
+    fn answer(&mut self, client: UnixStream, vm: &mut Vm) -> io::Result<Effect> {
+        client.set_nonblocking(false)?;
+        client.set_read_timeout(Some(CLIENT_PATIENCE))?;
+        client.set_write_timeout(Some(CLIENT_PATIENCE))?;
+        let request = read_request(&client)?;
+        match self.perform(request, vm) {
+            Ok((effect, None)) => {
+                reply(&client, &Reply::Done, &[])?;
+                Ok(effect)
+            }
+            Ok((effect, Some((bytes, files)))) => {
+                reply(&client, &Reply::Template { bytes: bytes.len() as u64 }, &files)?;
+                (&client).write_all(&bytes)?;
+                Ok(effect)
+            }
+            Err(error) => {
+                let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
+                let refused = Reply::Refused { code, message: error.to_string(), hint: None };
+                reply(&client, &refused, &[])?;
+                Ok(Effect::None)
+            }
+        }
+    }
+
+    fn perform(&mut self, request: Request, vm: &mut Vm) -> Result<(Effect, Handed), Error> {
+        match request {
+            Request::Freeze => {
+                let template = standing_still(vm, Vm::freeze)?;
+                Ok((Effect::None, Some(template.hand_over()?)))
+            }
+            Request::Checkpoint => {
+                standing_still(vm, Vm::checkpoint)?;
+                Ok((Effect::None, None))
+            }
+            Request::Rollback => {
+                vm.rollback()?;
+                self.generation += 1;
+                // The same computer, only earlier: its names stay, its clock and its dice do not.
+                let refresh = Refresh::new(self.generation)?.without_ids();
+                refreshed(vm, &refresh, Instant::now() + AGENT_PATIENCE)?;
+                Ok((Effect::RolledBack, None))
+            }
+            Request::Pause => {
+                vm.pause()?;
+                Ok((Effect::Paused(true), None))
+            }
+            Request::Resume => {
+                vm.resume()?;
+                Ok((Effect::Paused(false), None))
+            }
+        }
+    }
+}
+
+impl AsFd for Control {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.listener.as_fd()
+    }
+}
+
+type Handed = Option<(Vec<u8>, Vec<OwnedFd>)>;
+
+/// Makes a machine that lives a second time its own, and lets its workload go on.
+pub fn refreshed(vm: &Vm, refresh: &Refresh, deadline: Instant) -> Result<Agent, Error> {
+    let Some(path) = vm.vsock_path() else {
+        return Err(Error::plain(ErrorKind::InvalidConfig, "the VM has no vsock device"));
+    };
+    Ok(Agent::connect_refreshed(path, refresh, deadline)?)
+}
+
+/// Does something while the guest's workload stands still, so that a copy of it is refreshed before any of
+/// its processes runs an instruction.
+fn standing_still<T>(
+    vm: &mut Vm,
+    act: impl FnOnce(&mut Vm) -> Result<T, Error>,
+) -> Result<T, Error> {
+    let deadline = Instant::now() + AGENT_PATIENCE;
+    let Some(path) = vm.vsock_path() else {
+        return Err(Error::plain(ErrorKind::InvalidConfig, "the VM has no vsock device"));
+    };
+    let agent = Agent::connect_control(path, deadline)?;
+    agent.freeze(deadline)?;
+    let done = act(vm);
+    // The machine of before goes on in any case; only its copies wait for their refresh.
+    agent.thaw(deadline)?;
+    done
+}
+
+fn read_request(mut client: &UnixStream) -> io::Result<Request> {
+    let mut line = Vec::new();
+    let mut byte = [0];
+    while line.len() < MAX_LINE {
+        client.read_exact(&mut byte)?;
+        if byte[0] == b'\n' {
+            return Ok(serde_json::from_slice(&line)?);
+        }
+        line.push(byte[0]);
+    }
+    Err(io::ErrorKind::InvalidData.into())
+}
+
+fn reply(mut client: &UnixStream, reply: &Reply, files: &[OwnedFd]) -> io::Result<()> {
+    let mut line = serde_json::to_vec(reply)?;
+    line.push(b'\n');
+    let sent = passing::send(client, &line, files)?;
+    client.write_all(&line[sent..])
+}

@@ -1,0 +1,189 @@
+//! Warm templates: a VM that has booted, run a command and been frozen, so that `pvmm run` need not boot.
+//!
+//! One is baked for a template and a size, and found again by everything that it depends on: another
+//! kernel, agent, image or size is another key, and an old one is simply never found.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use pvmm::agent::{Agent, FreezeOptions};
+use pvmm::exec::ExecRequest;
+use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
+use pvmm::{Console, Template, Vm, Vsock};
+use pvmm_sandbox::template::BASE;
+use pvmm_sandbox::{AGENT_KEY, Cache, Event, Kernel, Progress, Silent, cache};
+
+use crate::exit::Failure;
+use crate::machine;
+use crate::prepare::{self, RootfsSource, Sources};
+use crate::progress::Steps;
+use crate::vm_dir::Record;
+
+const KIND: &str = "warm";
+/// What people call the kernel in it.
+const LABEL: &str = "kernel-label";
+/// Raised when the bake itself changes.
+const VERSION: &str = "1";
+const BOOT_PATIENCE: Duration = Duration::from_secs(120);
+/// What a guest is asked to do before it is frozen, so that the first real command finds it done.
+const REHEARSAL: [&str; 2] =
+    ["/bin/true", "command -v python3 >/dev/null && python3 -c pass; true"];
+
+/// What a VM is made of and how large it is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Shape {
+    pub template: String,
+    pub cpus: u32,
+    pub memory_mib: u64,
+    pub disk_mib: u64,
+}
+
+impl Shape {
+    /// What `pvmm run` makes when told nothing.
+    pub fn of(template: &str) -> Self {
+        Self { template: template.to_owned(), cpus: 1, memory_mib: 512, disk_mib: 8 << 10 }
+    }
+}
+
+/// A warm template, ready to be forked.
+pub struct Warm {
+    pub template: Template,
+    pub kernel: String,
+}
+
+/// The warm template of a shape, if there is one for this kernel, agent and image.
+pub fn find(shape: &Shape) -> Option<Warm> {
+    let cache = Cache::open().ok()?;
+    let kernel = Kernel::default_file(&cache)?;
+    let rootfs = pvmm_sandbox::Template::find(&cache, &shape.template).ok()?.rootfs;
+    let dir = dir(&cache, shape, &kernel, &rootfs)?;
+    if !dir.exists() {
+        return None;
+    }
+    match Template::load(&dir, LoadOptions::default()) {
+        Ok(template) => {
+            let kernel = fs::read_to_string(dir.join(LABEL)).unwrap_or_default();
+            Some(Warm { template, kernel })
+        }
+        Err(error) => {
+            log::info!("the warm template cannot be used: {error}");
+            None
+        }
+    }
+}
+
+/// The warm template of the default shape by the name of its root filesystem.
+pub fn find_named(name: &str) -> Result<Option<Warm>, Failure> {
+    let known = Cache::open().is_ok_and(|cache| pvmm_sandbox::Template::find(&cache, name).is_ok());
+    match (find(&Shape::of(name)), known) {
+        (None, true) => Err(Failure::usage(format!("template '{name}' is not warm"))
+            .hint(format!("bake it with 'pvmm template bake {name}'"))),
+        (warm, _) => Ok(warm),
+    }
+}
+
+/// Boots a VM of this shape, lets it rehearse, freezes it and keeps it. Does nothing if that was done.
+pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
+    let mut steps = Steps::new(quiet);
+    let cache = Cache::open().map_err(prepare::refuse)?;
+    let sources = Sources::check(None, None, &shape.template, shape.disk_mib)?;
+    let rootfs = match &sources.rootfs {
+        RootfsSource::Template(template) => template.rootfs.clone(),
+        _ => pvmm_sandbox::Template::find(&cache, BASE).map_err(prepare::refuse)?.rootfs,
+    };
+    let kernel = Kernel::default_in(&cache, &mut steps).map_err(prepare::refuse)?;
+    let place = dir(&cache, shape, &kernel.vmlinux, &rootfs)
+        .ok_or_else(|| Failure::fault("the template's image cannot be read"))?;
+    let _lock = cache.lock(KIND, &shape.template, &mut Silent).map_err(prepare::refuse)?;
+    if place.exists() {
+        return Ok(place);
+    }
+    steps.event(Event::Step("baking a warm template"));
+    let parts = sources.prepare(quiet)?;
+    let room = tempdir()?;
+    let baked = bake_in(&room, shape, parts, &place);
+    let _ = fs::remove_dir_all(&room);
+    baked?;
+    // Only a name; a template without it is as good.
+    let _ = fs::write(place.join(LABEL), kernel.label);
+    Ok(place)
+}
+
+fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> Result<(), Failure> {
+    let failed = |error: pvmm::Error| {
+        Failure::fault(format!("cannot bake a warm template: {error}"))
+            .hint("'pvmm run --cold' works without one")
+    };
+    let deadline = Instant::now() + BOOT_PATIENCE;
+    let record = Record {
+        name: Some("pvmm".to_owned()),
+        cpus: shape.cpus,
+        memory_mib: shape.memory_mib,
+        ..Record::default()
+    };
+    let mut config = machine::config(parts, &record, false);
+    let uds_path = room.join("v");
+    config.vsock = Some(Vsock { guest_cid: 3, uds_path: uds_path.clone() });
+    config.console = Console::Discard;
+    let mut vm = Vm::boot(config).map_err(failed)?;
+    vm.resume().map_err(failed)?;
+    let agent = vm.agent(deadline).map_err(failed)?;
+    for line in REHEARSAL {
+        agent
+            .exec(&ExecRequest::shell(line).timeout(BOOT_PATIENCE))
+            .map_err(|error| Failure::fault(format!("the guest does not run commands: {error}")))?;
+    }
+    drop(agent);
+    let agent_failed = |error: pvmm::agent::AgentError| failed(error.into());
+    let control = Agent::connect_control(&uds_path, deadline).map_err(agent_failed)?;
+    let options = FreezeOptions { sync: true, ..FreezeOptions::default() };
+    control.freeze_with(options, deadline).map_err(agent_failed)?;
+    // Nobody is connected to a template.
+    drop(control);
+    let template = vm.freeze().map_err(failed)?;
+    drop(vm);
+    let parent = place.parent().unwrap_or(place);
+    fs::create_dir_all(parent)
+        .map_err(|error| Failure::fault(format!("cannot make {}: {error}", parent.display())))?;
+    let options = WriteOptions { durability: Durability::Full, ..WriteOptions::default() };
+    template.write(place, options).map_err(failed)?;
+    Ok(())
+}
+
+/// Where the warm template of a shape is kept.
+fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<PathBuf> {
+    let looks = |path: &Path| {
+        let facts = fs::metadata(path).ok()?;
+        Some(format!(
+            "{} {} {} {}",
+            path.display(),
+            facts.size(),
+            facts.mtime(),
+            facts.mtime_nsec()
+        ))
+    };
+    let size = format!("{} {} {}", shape.cpus, shape.memory_mib, shape.disk_mib);
+    let parts = [
+        VERSION.to_owned(),
+        env!("CARGO_PKG_VERSION").to_owned(),
+        AGENT_KEY.to_owned(),
+        looks(kernel)?,
+        looks(rootfs)?,
+        size,
+    ];
+    let key = cache::key(parts.iter().map(|part| part.as_bytes()));
+    Some(cache.path(KIND, &format!("{}-{key}", shape.template)))
+}
+
+/// A short-named directory for the bake's socket.
+fn tempdir() -> Result<PathBuf, Failure> {
+    let random: [u8; 6] = crate::sys::process::random()
+        .map_err(|error| Failure::fault(format!("no random bytes: {error}")))?;
+    let name: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+    let path = std::env::temp_dir().join(format!("pvmm-bake-{name}"));
+    fs::create_dir(&path)
+        .map_err(|error| Failure::fault(format!("cannot make {}: {error}", path.display())))?;
+    Ok(path)
+}

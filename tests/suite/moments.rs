@@ -1,0 +1,99 @@
+//! Fork, snapshot, restore, checkpoint and rollback as a user types them.
+
+use std::time::Duration;
+
+use pvmm_tests::cli::User;
+use tempfile::TempDir;
+
+fn ok(user: &User, args: &[&str]) -> String {
+    let said = user.pvmm(args);
+    assert_eq!(said.code, Some(0), "pvmm {args:?}: {said:?}");
+    said.text().to_owned()
+}
+
+fn shell(user: &User, vm: &str, line: &str) -> String {
+    ok(user, &["exec", vm, "--", "sh", "-c", line])
+}
+
+#[test]
+fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
+    let user = User::new();
+    let vm = user.detached(&["--name", "web"]);
+    shell(&user, "web", "echo one > /root/word; echo $$ > /tmp/memory");
+
+    // Two copies, each its own, with names of their own.
+    let ids = ok(&user, &["fork", "web", "-n", "2", "--name", "try"]);
+    let ids: Vec<_> = ids.lines().collect();
+    assert_eq!(ids.len(), 2);
+    shell(&user, "try-1", "echo two > /root/word");
+    assert_eq!(shell(&user, "try-2", "cat /root/word; hostname"), "one\ntry-2");
+    let id_of = |vm: &str| shell(&user, vm, "cat /etc/machine-id");
+    assert_ne!(id_of("try-1"), id_of("try-2"));
+    ok(&user, &["kill", "--signal", "KILL", "try-2"]);
+
+    // A fork of a fork, after its parent is gone.
+    ok(&user, &["fork", "try-1", "--name", "grandchild"]);
+    ok(&user, &["kill", "--signal", "KILL", "try-1"]);
+    assert_eq!(shell(&user, "grandchild", "cat /root/word"), "two");
+    ok(&user, &["kill", "--signal", "KILL", "grandchild"]);
+
+    // Checkpoint, change, rollback, twice.
+    ok(&user, &["checkpoint", "web"]);
+    for _ in 0..2 {
+        shell(&user, "web", "echo changed > /root/word; rm /tmp/memory; sync");
+        ok(&user, &["rollback", "web"]);
+        assert_eq!(
+            shell(&user, "web", "cat /root/word; test -s /tmp/memory && echo there"),
+            "one\nthere"
+        );
+    }
+
+    // Pause and resume.
+    ok(&user, &["pause", "web"]);
+    assert!(ok(&user, &["ps"]).contains("paused"));
+    assert_eq!(user.pvmm(["exec", "web", "--", "true"]).code, Some(2));
+    ok(&user, &["resume", "web"]);
+
+    // A snapshot on disk, restored after the VM is gone.
+    let place = TempDir::new().unwrap();
+    let path = place.path().join("web.snapshot");
+    let path = path.to_str().unwrap();
+    ok(&user, &["snapshot", "web", path]);
+    assert_eq!(user.pvmm(["snapshot", "web", path]).code, Some(2), "it exists already");
+    ok(&user, &["kill", "--signal", "KILL", &vm]);
+    assert!(ok(&user, &["snapshots", "inspect", path]).contains("\"memory_mib\": 512"));
+    ok(&user, &["restore", path, "--name", "back"]);
+    assert_eq!(shell(&user, "back", "cat /root/word"), "one");
+    ok(&user, &["kill", "--signal", "KILL", "back"]);
+    let missing = user.pvmm(["restore", "no-such-snapshot"]);
+    assert_eq!((missing.code, missing.stderr.lines().count()), (Some(2), 1), "{missing:?}");
+}
+
+#[test]
+fn warm_template_runs_without_a_boot_and_every_run_is_its_own() {
+    let user = User::new();
+    ok(&user, &["template", "bake", "base"]);
+    let line =
+        "cat /proc/sys/kernel/random/boot_id; cat /root/word 2>/dev/null; echo mine > /root/word";
+    let mut took = Vec::new();
+    let mut seen = Vec::new();
+    for _ in 0..3 {
+        let said = user.pvmm(["run", "--", "sh", "-c", line]);
+        assert_eq!(said.code, Some(0), "{said:?}");
+        took.push(said.took);
+        seen.push(said.text().to_owned());
+    }
+    seen.sort();
+    seen.dedup();
+    assert_eq!(seen.len(), 3, "{seen:?}");
+    assert!(seen.iter().all(|text| text.lines().count() == 1), "a run sees no other: {seen:?}");
+    let cold = user.pvmm(["run", "--cold", "--", "true"]);
+    assert_eq!(cold.code, Some(0), "{cold:?}");
+    println!("warm {took:?}, cold {:?}", cold.took);
+    let warm = took.into_iter().min().unwrap_or(Duration::MAX);
+    assert!(warm * 2 < cold.took, "warm {warm:?}, cold {:?}", cold.took);
+    assert_eq!(user.pvmm(["run", "--", "sh", "-c", "exit 7"]).code, Some(7));
+    let ids = ok(&user, &["fork", "base", "-n", "2"]);
+    let ids: Vec<_> = ids.lines().collect();
+    ok(&user, &["kill", "--signal", "KILL", ids[0], ids[1]]);
+}

@@ -1,0 +1,154 @@
+//! A template passed from one process to another: a message, and the open files that it speaks of.
+//!
+//! Nothing is written to a disk and no page is copied: the other process maps the same sealed memory. This
+//! is how the machines of one fork become processes of their own.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use pvmm_devices::virtio::block::io::LayeredDisk;
+use serde::{Deserialize, Serialize};
+
+use super::manifest::SectionFacts;
+use super::read::check_runs;
+use super::sections::{self, Saved};
+use super::{Base, SnapshotError};
+use crate::error::Error;
+use crate::memory::{Layer, MemoryImage, PAGE, Region, Runs};
+use crate::storage::FrozenStorage;
+use crate::template::Template;
+
+/// The most files that one message comes with; the kernel passes no more at once.
+pub const MAX_FILES: usize = 250;
+
+type Ranges = Vec<(u64, u64)>;
+
+#[derive(Serialize, Deserialize)]
+struct Message {
+    state: Vec<u8>,
+    sections: Vec<SectionFacts>,
+    regions: Vec<(u64, u64)>,
+    /// The ranges of each layer of memory, lowest first; a file each.
+    layers: Vec<Ranges>,
+    drives: Vec<DriveMessage>,
+    taps: Vec<String>,
+    vsock_path: Option<PathBuf>,
+    base: Option<(String, PathBuf, usize)>,
+}
+
+#[derive(Serialize, Deserialize)]
+enum DriveMessage {
+    /// A file.
+    Fixed {
+        path: Option<PathBuf>,
+    },
+    /// A file for each layer: the ranges it has, or none if it has all.
+    Layers(Vec<Option<Ranges>>),
+    Missing {
+        path: PathBuf,
+    },
+}
+
+impl Template {
+    /// What another process needs to have this template too.
+    pub fn hand_over(&self) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
+        let failed = |source| SnapshotError::Write { file: "hand-over".into(), source };
+        let saved = Saved { machine: (*self.machine).clone(), sums: Vec::new(), runs: Vec::new() };
+        let (state, sections) = sections::encode(&saved)?;
+        let mut files = Vec::new();
+        let mut layers = Vec::new();
+        for layer in self.image.layers() {
+            files.push(layer.file.try_clone().map_err(failed)?.into());
+            layers.push(layer.runs.iter().map(|run| (run.start, run.end)).collect());
+        }
+        let mut drives = Vec::new();
+        for drive in &self.drives {
+            drives.push(match drive {
+                FrozenStorage::Fixed { file, path } => {
+                    files.push(file.try_clone().map_err(failed)?.into());
+                    DriveMessage::Fixed { path: path.clone() }
+                }
+                FrozenStorage::Layers(disk) => {
+                    let mut ranges = Vec::new();
+                    for (file, range) in disk.frozen_layers().map_err(failed)? {
+                        files.push(file.into());
+                        ranges.push(range);
+                    }
+                    DriveMessage::Layers(ranges)
+                }
+                FrozenStorage::Missing { path, .. } => DriveMessage::Missing { path: path.clone() },
+            });
+        }
+        if files.len() > MAX_FILES {
+            let source = std::io::Error::other(format!("{} files are too many", files.len()));
+            return Err(failed(source).into());
+        }
+        let message = Message {
+            state,
+            sections,
+            regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
+            layers,
+            drives,
+            taps: self.taps.clone(),
+            vsock_path: self.vsock_path.clone(),
+            base: self.base.as_ref().map(|b| (b.id.clone(), b.dir.clone(), b.layers)),
+        };
+        let bytes = rmp_serde::to_vec_named(&message)
+            .map_err(|error| failed(std::io::Error::other(error)))?;
+        Ok((bytes, files))
+    }
+
+    /// The template that another process handed over.
+    pub fn take_over(bytes: &[u8], files: Vec<OwnedFd>) -> Result<Self, Error> {
+        let bad = |what: &str| SnapshotError::State(format!("hand-over: {what}"));
+        let message: Message = rmp_serde::from_slice(bytes).map_err(|e| bad(&e.to_string()))?;
+        let mut files = files.into_iter().map(File::from);
+        let mut next = || files.next().ok_or_else(|| bad("a file is missing"));
+        let saved = sections::decode(&message.state, &message.sections)?;
+
+        let region = |(address, len): &(u64, u64)| Region { address: *address, len: *len };
+        let regions: Vec<_> = message.regions.iter().map(region).collect();
+        if regions.iter().any(|r| r.len == 0 || r.len % PAGE != 0 || r.address % PAGE != 0) {
+            return Err(bad("memory regions are impossible").into());
+        }
+        let mut image = MemoryImage::empty(regions);
+        let size = image.size();
+        for runs in &message.layers {
+            let file = next()?;
+            let runs = match runs.as_slice() {
+                [(0, end)] if *end == size => Runs::all(size),
+                runs => check_runs(runs, size)?,
+            };
+            image = image.with(Layer { file, runs });
+        }
+        let mut drives = Vec::new();
+        for (index, drive) in message.drives.into_iter().enumerate() {
+            drives.push(match drive {
+                DriveMessage::Fixed { path } => FrozenStorage::Fixed { file: next()?, path },
+                DriveMessage::Layers(ranges) => {
+                    let mut layers = Vec::new();
+                    for range in ranges {
+                        layers.push((next()?, range));
+                    }
+                    let top = crate::memory::memfd(c"pvmm-disk", 0)
+                        .map_err(|source| SnapshotError::Read { file: "disk".into(), source })?;
+                    let disk = LayeredDisk::from_frozen(layers, top)
+                        .map_err(|source| SnapshotError::Read { file: "disk".into(), source })?;
+                    FrozenStorage::Layers(disk)
+                }
+                DriveMessage::Missing { path } => FrozenStorage::Missing { index, path },
+            });
+        }
+        Ok(Self {
+            host: Self::host()?,
+            machine: Arc::new(saved.machine),
+            image,
+            drives,
+            taps: message.taps,
+            vsock_path: message.vsock_path,
+            base: message.base.map(|(id, dir, layers)| Base { id, dir, layers }),
+        })
+    }
+}
