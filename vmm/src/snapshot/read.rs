@@ -17,7 +17,7 @@ use super::{
     Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, STAMP, STATE, STATE_MAX, SnapshotError, host,
 };
 use crate::error::Error;
-use crate::memory::{self, Layer, MemoryImage, PAGE, Runs, WorkingSet};
+use crate::memory::{self, Layer, MemoryImage, PAGE, Runs};
 use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
@@ -48,13 +48,7 @@ impl Template {
         folder.verify(&saved.sums, options)?;
 
         let size = folder.manifest.memory.size;
-        let working_set = match &saved.working_set {
-            Some(set) => Some(Arc::new(WorkingSet {
-                written: check_runs(&set.written, size)?,
-                read: check_runs(&set.read, size)?,
-            })),
-            None => None,
-        };
+        let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
         let layers = match options.without_memory {
             true => Vec::new(),
             false => folder.layers(&saved, options, 0)?,
@@ -80,7 +74,7 @@ impl Template {
             taps: manifest.taps.clone(),
             vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
             base: (!options.without_memory).then_some(Base { id, dir, layers }),
-            working_set,
+            working_set: working_set.map(Arc::new),
             without_memory: options.without_memory,
             pause: Duration::ZERO,
         })

@@ -10,10 +10,12 @@ use serde::{Deserialize, Serialize};
 
 use super::checksum::FileSums;
 use super::manifest::SectionFacts;
+use super::read::check_runs;
 use super::state::MachineState;
 use super::{STATE_MAX, SnapshotError};
 use crate::config::MAX_VCPUS;
 use crate::machine::MAX_VIRTIO;
+use crate::memory::{Runs, WorkingSet};
 
 const V1: u32 = 1;
 
@@ -33,6 +35,19 @@ pub struct Saved {
 pub struct WorkingSetV1 {
     pub written: Vec<(u64, u64)>,
     pub read: Vec<(u64, u64)>,
+}
+
+impl WorkingSetV1 {
+    pub fn of(set: &WorkingSet) -> Self {
+        let pairs = |runs: &Runs| runs.iter().map(|run| (run.start, run.end)).collect();
+        Self { written: pairs(&set.written), read: pairs(&set.read) }
+    }
+
+    /// The same for a memory of `size` bytes, checked.
+    pub fn check(&self, size: u64) -> Result<WorkingSet, SnapshotError> {
+        let (written, read) = (check_runs(&self.written, size)?, check_runs(&self.read, size)?);
+        Ok(WorkingSet { written, read })
+    }
 }
 
 /// The bytes of `state.bin` and the table of what is where.

@@ -137,10 +137,7 @@ impl Contents<'_> {
             None => Vec::new(),
         };
         let machine = self.machine.clone();
-        let working_set = self.working_set.map(|set| WorkingSetV1 {
-            written: set.written.iter().map(|run| (run.start, run.end)).collect(),
-            read: set.read.iter().map(|run| (run.start, run.end)).collect(),
-        });
+        let working_set = self.working_set.map(WorkingSetV1::of);
         let (state, sections) = sections::encode(&Saved { machine, sums, runs, working_set })?;
         folder.write(STATE, &state)?;
         let manifest = Manifest {
