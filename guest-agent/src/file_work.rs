@@ -6,7 +6,7 @@ use std::fs::{self, File, Metadata as FsMetadata, OpenOptions};
 use std::io::{self, ErrorKind, Read, Seek, SeekFrom, Write};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{
-    DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown,
+    DirBuilderExt, FileExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,11 +14,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use pvmm_guest_agent::message::{
     Answer, ByteBuf, Code, Entry, Failure, FileKind, Metadata, Outcome, ReadFile, Remove, Request,
-    WriteFile,
+    Symlink, WriteFile,
 };
+use pvmm_guest_agent::sparse::{Piece, Segment, SegmentDecoder};
 
 use crate::pool::{Report, Reporter};
-use crate::sys;
+use crate::{sys, watch};
 
 const CHUNK: usize = 64 << 10;
 /// Names tried for a temporary file before giving up.
@@ -79,6 +80,12 @@ pub fn carry_out(request: Request, mut context: Context, reporter: &Reporter) {
             let (from, to) = (path(&request.from), path(&request.to));
             sys::rename(from, to, request.no_replace).at(from, "rename").map(|()| Answer::Done {})
         }
+        (Request::Symlink(request), _) => symlink(&request, id).map(|()| Answer::Done {}),
+        (Request::Watch(request), Some(pipe)) => {
+            let root = path(&request.path);
+            let begun = || reporter.send(Report::Begun(id));
+            watch::watch(&request, root, pipe, begun).at(root, "watch").map(Answer::Transferred)
+        }
         _ => Err(Fault {
             error: ErrorKind::Unsupported.into(),
             path: PathBuf::new(),
@@ -126,6 +133,9 @@ fn read(request: &ReadFile, mut pipe: File, started: impl FnOnce(Metadata)) -> R
         file.seek(SeekFrom::Start(request.offset)).at(path, "seek")?;
     }
     started(metadata(path, &facts));
+    if request.sparse {
+        return read_sparse(request, file, pipe, path);
+    }
     let mut rest = file.take(request.len.unwrap_or(u64::MAX));
     let mut buffer = vec![0; CHUNK];
     let mut total = 0;
@@ -139,6 +149,44 @@ fn read(request: &ReadFile, mut pipe: File, started: impl FnOnce(Metadata)) -> R
         pipe.write_all(&buffer[..count]).at(path, "send")?;
         total += count as u64;
     }
+}
+
+/// Sends data and holes as segments. Each chunk is a segment of its own, so that a file that changes
+/// its length while it is read cannot break a promise.
+fn read_sparse(request: &ReadFile, mut file: File, mut pipe: File, path: &Path) -> Result<u64> {
+    let end = request.len.map_or(u64::MAX, |len| request.offset.saturating_add(len));
+    let mut at = request.offset;
+    let mut buffer = vec![0; CHUNK];
+    let mut data_until = at;
+    while at < end {
+        if at >= data_until {
+            let facts = file.metadata().at(path, "stat")?;
+            let size = facts.len().min(end);
+            // Where every byte has its place on the disk, nobody needs to be asked for holes.
+            let has_holes = facts.blocks().saturating_mul(512) < facts.len();
+            let found = |seek: io::Result<Option<u64>>| seek.ok().filter(|_| has_holes);
+            let data = found(sys::next_data(&file, at)).map_or(at, |data| data.unwrap_or(size));
+            let data = data.min(size);
+            if data > at {
+                pipe.write_all(&Segment::Hole(data - at).head()).at(path, "send")?;
+                at = data;
+            }
+            let hole = found(sys::next_hole(&file, at)).flatten();
+            data_until = hole.unwrap_or(u64::MAX).max(at + 1);
+            file.seek(SeekFrom::Start(at)).at(path, "seek")?;
+        }
+        let most = (data_until.min(end) - at).min(CHUNK as u64) as usize;
+        let count = match file.read(&mut buffer[..most]) {
+            Ok(0) => break,
+            Ok(count) => count,
+            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e).at(path, "read"),
+        };
+        pipe.write_all(&Segment::Data(count as u64).head()).at(path, "send")?;
+        pipe.write_all(&buffer[..count]).at(path, "send")?;
+        at += count as u64;
+    }
+    Ok(at - request.offset)
 }
 
 fn write(request: &WriteFile, pipe: File, context: &Context) -> Result<u64> {
@@ -169,7 +217,11 @@ fn replace(request: &WriteFile, path: &Path, pipe: File, context: &Context) -> R
         _ => None,
     };
     let (temporary, mut file) = make_temporary(&target, context.id)?;
-    let written = fill(&mut file, pipe, path, context)
+    let filled = match request.sparse {
+        true => fill_sparse(&mut file, pipe, path, context),
+        false => fill(&mut file, pipe, path, context),
+    };
+    let written = filled
         .and_then(|total| dress(request, &file, old.as_ref(), path).map(|()| total))
         .and_then(|total| {
             fs::rename(&temporary, &target).at(path, "rename")?;
@@ -239,6 +291,64 @@ fn fill(file: &mut File, mut pipe: File, path: &Path, context: &Context) -> Resu
     } else {
         Err(ErrorKind::BrokenPipe.into()).at(path, "receive")
     }
+}
+
+/// The same with segments: holes are left out, and the file has its length at the end.
+fn fill_sparse(file: &mut File, mut pipe: File, path: &Path, context: &Context) -> Result<u64> {
+    let mut decoder = SegmentDecoder::default();
+    let mut buffer = vec![0; CHUNK];
+    let mut at = 0;
+    let bad = || errno(libc::EPROTO);
+    loop {
+        let count = match pipe.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(count) => count,
+            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
+            Err(e) => return Err(e).at(path, "receive"),
+        };
+        let mut bytes = &buffer[..count];
+        while let Some(piece) = decoder.next(&mut bytes).map_err(|_| bad()).at(path, "receive")? {
+            at += match piece {
+                Piece::Data(data) => {
+                    file.write_all_at(data, at).at(path, "write")?;
+                    data.len() as u64
+                }
+                Piece::Hole(len) => len,
+            };
+        }
+    }
+    if !context.committed.load(Ordering::Acquire) {
+        return Err(ErrorKind::BrokenPipe.into()).at(path, "receive");
+    }
+    let total = decoder.finish().map_err(|_| bad()).at(path, "receive")?;
+    file.set_len(total).at(path, "write")?;
+    Ok(total)
+}
+
+/// Makes a link beside and renames it, so that there is always one or the other.
+fn symlink(request: &Symlink, id: u64) -> Result<()> {
+    let link = path(&request.path);
+    if fs::symlink_metadata(link).is_ok_and(|facts| facts.is_dir()) {
+        return Err(errno(libc::EISDIR)).at(link, "link");
+    }
+    let folder = link.parent().unwrap_or(Path::new("/"));
+    for attempt in 0..TEMPORARY_NAMES {
+        let name = folder.join(format!(".pvmm-{}-{id}-{attempt}.link", std::process::id()));
+        match std::os::unix::fs::symlink(path(&request.target), &name) {
+            Err(e) if e.kind() == ErrorKind::AlreadyExists => continue,
+            made => made.at(link, "link")?,
+        }
+        let owned = match request.owner {
+            Some(owner) => std::os::unix::fs::lchown(&name, Some(owner.uid), Some(owner.gid)),
+            None => Ok(()),
+        };
+        let placed = owned.and_then(|()| fs::rename(&name, link));
+        if placed.is_err() {
+            let _ = fs::remove_file(&name);
+        }
+        return placed.at(link, "link");
+    }
+    Err(errno(libc::EEXIST)).at(link, "link")
 }
 
 /// Gives a file the owner and mode it is to have: those asked for, else those of the old file.

@@ -26,6 +26,8 @@ pub fn paths(request: &Request) -> Vec<&[u8]> {
         Request::Remove(it) => vec![&it.path],
         Request::Mkdir(it) => vec![&it.path],
         Request::Move(it) => vec![&it.from, &it.to],
+        Request::Symlink(it) => vec![&it.path],
+        Request::Watch(it) => vec![&it.path],
         Request::Freeze(_) | Request::Refresh(_) | Request::Thaw {} => vec![],
         Request::Processes {} | Request::Attach(_) => vec![],
         Request::SignalProcess(_) | Request::ForgetProcess(_) => vec![],
@@ -66,7 +68,7 @@ impl Server {
         };
         let mut context = Context { id, pipe: None, committed: Arc::new(AtomicBool::new(false)) };
         match &request {
-            Request::ReadFile(_) | Request::List(_) => {
+            Request::ReadFile(_) | Request::List(_) | Request::Watch(_) => {
                 let (ours, theirs) = sys::pipe()?;
                 sys::set_nonblocking(&ours)?;
                 self.watch(&ours, Token::Output(id))?;
@@ -109,6 +111,13 @@ impl Server {
                     if let Some(connection) = connection {
                         let started = Started { metadata: Some(metadata), ..Started::default() };
                         connection.out.control(Kind::Started, job.stream, &started);
+                    }
+                }
+                Report::Begun(id) => {
+                    let Some(job) = self.jobs.get(&id) else { continue };
+                    let connection = job.connection.and_then(|id| self.connections.get_mut(&id));
+                    if let Some(connection) = connection {
+                        connection.out.control(Kind::Started, job.stream, &Started::default());
                     }
                 }
                 Report::Done(id, outcome) => {

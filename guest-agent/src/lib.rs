@@ -9,6 +9,7 @@ pub mod limits;
 pub mod message;
 pub mod output;
 pub mod session;
+pub mod sparse;
 pub mod window;
 
 #[cfg(test)]

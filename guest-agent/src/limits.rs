@@ -37,6 +37,10 @@ pub const MAX_CONNECTIONS: usize = 256;
 pub const MAX_STREAMS: usize = 256;
 /// Streams to ports of the guest open at once on one connection.
 pub const MAX_PORT_STREAMS: usize = 1024;
+/// Watches of directories at once; each holds a thread.
+pub const MAX_WATCHERS: usize = 32;
+/// Directories of one watch.
+pub const MAX_WATCHED: usize = 8192;
 /// Interpreter sessions at once.
 pub const MAX_SESSIONS: usize = 64;
 /// Longest code of one call.

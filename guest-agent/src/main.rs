@@ -30,6 +30,7 @@ mod sys;
 mod terminal;
 mod token;
 mod users;
+mod watch;
 
 use std::path::PathBuf;
 

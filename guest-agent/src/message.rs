@@ -60,6 +60,8 @@ pub enum Request {
     Remove(Remove),
     Mkdir(Mkdir),
     Move(Move),
+    Symlink(Symlink),
+    Watch(Watch),
     Connect(Connect),
     OpenSession(OpenSession),
     RunCode(RunCode),
@@ -161,6 +163,9 @@ pub struct ReadFile {
     /// At most this many bytes; to the end without it.
     #[serde(default)]
     pub len: Option<u64>,
+    /// Send segments, with holes told apart: see `sparse.rs`.
+    #[serde(default)]
+    pub sparse: bool,
 }
 
 /// Writes a file from the input channel, whose end commits it.
@@ -183,6 +188,9 @@ pub struct WriteFile {
     /// Wait until the contents are on the disk.
     #[serde(default)]
     pub sync: bool,
+    /// Segments come instead of plain bytes; not with `in_place`.
+    #[serde(default)]
+    pub sparse: bool,
 }
 
 /// Numeric owner of a file.
@@ -227,6 +235,58 @@ pub struct Mkdir {
     /// Make missing parents, and succeed when the directory is there.
     #[serde(default)]
     pub parents: bool,
+}
+
+/// Makes a symbolic link, in the place of a file or link of that name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Symlink {
+    pub path: ByteBuf,
+    /// What it holds; any bytes but NUL.
+    pub target: ByteBuf,
+    #[serde(default)]
+    pub owner: Option<Owner>,
+}
+
+/// Tells of changes in a directory, or with `recursive` in the tree below it, until it is cancelled. The
+/// output channel is a row of `WatchEvent`s, each after its length, as a listing's entries are.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Watch {
+    pub path: ByteBuf,
+    #[serde(default)]
+    pub recursive: bool,
+}
+
+/// A change below a watched directory.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WatchEvent {
+    pub change: Change,
+    /// Relative to the watched directory; empty for itself.
+    pub path: ByteBuf,
+    #[serde(default)]
+    pub directory: bool,
+    /// The same in a `MovedFrom` and the `MovedTo` that belongs to it.
+    #[serde(default)]
+    pub cookie: u32,
+}
+
+/// What happened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Change {
+    Created,
+    Modified,
+    /// Closed by somebody who had it open for writing.
+    Written,
+    Attributes,
+    Deleted,
+    MovedFrom,
+    MovedTo,
+    /// The kernel lost events: look for yourself.
+    Overflow,
+    /// The watched directory is no longer there; nothing follows.
+    Gone,
+    #[serde(other)]
+    Other,
 }
 
 /// Renames within one filesystem.

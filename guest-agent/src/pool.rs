@@ -20,6 +20,8 @@ const STACK_BYTES: usize = 128 << 10;
 pub enum Report {
     /// ReadFile: the file is open and this is what it is.
     Started(u64, Metadata),
+    /// Watch: what happens from now on is told.
+    Begun(u64),
     Done(u64, Outcome),
 }
 

@@ -374,6 +374,12 @@ fn check(request: &Request) -> Result<(), &'static str> {
             interpreter::check_name(&run.session).and(interpreter::check_code(&run.code))
         }
         Request::CloseSession(close) => interpreter::check_name(&close.session),
+        Request::WriteFile(it) if it.sparse && it.in_place => {
+            Err("sparse does not go with in_place")
+        }
+        Request::Symlink(it) if it.target.is_empty() || it.target.contains(&0) => {
+            Err("a link's target is empty or contains NUL")
+        }
         Request::Info {} | Request::Ping {} | Request::Shutdown(_) => Ok(()),
         Request::Freeze(_) | Request::Thaw {} => Ok(()),
         Request::SignalProcess(it) if !(1..=libc::SIGRTMAX()).contains(&it.signal) => {

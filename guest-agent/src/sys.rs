@@ -2,6 +2,7 @@
 //! The standard library has no epoll, signalfd, wait4 or vsock; their `unsafe` lives here alone.
 #![allow(unsafe_code)] // system calls on plain data, each with its own note
 
+pub mod inotify;
 pub mod session;
 pub mod tcp;
 
@@ -431,4 +432,27 @@ pub fn set_hostname(name: &str) -> Result<()> {
 pub fn sync_disks() {
     // SAFETY: takes nothing and cannot fail.
     unsafe { libc::sync() };
+}
+
+/// Where the next data of a file begins; none where only a hole is left.
+pub fn next_data(file: &std::fs::File, from: u64) -> Result<Option<u64>> {
+    seek_for(file, from, libc::SEEK_DATA)
+}
+
+/// Where the next hole of a file begins; its end counts as one.
+pub fn next_hole(file: &std::fs::File, from: u64) -> Result<Option<u64>> {
+    seek_for(file, from, libc::SEEK_HOLE)
+}
+
+fn seek_for(file: &std::fs::File, from: u64, whence: libc::c_int) -> Result<Option<u64>> {
+    let from = libc::off_t::try_from(from).unwrap_or(libc::off_t::MAX);
+    // SAFETY: takes no pointer.
+    let found = unsafe { libc::lseek(std::os::fd::AsRawFd::as_raw_fd(file), from, whence) };
+    match u64::try_from(found) {
+        Ok(found) => Ok(Some(found)),
+        Err(_) => match Error::last_os_error() {
+            e if e.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            e => Err(e),
+        },
+    }
 }

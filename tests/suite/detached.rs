@@ -1,6 +1,7 @@
 //! VMs that stay: `run -d`, `ps`, `exec`, `cp`, `logs`, `kill`, `rm`.
 
 use std::fs;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::thread;
 use std::time::Duration;
 
@@ -82,12 +83,20 @@ fn cp_of_a_folder_in_and_out_gives_the_same_files() {
     fs::write(sent.join("deep/er/big"), vec![7; 3 << 20]).unwrap();
     fs::write(sent.join("run.sh"), "#!/bin/sh\necho ran\n").unwrap();
     std::os::unix::fs::symlink("run.sh", sent.join("link")).unwrap();
+    let holes = fs::File::create(sent.join("holes")).unwrap();
+    holes.write_all_at(b"end", 1 << 30).unwrap();
     let path = |p: &std::path::Path| p.to_str().unwrap().to_owned();
     assert_eq!(user.pvmm(["cp", &path(&sent), &format!("{id}:/workspace/got")]).code, Some(0));
     assert_eq!(user.pvmm(["exec", &id, "--", "sh", "/workspace/got/link"]).text(), "ran");
     assert_eq!(user.pvmm(["cp", &format!("{id}:/workspace/got"), &path(&back)]).code, Some(0));
     assert_eq!(fs::read(back.join("deep/er/big")).unwrap(), vec![7; 3 << 20]);
     assert_eq!(fs::read_link(back.join("link")).unwrap().to_str(), Some("run.sh"));
+    let used = user.pvmm(["exec", &id, "--", "du", "-k", "/workspace/got/holes"]);
+    let used: u64 = used.text().split_whitespace().next().unwrap().parse().unwrap();
+    assert!(used < 1024, "{used} KiB of a hole");
+    let holes = fs::metadata(back.join("holes")).unwrap();
+    assert_eq!(holes.len(), (1 << 30) + 3);
+    assert!(holes.blocks() * 512 < 1 << 20, "{} blocks", holes.blocks());
     assert_eq!(user.pvmm(["kill", &id]).code, Some(0));
 }
 

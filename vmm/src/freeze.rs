@@ -12,6 +12,7 @@ use crate::kvm::state;
 use crate::memory::{Freezing, Memory, MemoryError};
 use crate::snapshot::state::MachineState;
 use crate::template::Template;
+use crate::trace;
 use crate::vcpu::thread::VcpuThread;
 use crate::vm::Vm;
 
@@ -67,8 +68,8 @@ impl Vm {
         &mut self,
         freeze: impl FnOnce(&mut Memory) -> Result<FrozenMemory, MemoryError>,
     ) -> Result<(Template, FrozenMemory), Error> {
-        let host = self.kvm.host().clone();
         let machine = Arc::new(self.save_state()?);
+        trace::step("state saved");
         let failed = |index: usize| {
             move |error: std::io::Error| {
                 Error::new(
@@ -82,9 +83,12 @@ impl Vm {
         let drives = drives
             .map(|(index, drive)| drive.storage.freeze(&self.held.scratch).map_err(failed(index)))
             .collect::<Result<_, _>>()?;
+        trace::step("disks frozen");
         let memory = freeze(&mut self.memory)?;
+        trace::step("memory frozen");
         let template = Template {
-            host,
+            // Not asked again: that would take longer than all the registers.
+            host: self.kvm.host().clone(),
             machine,
             image: self.memory.image.clone(),
             drives,

@@ -9,6 +9,7 @@
 //! | `snapshot/` | a template in a folder |
 //! | `config.rs` | what can be asked for |
 //! | `drives.rs` | what can be changed about a running machine's drives |
+//! | `trace.rs` | where the time of a restore goes |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
 pub mod agent;
@@ -30,6 +31,7 @@ pub mod snapshot;
 mod storage;
 mod sys;
 mod template;
+pub mod trace;
 mod vcpu;
 mod vm;
 

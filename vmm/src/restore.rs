@@ -23,6 +23,7 @@ use crate::memory::{Memory, PageServer, WorkingSet};
 use crate::scratch::Scratch;
 use crate::storage::Storage;
 use crate::template::{Overrides, Prefault, Template};
+use crate::trace;
 use crate::vm::Vm;
 
 /// Makes a machine of a template, paused.
@@ -31,42 +32,53 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     let scratch = Scratch::new(overrides.scratch_dir.as_deref());
     let Opened { devices, drives, taps, vsock_path } =
         open_devices(template, &mut overrides, &scratch)?;
+    trace::step("open devices");
     let memory = Memory::map(template.image.clone())?;
+    trace::step("map memory");
     let mut page_server = connect_page_server(template, &overrides, &memory)?;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
     let saved = &*template.machine;
     let kvm = KvmVm::new(&template.host, &memory.guest)?;
+    trace::step("KVM machine and slots");
     let mut vcpus = Vec::with_capacity(saved.vcpus.len());
     for (id, saved) in (0..).zip(&saved.vcpus) {
         let vcpu = kvm.create_vcpu(id)?;
         state::load_features(&vcpu, id, saved)?;
         vcpus.push(vcpu);
     }
+    trace::step("vCPUs and CPUID");
     let generation = VmGenId::existing(&memory.guest, layout::GENERATION)?;
     let mut machine = Machine::new(&kvm, generation, open_console(overrides.console))?;
     machine.devices.handle().quiesce_all()?;
+    trace::step("machine and its threads");
     for device in devices {
         machine.attach(device, &kvm, &memory.guest)?;
     }
+    trace::step("attach devices");
 
     // State: interrupt routes and local APICs before the devices, which raise what was pending.
     state::load_clock(kvm.fd(), saved.clock)?;
     machine.ioapic.restore(&saved.ioapic);
+    trace::step("clock and routes");
     for ((id, vcpu), saved) in (0..).zip(&vcpus).zip(&saved.vcpus) {
         state::load(vcpu, id, saved, kvm.shape())?;
     }
+    trace::step("vCPU state");
     for (transport, saved) in machine.transports.iter().zip(&saved.transports) {
         transport.restore(saved)?;
     }
+    trace::step("device state");
     machine.serial.restore(&saved.serial)?;
     machine.generation.renew()?;
+    trace::step("serial and generation");
 
     if page_server.is_none()
         && let Some(set) = &template.working_set
     {
         prefault(set, overrides.prefault, &memory, &template.host, vcpus.first());
     }
+    trace::step("working set");
     if let Some(server) = &mut page_server {
         server.started(machine.devices.handle().clone(), machine.ending.report())?;
     }
@@ -74,6 +86,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     let held = Held { drives, taps, scratch, vsock_path, ready: None, base };
     let mut vm = machine.start(vcpus, kvm, memory, held)?;
     vm.page_server = page_server;
+    trace::step("vCPU threads");
     Ok(vm)
 }
 

@@ -5,6 +5,7 @@
 
 use crate::error::{Error, ErrorKind};
 use crate::kvm::state;
+use crate::trace;
 use crate::vm::Vm;
 
 impl Vm {
@@ -36,12 +37,14 @@ impl Vm {
         let Some(checkpoint) = &self.checkpoint else { return Ok(()) };
         let saved = checkpoint.machine.clone();
         self.memory.discard()?;
+        trace::step("memory back");
         for (index, drive) in self.held.drives.iter().enumerate() {
             drive.storage.discard().map_err(|error| {
                 let what = format!("drive {index}: cannot be taken back");
                 Error::new(ErrorKind::HostResource, what, error)
             })?;
         }
+        trace::step("disks back");
         state::load_clock(self.kvm.fd(), saved.clock)?;
         self.ioapic.restore(&saved.ioapic);
         let loads = self.vcpus.iter().zip(&saved.vcpus);
@@ -49,9 +52,11 @@ impl Vm {
         for load in loads.collect::<Result<Vec<_>, _>>()? {
             load.wait()?;
         }
+        trace::step("vCPU state");
         for (transport, saved) in self.transports.iter().zip(&saved.transports) {
             transport.rewind(saved)?;
         }
+        trace::step("device state");
         self.serial.restore(&saved.serial)?;
         self.generation.renew()?;
         self.ending.forget();

@@ -21,6 +21,7 @@ use crate::kvm::vm::KvmVm;
 use crate::machine::{Ending, Held};
 use crate::memory::{Memory, PageServer};
 use crate::template::Template;
+use crate::trace;
 use crate::vcpu::run::{Buses, Outcome};
 use crate::vcpu::thread::VcpuThread;
 
@@ -64,9 +65,11 @@ impl Vm {
     pub fn resume(&mut self) -> Result<(), Error> {
         if !self.running {
             self.devices.handle().resume_all()?;
+            trace::step("resume devices");
             for vcpu in &self.vcpus {
                 vcpu.resume()?;
             }
+            trace::step("resume vCPUs");
             self.running = true;
         }
         Ok(())
@@ -83,7 +86,9 @@ impl Vm {
             for vcpu in parked {
                 vcpu.wait()?;
             }
+            trace::step("vCPUs parked");
             self.devices.handle().quiesce_all()?;
+            trace::step("devices quiet");
             self.running = false;
         }
         Ok(())

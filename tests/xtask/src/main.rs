@@ -3,6 +3,7 @@
 //! Each verb is a file of its own; this one only finds it.
 
 mod artifacts;
+mod bench;
 mod cache;
 mod cargo;
 mod check;
@@ -46,6 +47,8 @@ enum Verb {
         #[arg(default_value = "soak")]
         filter: OsString,
     },
+    /// Measure every moment that is promised to be quick, beside its peers
+    Bench(bench::Options),
     /// Boot a guest, run a line of Python in it, say what it took
     Demo,
     /// Build the guest kernel
@@ -80,6 +83,7 @@ fn main() -> ExitCode {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
         Verb::Soak { filter } => suite::soak(filter),
+        Verb::Bench(options) => bench::run(&options),
         Verb::Demo => demo::run(),
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),

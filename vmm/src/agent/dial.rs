@@ -15,6 +15,7 @@ use pvmm_guest_agent::message::{Code, Goodbye, Hello, Welcome};
 use pvmm_guest_agent::{Kind, decode, encode};
 
 use super::error::AgentError;
+use crate::trace;
 
 /// Longest answer to `CONNECT` that is read.
 const MAX_LINE: usize = 32;
@@ -37,7 +38,9 @@ pub fn connect(
     loop {
         let socket = dial(uds, deadline)
             .map_err(|source| AgentError::Dial { path: uds.to_owned(), source })?;
+        trace::step("dial");
         if ask_for_port(&socket, &words, deadline).is_ok() {
+            trace::step("connected");
             match read_greeting(&socket, deadline) {
                 // It was there and went away: as good as not there yet.
                 Err(AgentError::Handshake(GONE)) => {}

@@ -50,6 +50,8 @@ pub enum AgentError {
     Random(#[source] io::Error),
     #[error("the agent has {what} more than the {limit} that are allowed")]
     TooLarge { what: &'static str, limit: u64 },
+    #[error("the watched directory is gone")]
+    WatchEnded,
     #[error("the agent is lost: {0}")]
     Lost(Lost),
 }

@@ -18,7 +18,7 @@ use super::stream::{Event, StreamRef};
 use super::{ANSWER_TIME, Agent};
 
 /// How long a transfer may stand still because of the guest.
-const STALL: Duration = Duration::from_secs(60);
+pub(super) const STALL: Duration = Duration::from_secs(60);
 /// How long removing a whole tree may take.
 const REMOVE_TIME: Duration = Duration::from_secs(600);
 /// Entries of one directory that are taken.
@@ -51,7 +51,12 @@ impl Agent {
         let range = range.unwrap_or(0..u64::MAX);
         let len = (range.end != u64::MAX).then(|| range.end.saturating_sub(range.start));
         let path = guest_path("path", path.as_ref())?;
-        let stream = self.open(&Request::ReadFile(ReadFile { path, offset: range.start, len }))?;
+        let stream = self.open(&Request::ReadFile(ReadFile {
+            path,
+            offset: range.start,
+            len,
+            sparse: false,
+        }))?;
         let started = stream.started(Some(Instant::now() + ANSWER_TIME))?;
         let metadata = started.and_then(|started| started.metadata);
         let mut reader =
@@ -83,14 +88,25 @@ impl Agent {
         path: impl AsRef<Path>,
         options: &WriteOptions,
     ) -> Result<FileWriter, AgentError> {
+        self.open_write_as(path.as_ref(), options, false)
+    }
+
+    /// The same; with `sparse`, what is written are segments.
+    pub(super) fn open_write_as(
+        &self,
+        path: &Path,
+        options: &WriteOptions,
+        sparse: bool,
+    ) -> Result<FileWriter, AgentError> {
         let request = Request::WriteFile(message::WriteFile {
-            path: guest_path("path", path.as_ref())?,
+            path: guest_path("path", path)?,
             mode: options.mode,
             owner: options.owner,
             parents: options.parents,
             in_place: options.in_place,
             offset: options.offset,
             sync: options.sync,
+            sparse,
         });
         Ok(FileWriter { stream: self.open(&request)?, sent: 0 })
     }
@@ -161,6 +177,18 @@ impl Agent {
         self.tell(&request, ANSWER_TIME)
     }
 
+    /// Makes a symbolic link that holds `target`, in the place of a file or link of that name.
+    pub fn symlink(
+        &self,
+        target: impl AsRef<Path>,
+        path: impl AsRef<Path>,
+    ) -> Result<(), AgentError> {
+        let target = ByteBuf::from(target.as_ref().as_os_str().as_bytes());
+        let path = guest_path("path", path.as_ref())?;
+        let request = message::Symlink { path, target, owner: None };
+        self.tell(&Request::Symlink(request), ANSWER_TIME)
+    }
+
     fn tell(&self, request: &Request, patience: Duration) -> Result<(), AgentError> {
         match self.ask(request, Instant::now() + patience)? {
             Answer::Done {} => Ok(()),
@@ -170,7 +198,7 @@ impl Agent {
 }
 
 /// Refuses on this side what the guest could not open.
-fn guest_path(field: &'static str, path: &Path) -> Result<ByteBuf, AgentError> {
+pub(super) fn guest_path(field: &'static str, path: &Path) -> Result<ByteBuf, AgentError> {
     let bytes = path.as_os_str().as_bytes();
     let why = match bytes {
         [] => "is empty",
@@ -264,13 +292,27 @@ pub struct FileWriter {
 impl FileWriter {
     /// Completes the file; how many bytes were written.
     pub fn finish(self) -> Result<u64, AgentError> {
+        let sent = self.sent;
+        self.finish_with(sent)
+    }
+
+    /// Completes it where the file is longer than what was sent.
+    pub(super) fn finish_with(self, total: u64) -> Result<u64, AgentError> {
         self.stream.end_input()?;
-        self.outcome()
+        self.outcome(total)
+    }
+
+    pub(super) fn send_all(&mut self, mut bytes: &[u8]) -> Result<(), AgentError> {
+        while !bytes.is_empty() {
+            let count = self.send(bytes)?;
+            bytes = &bytes[count..];
+        }
+        Ok(())
     }
 
     fn send(&mut self, bytes: &[u8]) -> Result<usize, AgentError> {
         match self.stream.send_input(bytes, Some(Instant::now() + STALL))? {
-            Some(0) => match self.outcome() {
+            Some(0) => match self.outcome(self.sent) {
                 // It ended before all was sent, and calls that well.
                 Ok(_) => Err(AgentError::WrongAnswer),
                 Err(e) => Err(e),
@@ -283,11 +325,11 @@ impl FileWriter {
         }
     }
 
-    fn outcome(&self) -> Result<u64, AgentError> {
+    fn outcome(&self, expected: u64) -> Result<u64, AgentError> {
         loop {
             match self.stream.next(Some(Instant::now() + STALL))? {
                 Some(Event::Done(Outcome::Ok(Answer::Transferred(total)))) => {
-                    return if total == self.sent {
+                    return if total == expected {
                         Ok(total)
                     } else {
                         Err(AgentError::WrongAnswer)

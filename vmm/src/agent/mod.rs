@@ -12,8 +12,10 @@ mod forward;
 mod interpreter;
 mod ready;
 mod refresh;
+mod sparse;
 mod stream;
 mod tcp;
+mod watch;
 
 #[cfg(test)]
 mod tests;
@@ -37,7 +39,9 @@ pub use interpreter::{
 };
 pub use ready::ReadyListener;
 pub use refresh::{FreezeOptions, Frozen, Interface, Refresh, RefreshStep};
+pub use sparse::{SparseError, SparseReader, SparseWriter};
 pub use tcp::{GuestTcp, GuestTcpReader, GuestTcpWriter};
+pub use watch::{Change, Watch, WatchEvent};
 
 use connection::Connection;
 pub(crate) use stream::{Event, Exchange, StreamRef};

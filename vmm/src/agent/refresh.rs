@@ -16,7 +16,7 @@ pub use pvmm_guest_agent::message::{Frozen, RefreshStep};
 use super::connection::Connection;
 use super::stream::{Event, StreamRef};
 use super::{Agent, AgentError, dial};
-use crate::sys;
+use crate::{sys, trace};
 
 /// What the kernel's generator is fed with.
 const ENTROPY_BYTES: usize = 256;
@@ -161,10 +161,12 @@ impl Agent {
         encode(&mut open, Kind::Open, Connection::FIRST_STREAM, &refresh.request())
             .map_err(AgentError::Encode)?;
         let (socket, welcome) = dial::connect(uds, CONTROL_PORT, &open, deadline)?;
+        trace::step("welcome");
         let connection = Connection::new(socket, welcome)?;
         let stream = StreamRef::opened_before(&connection)?;
         let agent = Self { connection };
         settle(&stream, deadline)?;
+        trace::step("refreshed");
         Ok(agent)
     }
 

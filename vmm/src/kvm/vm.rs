@@ -93,8 +93,8 @@ impl KvmHost {
 /// A virtual machine.
 pub struct KvmVm {
     fd: Arc<VmFd>,
-    host: Arc<KvmHost>,
     shape: Arc<StateShape>,
+    host: Arc<KvmHost>,
     // KVM reads guest memory through these mappings for as long as the VM exists.
     _memory: GuestMemory,
 }
@@ -127,7 +127,7 @@ impl KvmVm {
             })?;
         }
         let shape = Arc::new(StateShape::of(&host.msr_indices, &fd));
-        Ok(Self { fd: Arc::new(fd), host: host.clone(), shape, _memory: memory.clone() })
+        Ok(Self { fd: Arc::new(fd), shape, host: host.clone(), _memory: memory.clone() })
     }
 
     /// A vCPU, to be made before any `connect`.
@@ -139,6 +139,8 @@ impl KvmVm {
     pub fn shape(&self) -> &Arc<StateShape> {
         &self.shape
     }
+
+    /// What the host's KVM said of itself when this machine was made.
 
     pub fn fd(&self) -> &Arc<VmFd> {
         &self.fd

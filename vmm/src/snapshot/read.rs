@@ -21,6 +21,7 @@ use crate::memory::{self, Layer, MemoryImage, PAGE, Runs};
 use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
+use crate::trace;
 
 /// How a snapshot is read.
 #[derive(Clone, Copy, Debug, Default)]
@@ -38,14 +39,18 @@ impl Template {
     /// Reads the snapshot in `dir`.
     pub fn load(dir: &Path, options: LoadOptions) -> Result<Self, Error> {
         let folder = Folder::open(dir)?;
+        trace::step("manifest");
         let host = Self::host()?;
         host::check(&folder.manifest.machine, &host)?;
+        trace::step("ask KVM what it can");
         let saved = folder.state()?;
         host::check_features(&saved.machine, &host)?;
         if saved.machine.vcpus.len() != folder.manifest.machine.vcpus as usize {
             return Err(SnapshotError::State("has another number of vCPUs".into()).into());
         }
+        trace::step("decode state");
         folder.verify(&saved.sums, options)?;
+        trace::step("verify");
 
         let size = folder.manifest.memory.size;
         let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
@@ -61,7 +66,9 @@ impl Template {
         if options.hold && !options.without_memory {
             image = image.held()?;
         }
+        trace::step("memory layers");
         let drives = folder.drives()?;
+        trace::step("disks");
         let manifest = &folder.manifest;
         let layers = if options.hold { 1 } else { base_layers };
         let id = manifest.id.clone();

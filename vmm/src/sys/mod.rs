@@ -171,3 +171,26 @@ fn check(result: i32) -> io::Result<()> {
         _ => Err(io::Error::last_os_error()),
     }
 }
+
+/// Where the next data of a file begins; none where only a hole is left.
+pub fn next_data(file: &std::fs::File, from: u64) -> io::Result<Option<u64>> {
+    seek_for(file, from, libc::SEEK_DATA)
+}
+
+/// Where the next hole of a file begins; its end counts as one.
+pub fn next_hole(file: &std::fs::File, from: u64) -> io::Result<Option<u64>> {
+    seek_for(file, from, libc::SEEK_HOLE)
+}
+
+fn seek_for(file: &std::fs::File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
+    let from = libc::off_t::try_from(from).unwrap_or(libc::off_t::MAX);
+    // SAFETY: takes no pointer.
+    let found = unsafe { libc::lseek(std::os::fd::AsRawFd::as_raw_fd(file), from, whence) };
+    match u64::try_from(found) {
+        Ok(found) => Ok(Some(found)),
+        Err(_) => match io::Error::last_os_error() {
+            e if e.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            e => Err(e),
+        },
+    }
+}

@@ -6,11 +6,9 @@ use std::fs::{self, File, Metadata};
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::Path;
 
-use pvmm::agent::{FileKind, WriteOptions};
-use pvmm::exec::ExecRequest;
+use pvmm::agent::{FileKind, SparseError, WriteOptions};
 
-use super::{Copy, destination, ends_with_slash, in_guest, in_guest_io, on_host};
-use crate::attach;
+use super::{Copy, destination, ends_with_slash, in_guest, on_host};
 use crate::exit::Failure;
 
 /// Refuses a source that is not there before anyone is asked.
@@ -78,23 +76,24 @@ fn file(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<
     let source = File::open(from).map_err(on_host("read", from))?;
     let mode = Some(metadata.permissions().mode() & 0o7777);
     let options = WriteOptions { mode, ..WriteOptions::default() };
-    let mut writer = copy.agent.open_write(to, &options).map_err(in_guest("write", to))?;
-    copy.pump(source, &mut writer, on_host("read", from), in_guest_io("write", to))?;
+    let mut writer = copy.agent.open_write_sparse(to, &options).map_err(in_guest("write", to))?;
+    let mut at = 0;
+    loop {
+        copy.stop_if_interrupted()?;
+        let count = writer.copy_some(&source, at).map_err(|error| match error {
+            SparseError::Here(error) => on_host("read", from)(error),
+            SparseError::Agent(error) => in_guest("write", to)(error),
+        })?;
+        if count == 0 {
+            break;
+        }
+        at += count;
+        copy.transfer.add(count);
+    }
     writer.finish().map(drop).map_err(in_guest("write", to))
 }
 
-/// The agent makes no links, so the guest's own `ln` does.
 fn symlink(copy: &mut Copy, from: &Path, to: &Path) -> Result<(), Failure> {
     let points_to = fs::read_link(from).map_err(on_host("read", from))?;
-    let argv =
-        ["ln".as_ref(), "-sfn".as_ref(), "--".as_ref(), points_to.as_os_str(), to.as_os_str()];
-    let linked = copy.agent.exec(&ExecRequest::argv(argv)).map_err(attach::refuse)?;
-    match linked.status.success() {
-        true => Ok(()),
-        false => {
-            let said = String::from_utf8_lossy(&linked.stderr.bytes);
-            let said = said.lines().next().unwrap_or("the guest has no 'ln'");
-            Err(Failure::fault(format!("cannot make the link {} in the VM: {said}", to.display())))
-        }
-    }
+    copy.agent.symlink(points_to, to).map_err(in_guest("make the link", to))
 }

@@ -7,7 +7,7 @@ mod into_guest;
 mod out_of_guest;
 
 use std::ffi::{OsStr, OsString};
-use std::io::{self, Read, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -23,8 +23,6 @@ use crate::vm_dir::Base;
 
 /// How long the agent of a running VM may take to answer.
 const CONNECT_PATIENCE: Duration = Duration::from_secs(20);
-/// How much is moved at a time, and between two looks for Ctrl-C.
-const CHUNK: usize = 64 << 10;
 
 pub fn cp(args: Cp, quiet: bool) -> Outcome {
     match (args.source, args.target) {
@@ -68,28 +66,6 @@ impl Copy {
         let signals = Signals::hold(&FORWARDED)?;
         let agent = attach::connect(&vm.dir, CONNECT_PATIENCE).map_err(attach::refuse_agent)?;
         Ok(Self { agent, signals, transfer: Transfer::new(quiet) })
-    }
-
-    /// Moves one file's bytes; Ctrl-C ends it between two chunks.
-    fn pump(
-        &mut self,
-        mut from: impl Read,
-        mut to: impl Write,
-        read_failed: impl Fn(io::Error) -> Failure,
-        write_failed: impl Fn(io::Error) -> Failure,
-    ) -> Result<(), Failure> {
-        let mut buffer = vec![0; CHUNK];
-        loop {
-            self.stop_if_interrupted()?;
-            let count = match from.read(&mut buffer) {
-                Ok(0) => return Ok(()),
-                Ok(count) => count,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
-                Err(error) => return Err(read_failed(error)),
-            };
-            to.write_all(&buffer[..count]).map_err(&write_failed)?;
-            self.transfer.add(count as u64);
-        }
     }
 
     fn stop_if_interrupted(&self) -> Result<(), Failure> {
@@ -143,12 +119,6 @@ fn in_guest(act: &str, path: &Path) -> impl Fn(AgentError) -> Failure {
             Failure { message: format!("{what}: {}", failure.message), ..failure }
         }
     }
-}
-
-/// The same for an error that came through `Read` or `Write`.
-fn in_guest_io(act: &str, path: &Path) -> impl Fn(io::Error) -> Failure {
-    let what = format!("cannot {act} {} in the VM", path.display());
-    move |error| Failure::fault(format!("{what}: {error}"))
 }
 
 #[cfg(test)]

@@ -10,9 +10,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use pvmm::agent::{FileKind, Metadata};
+use pvmm::agent::{FileKind, Metadata, SparseError};
 
-use super::{Copy, destination, ends_with_slash, in_guest, in_guest_io, on_host};
+use super::{Copy, destination, ends_with_slash, in_guest, on_host};
 use crate::exit::Failure;
 use crate::sys::process;
 
@@ -88,9 +88,21 @@ fn set_mode(path: &Path, metadata: &Metadata) -> Result<(), Failure> {
 }
 
 fn file(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<(), Failure> {
-    let reader = copy.agent.open_read(from, None).map_err(in_guest("read", from))?;
+    let mut reader = copy.agent.open_read_sparse(from).map_err(in_guest("read", from))?;
     let temporary = Temporary::beside(to)?;
-    copy.pump(reader, &temporary.file, in_guest_io("read", from), on_host("write", to))?;
+    let mut at = 0;
+    loop {
+        copy.stop_if_interrupted()?;
+        let count = reader.copy_some(&temporary.file, at).map_err(|error| match error {
+            SparseError::Here(error) => on_host("write", to)(error),
+            SparseError::Agent(error) => in_guest("read", from)(error),
+        })?;
+        if count == 0 {
+            break;
+        }
+        at += count;
+        copy.transfer.add(count);
+    }
     set_mode(&temporary.path, metadata)?;
     temporary.become_file(to)
 }

@@ -1,0 +1,74 @@
+//! What one more machine of a template costs in memory, after its first command and a rest.
+
+use std::thread;
+use std::time::Duration;
+
+use crate::board::{Board, Outcome, Unit};
+use crate::guest::tap;
+use crate::moments::processes;
+use crate::peers::pvmm::{Job, live, start};
+use crate::stage::{Baking, Stage};
+
+const REST: Duration = Duration::from_secs(2);
+const PRIVATE: &str = "idle fork: private dirty";
+const TABLES: &str = "idle fork: page tables";
+const HOST: &str = "idle fork: host's memory";
+const SLAB: &str = "idle fork: slab";
+
+pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
+    let count = board.counts.children;
+    board.say(&format!("memory of {count} idle forks"));
+    measure(board, "pvmm, a process each", count, |index| {
+        let socket = stage.dir()?.join("v");
+        let (snapshot, tap) = (baking.snapshot.clone(), tap(index + 1));
+        let (process, _) = start(&stage.pvmm.program, &Job::Restore { snapshot, socket, tap })?;
+        Ok((process.pid(), process))
+    })?;
+
+    let own = std::process::id();
+    let before = (processes::private_mib(own)?, processes::host_mib()?);
+    let live = |index| live(&baking.template, stage.dir()?.join("v"), tap(index + 1).as_deref());
+    let machines = (0..count).map(live).collect::<Outcome<Vec<_>>>()?;
+    thread::sleep(REST);
+    let after = (processes::private_mib(own)?, processes::host_mib()?);
+    let each = |before: f64, after: f64| (after - before) / count as f64;
+    let name = "pvmm, in one process";
+    board.add(PRIVATE, name, Unit::Mib, each(before.0.0, after.0.0))?;
+    board.add(TABLES, name, Unit::Mib, each(before.0.1, after.0.1))?;
+    board.add(HOST, name, Unit::Mib, each(after.1.0, before.1.0))?;
+    board.add(SLAB, name, Unit::Mib, each(before.1.1, after.1.1))?;
+    drop(machines);
+
+    if let (Some(peer), Some(baked)) = (&stage.firecracker, &baking.firecracker) {
+        measure(board, "firecracker", count, |index| {
+            let machine = peer.restore(baked, &stage.dir()?, tap(index + 1).as_deref())?;
+            Ok((machine.process.pid(), machine))
+        })?;
+    }
+    Ok(())
+}
+
+/// Makes `count` machines in processes of their own and looks at each.
+fn measure<T>(
+    board: &mut Board,
+    name: &str,
+    count: usize,
+    make: impl Fn(usize) -> Outcome<(u32, T)>,
+) -> Outcome<()> {
+    // The first of all pays for what later ones share.
+    let first = make(count)?;
+    thread::sleep(REST);
+    let before = processes::host_mib()?;
+    let made = (0..count).map(make).collect::<Outcome<Vec<_>>>()?;
+    thread::sleep(REST);
+    let after = processes::host_mib()?;
+    for (pid, _) in &made {
+        let (private, tables) = processes::private_mib(*pid)?;
+        board.add(PRIVATE, name, Unit::Mib, private)?;
+        board.add(TABLES, name, Unit::Mib, tables)?;
+    }
+    board.add(HOST, name, Unit::Mib, (before.0 - after.0) / count as f64)?;
+    board.add(SLAB, name, Unit::Mib, (after.1 - before.1) / count as f64)?;
+    drop(first);
+    Ok(())
+}

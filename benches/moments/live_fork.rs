@@ -1,0 +1,113 @@
+//! Live fork: how long the parent stands still, and when all of its children have answered.
+
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Instant;
+
+use pvmm::agent::Agent;
+use pvmm::{Template, trace};
+
+use crate::board::{Board, Failure, Outcome, Unit, durations, millis, timed};
+use crate::guest::{TAPS, deadline, shell, tap};
+use crate::peers::firecracker::{self, Baked, Firecracker};
+use crate::peers::pvmm::live;
+use crate::peers::{Machine, Peer};
+use crate::stage::{Baking, Stage};
+
+/// Fills 64 MiB of the guest's memory anew.
+const DIRTY: &str = "yes $RANDOM | head -c 67108864 > /dev/shm/dirty";
+const PAUSE: &str = "live fork: parent's pause";
+const ANSWERED: &str = "live fork: children answered";
+
+pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
+    let (mut vm, agent) = stage.parent()?;
+    let socket = vm.vsock_path().ok_or("no vsock")?.to_owned();
+    drop(agent);
+    let peer = match &stage.firecracker {
+        Some(peer) => {
+            let spec = stage.spec(TAPS - 1)?;
+            Some((peer, peer.boot(&spec)?.0, spec))
+        }
+        None => None,
+    };
+    let counts = board.counts;
+    board.say(&format!("live fork: {} rounds of {} children", counts.slow, counts.children));
+    for round in 0..counts.slow + 1 {
+        let children = counts.children.min(TAPS - 2);
+        // A connection of its own, for a freeze may cut older ones.
+        shell(&Agent::connect(&socket, deadline())?, DIRTY)?;
+        let begun = Instant::now();
+        let (template, steps) = trace::record(|| vm.freeze());
+        let pause = millis(begun.elapsed());
+        let template = template?;
+        let (machines, children_took) =
+            timed(|| all(children, |index| child(stage, &template, index + 1)))?;
+        drop(machines);
+        if round > 0 {
+            board.add(PAUSE, "pvmm", Unit::Millis, pause)?;
+            board.add(ANSWERED, "pvmm", Unit::Millis, pause + children_took)?;
+            board.trace("a parent's pause", &durations(begun, &steps))?;
+        }
+        drop(template);
+        if let Some((peer, machine, spec)) = &peer {
+            shell(&machine.agent, DIRTY)?;
+            let (pause, total) = fork_firecracker(stage, peer, &spec.dir, children)?;
+            if round > 0 {
+                board.add(PAUSE, peer.name(), Unit::Millis, pause)?;
+                board.add(ANSWERED, peer.name(), Unit::Millis, total)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+fn child(stage: &Stage, template: &Template, index: usize) -> Outcome<(pvmm::Vm, Agent)> {
+    live(template, stage.place.join(format!("c{index}")), tap(index).as_deref())
+}
+
+/// Pause, full snapshot and resume; then a process for each child. In milliseconds: the pause, and all.
+fn fork_firecracker(
+    stage: &Stage,
+    peer: &Firecracker,
+    parent: &std::path::Path,
+    children: usize,
+) -> Outcome<(f64, f64)> {
+    let dir = stage.dir()?;
+    let dirs = (0..children).map(|_| stage.dir()).collect::<Outcome<Vec<_>>>()?;
+    let ((), pause) = timed(|| {
+        firecracker::pause(parent)?;
+        firecracker::snapshot(parent, &dir)?;
+        firecracker::resume(parent)
+    })?;
+    let baked = Baked { dir: dir.clone(), has_net: tap(0).is_some() };
+    let restore = |index: usize| peer.restore(&baked, &dirs[index], tap(index + 1).as_deref());
+    let (machines, took): (Vec<Machine>, f64) = timed(|| all(children, restore))?;
+    drop(machines);
+    std::fs::remove_dir_all(dir)?;
+    Ok((pause, pause + took))
+}
+
+/// Makes `count` things, as many at once as there are processors.
+fn all<T: Send>(count: usize, make: impl Fn(usize) -> Outcome<T> + Sync) -> Outcome<Vec<T>> {
+    let (next, made) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
+    let workers = thread::available_parallelism().map_or(1, usize::from).min(count);
+    let work = || -> Outcome<()> {
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            if index >= count {
+                return Ok(());
+            }
+            let thing = make(index)?;
+            made.lock().map_err(|_| "a worker panicked")?.push(thing);
+        }
+    };
+    thread::scope(|scope| {
+        let workers: Vec<_> = (0..workers).map(|_| scope.spawn(work)).collect();
+        let join = |worker: thread::ScopedJoinHandle<'_, Outcome<()>>| {
+            worker.join().unwrap_or_else(|_| Err(Failure::from("a worker panicked")))
+        };
+        workers.into_iter().try_for_each(join)
+    })?;
+    made.into_inner().map_err(|_| "a worker panicked".into())
+}

@@ -1,0 +1,39 @@
+//! The moments that are promised to be quick or small, a file for each.
+
+mod boot;
+mod create;
+mod exec;
+mod fork_memory;
+mod live_fork;
+mod load;
+mod overhead;
+mod processes;
+mod rate;
+mod rollback;
+pub mod set_up;
+mod snapshot;
+mod throughput;
+
+use crate::board::{Board, Outcome};
+use crate::stage::{Baking, Stage};
+
+/// Moments of machines that go on from another, by name.
+type Baked = fn(&Stage, &Baking, &mut Board) -> Outcome<()>;
+pub const BAKED: [(&str, Baked); 7] = [
+    ("create", create::run),
+    ("load", load::run),
+    ("live-fork", live_fork::run),
+    ("rollback", rollback::run),
+    ("snapshot", snapshot::run),
+    ("fork-memory", fork_memory::run),
+    ("rate", rate::run),
+];
+
+/// Moments of machines that were booted.
+type Booted = fn(&Stage, &mut Board) -> Outcome<()>;
+pub const BOOTED: [(&str, Booted); 4] = [
+    ("boot", boot::run),
+    ("exec", exec::run),
+    ("overhead", overhead::run),
+    ("throughput", throughput::run),
+];

@@ -1,0 +1,51 @@
+//! Full snapshot of a running guest into a folder on tmpfs, with and without waiting for the disk.
+
+use std::fs;
+
+use pvmm::snapshot::{Durability, WriteOptions};
+
+use crate::board::{Act, Board, Outcome, Unit, timed};
+use crate::guest::TAPS;
+use crate::peers::{Peer, firecracker};
+use crate::stage::{Baking, Stage};
+
+pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
+    let (vm, _agent) = stage.parent()?;
+    let vm = std::cell::RefCell::new(vm);
+    let write = |durability: Durability| {
+        let vm = &vm;
+        move || {
+            let dir = stage.dir()?.join("s");
+            let options = WriteOptions { durability, ..Default::default() };
+            let (_, took) = timed(|| Ok(vm.borrow_mut().freeze()?.write(&dir, options)?))?;
+            fs::remove_dir_all(dir)?;
+            Ok(took)
+        }
+    };
+    let peer = match &stage.firecracker {
+        Some(peer) => {
+            let spec = stage.spec(TAPS - 1)?;
+            Some((peer.boot(&spec)?.0, spec.dir))
+        }
+        None => None,
+    };
+    let mut acts: Vec<Act> = vec![
+        ("pvmm, sync none".to_owned(), Box::new(write(Durability::None))),
+        ("pvmm, sync full".to_owned(), Box::new(write(Durability::Full))),
+    ];
+    if let Some((_machine, parent)) = &peer {
+        let write = || {
+            let dir = stage.dir()?;
+            let ((), took) = timed(|| {
+                firecracker::pause(parent)?;
+                firecracker::snapshot(parent, &dir)?;
+                firecracker::resume(parent)
+            })?;
+            fs::remove_dir_all(dir)?;
+            Ok(took)
+        };
+        acts.push(("firecracker".to_owned(), Box::new(write)));
+    }
+    let counts = board.counts;
+    board.interleave("full snapshot", Unit::Millis, 1, counts.slow, acts)
+}

@@ -1,0 +1,128 @@
+//! pvmm, in a process that holds one machine: what a launcher without a pool does.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+use pvmm::agent::{Agent, Refresh};
+use pvmm::snapshot::LoadOptions;
+use pvmm::trace::{self, Step};
+use pvmm::{Overrides, Template, Vm, Vsock};
+use serde::{Deserialize, Serialize};
+
+use super::{Machine, Peer, Process, Way};
+use crate::board::Outcome;
+use crate::guest::{self, Spec, deadline, exec_true};
+use crate::sys;
+
+/// What a process is to do with its life.
+#[derive(Serialize, Deserialize)]
+pub enum Job {
+    Boot(Spec),
+    Restore { snapshot: PathBuf, socket: PathBuf, tap: Option<String> },
+}
+
+/// What it says once its guest has answered.
+#[derive(Serialize, Deserialize)]
+pub struct Report {
+    /// When `main` began; nanoseconds of the clock that processes share.
+    pub began_ns: u64,
+    /// What was done, and when it was.
+    pub steps: Vec<(String, u64)>,
+    pub minor_faults: i64,
+    pub major_faults: i64,
+    pub system_ms: f64,
+    pub user_ms: f64,
+}
+
+/// The life of such a process: it ends when its standard input does.
+pub fn work(job: &str) -> Outcome<()> {
+    let began = (Instant::now(), sys::monotonic_ns());
+    let job: Job = serde_json::from_str(job)?;
+    let (vm, steps) = trace::record(|| match job {
+        Job::Boot(spec) => boot(&spec),
+        Job::Restore { snapshot, socket, tap } => restore(&snapshot, socket, tap.as_deref()),
+    });
+    let vm = vm?;
+    let at = |step: &Step| began.1 + step.done.duration_since(began.0).as_nanos() as u64;
+    let (minor_faults, major_faults, system, user) = sys::usage();
+    let report = Report {
+        began_ns: began.1,
+        steps: steps.iter().map(|step| (step.name.to_owned(), at(step))).collect(),
+        minor_faults,
+        major_faults,
+        system_ms: crate::board::millis(system),
+        user_ms: crate::board::millis(user),
+    };
+    let mut line = serde_json::to_vec(&report)?;
+    line.push(b'\n');
+    std::io::stdout().write_all(&line)?;
+    std::io::stdin().read_to_end(&mut Vec::new())?;
+    drop(vm);
+    Ok(())
+}
+
+fn boot(spec: &Spec) -> Outcome<Vm> {
+    let mut vm = Vm::boot(spec.config())?;
+    vm.resume()?;
+    let agent = vm.agent(deadline())?;
+    exec_true(&agent)?;
+    Ok(vm)
+}
+
+fn restore(snapshot: &Path, socket: PathBuf, tap: Option<&str>) -> Outcome<Vm> {
+    let template = Template::load(snapshot, LoadOptions::default())?;
+    let (vm, _agent) = live(&template, socket, tap)?;
+    Ok(vm)
+}
+
+/// A machine of a template that has answered its first exec: everything that is called "create".
+pub fn live(template: &Template, socket: PathBuf, tap: Option<&str>) -> Outcome<(Vm, Agent)> {
+    let mut vm = template.fork(overrides(socket.clone(), tap))?;
+    vm.resume()?;
+    let agent = Agent::connect_refreshed(&socket, &Refresh::new(1)?, deadline())?;
+    exec_true(&agent)?;
+    trace::step("exec /bin/true");
+    Ok((vm, agent))
+}
+
+pub fn overrides(socket: PathBuf, tap: Option<&str>) -> Overrides {
+    Overrides {
+        vsock: Some(Vsock { guest_cid: 3, uds_path: socket }),
+        nets: tap.map(|tap| (0, guest::net(tap))).into_iter().collect(),
+        ..Default::default()
+    }
+}
+
+/// Starts a process and waits until its guest has answered.
+pub fn start(program: &Path, job: &Job) -> Outcome<(Process, Report)> {
+    let mut command = Command::new(program);
+    command.arg("vmm").arg(serde_json::to_string(job)?);
+    let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
+    let mut process = Process(child);
+    let mut line = String::new();
+    let stdout = process.0.stdout.take().ok_or("no stdout")?;
+    BufReader::new(stdout).read_line(&mut line)?;
+    let report = serde_json::from_str(&line).map_err(|_| "the process ended before its guest")?;
+    Ok((process, report))
+}
+
+pub struct Pvmm {
+    /// This program, on tmpfs.
+    pub program: PathBuf,
+}
+
+impl Peer for Pvmm {
+    fn name(&self) -> &'static str {
+        "pvmm"
+    }
+
+    fn boot(&self, spec: &Spec) -> Outcome<(Machine, f64)> {
+        let begun = Instant::now();
+        let (process, _) = start(&self.program, &Job::Boot(spec.clone()))?;
+        let took = crate::board::millis(begun.elapsed());
+        let agent = Agent::connect(&spec.socket(), deadline())?;
+        Ok((Machine { process, agent, way: Way::Unix(spec.socket()) }, took))
+    }
+}

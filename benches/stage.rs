@@ -1,0 +1,106 @@
+//! What all moments share: the guest's files on tmpfs, the contenders, and one snapshot of each kind.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use pvmm::agent::Agent;
+use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
+use pvmm::{Template, Vm};
+use serde_json::{Value, json};
+
+use crate::board::Outcome;
+use crate::guest::{self, Guest, Spec, deadline, exec_true};
+use crate::peers::Peer;
+use crate::peers::firecracker::{Baked, Firecracker};
+use crate::peers::pvmm::Pvmm;
+use crate::peers::qemu::Qemu;
+
+pub struct Stage {
+    pub place: PathBuf,
+    pub guest: Guest,
+    pub pvmm: Pvmm,
+    pub qemu: Option<Qemu>,
+    pub firecracker: Option<Firecracker>,
+    made: AtomicU32,
+}
+
+/// Machines at rest, from which others go on.
+pub struct Baking {
+    pub snapshot: PathBuf,
+    /// The same, held by this process.
+    pub template: Template,
+    pub firecracker: Option<Baked>,
+}
+
+impl Stage {
+    pub fn new(place: &Path) -> Outcome<(Self, Value)> {
+        let (guest, mut facts) = Guest::prepare(place)?;
+        let pvmm = Pvmm { program: std::env::current_exe()? };
+        facts["pvmm_bench_sha256"] = json!(guest::digest(&pvmm.program)?);
+        let qemu = Qemu::find().map(|(qemu, version)| {
+            facts["qemu"] = json!(version);
+            qemu
+        });
+        let firecracker = match Firecracker::find(place)? {
+            Some((firecracker, version)) => {
+                facts["firecracker"] = json!(version);
+                facts["firecracker_sha256"] = json!(guest::digest(firecracker.program())?);
+                Some(firecracker)
+            }
+            None => None,
+        };
+        guest::make_taps();
+        facts["network_card"] = json!(guest::tap(0).is_some());
+        let place = place.to_owned();
+        Ok((Self { place, guest, pvmm, qemu, firecracker, made: AtomicU32::new(0) }, facts))
+    }
+
+    /// A new directory, with a path short enough for sockets.
+    pub fn dir(&self) -> Outcome<PathBuf> {
+        let number = self.made.fetch_add(1, Ordering::Relaxed);
+        let dir = self.place.join(format!("d{number}"));
+        fs::create_dir(&dir)?;
+        Ok(dir)
+    }
+
+    pub fn spec(&self, tap: usize) -> Outcome<Spec> {
+        Ok(self.guest.spec(&self.dir()?, guest::tap(tap)))
+    }
+
+    /// Everyone who can boot a guest here.
+    pub fn peers(&self) -> Vec<&dyn Peer> {
+        let mut peers: Vec<&dyn Peer> = vec![&self.pvmm];
+        peers.extend(self.qemu.as_ref().map(|qemu| qemu as &dyn Peer));
+        peers.extend(self.firecracker.as_ref().map(|firecracker| firecracker as &dyn Peer));
+        peers
+    }
+
+    /// A guest in this process, warm: it has run a command.
+    pub fn parent(&self) -> Outcome<(Vm, Agent)> {
+        let spec = self.spec(0)?;
+        let mut vm = Vm::boot(spec.config())?;
+        vm.resume()?;
+        let agent = vm.agent(deadline())?;
+        exec_true(&agent)?;
+        Ok((vm, agent))
+    }
+
+    /// Bakes a template of each kind: agent up, one command run, workload frozen.
+    pub fn bake(&self) -> Outcome<Baking> {
+        let (mut vm, agent) = self.parent()?;
+        let socket = vm.vsock_path().ok_or("no vsock")?.to_owned();
+        Agent::connect_control(&socket, deadline())?.freeze(deadline())?;
+        drop(agent);
+        let snapshot = self.place.join("snapshot");
+        let options = WriteOptions { durability: Durability::None, ..Default::default() };
+        vm.freeze()?.write(&snapshot, options)?;
+        drop(vm);
+        let template = Template::load(&snapshot, LoadOptions { hold: true, ..Default::default() })?;
+        let firecracker = match &self.firecracker {
+            Some(peer) => Some(peer.bake(&self.spec(0)?, &self.place.join("baked"))?),
+            None => None,
+        };
+        Ok(Baking { snapshot, template, firecracker })
+    }
+}

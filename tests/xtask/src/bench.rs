@@ -1,0 +1,76 @@
+//! `cargo xtask bench`: builds the benches and runs them where guests run.
+//!
+//! Samples, report and picture end in `target/bench`, wherever they were made.
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::fs;
+use std::path::Path;
+use std::process::ExitCode;
+
+use crate::on_kvm::{self, Found, NestedPlace};
+use crate::{artifacts, cargo, checkout, progress, report};
+
+#[derive(Debug, clap::Args)]
+pub struct Options {
+    /// Few samples: minutes, not an hour, where processors are emulated
+    #[arg(long)]
+    quick: bool,
+    /// Only what needs no guest, on this machine's own /dev/kvm
+    #[arg(long)]
+    native: bool,
+    /// Goes to the benches: names of moments, `--samples N`
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    arguments: Vec<OsString>,
+}
+
+pub fn run(options: &Options) -> ExitCode {
+    match bench(options) {
+        Ok(code) => ExitCode::from(code),
+        Err(e) => {
+            eprintln!("bench: {}", report::chain(e.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
+    // Together with the launcher, so that the libraries below both are built once.
+    cargo::run(&["build", "--release", "--package", "pvmm-benches", "--package", "pvmm-launcher"])?;
+    artifacts::prepare()?;
+    let program = cargo::target_dir().join("release/pvmm-bench");
+    let verb = if options.native { "native" } else { "run" };
+    let command = |out: &Path| {
+        let mut argv = vec![program.clone().into_os_string(), verb.into()];
+        argv.extend(options.quick.then(|| "--quick".into()));
+        argv.extend(["--out".into(), out.as_os_str().to_owned()]);
+        argv.extend_from_slice(&options.arguments);
+        argv
+    };
+    std::env::set_current_dir(checkout::root())?;
+    let kept = cargo::target_dir().join(if options.native { "bench-native" } else { "bench" });
+    if options.native {
+        return Ok(on_kvm::run_here(&command(&kept)));
+    }
+    Ok(match on_kvm::find() {
+        Found::Here(host) => {
+            progress::step(format!("measuring here, on {}", host.backend));
+            on_kvm::run_here(&command(&kept))
+        }
+        Found::NotHere(reason) => {
+            progress::step(format!(
+                "no usable KVM here ({reason}): measuring in a nested host, where only ratios count"
+            ));
+            let shared = checkout::scratch().join("bench");
+            fs::create_dir_all(&shared)?;
+            let code = on_kvm::code(NestedPlace::open().and_then(|p| p.run(&command(&shared))));
+            fs::create_dir_all(&kept)?;
+            for entry in fs::read_dir(&shared)?.collect::<Result<Vec<_>, _>>()? {
+                fs::copy(entry.path(), kept.join(entry.file_name()))?;
+            }
+            fs::remove_dir_all(&shared)?;
+            progress::step(format!("samples, report and picture are in {}", kept.display()));
+            code
+        }
+    })
+}
