@@ -24,9 +24,14 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let template = Template::load(&dir, elsewhere).unwrap();
 
     // Without a server, or with one that is not there, it is refused by name.
-    let error = template.fork(Overrides::default()).err().unwrap();
+    let own_socket = || Overrides {
+        vsock: Some(Vsock { guest_cid: 3, uds_path: place.path().join("v") }),
+        ..Default::default()
+    };
+    let error = template.fork(own_socket()).err().unwrap();
     assert!(error.kind() == ErrorKind::InvalidConfig, "{error}");
-    let nowhere = Overrides { page_server: Some(place.path().join("none")), ..Default::default() };
+    assert!(error.to_string().contains("page server"), "{error}");
+    let nowhere = Overrides { page_server: Some(place.path().join("none")), ..own_socket() };
     let error = template.fork(nowhere).err().unwrap();
     assert!(error.to_string().contains("cannot reach the page server"), "{error}");
 
@@ -56,9 +61,7 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let mut server = PageServer::start(&memory);
     let socket = server.socket();
     let ends = std::thread::spawn(move || server.end());
-    let vsock = Some(Vsock { guest_cid: 3, uds_path: place.path().join("v") });
-    let overrides = Overrides { page_server: Some(socket), vsock, ..Default::default() };
-    match template.fork(overrides) {
+    match template.fork(Overrides { page_server: Some(socket), ..own_socket() }) {
         Err(error) => assert!(error.to_string().contains("page server"), "{error}"),
         Ok(vm) => assert_eq!(vm.wait(Some(SOON)), Some(Outcome::MemoryLost)),
     }

@@ -96,7 +96,10 @@ fn forks_are_apart(count: usize) {
     let spin = "import os,time\nf=open('/tmp/drawn','w',buffering=1)\n\
                 while True:\n f.write(os.getrandom(16).hex()+'\\n')\n time.sleep(0.002)";
     guest.agent.write_file("/tmp/spin.py", spin.as_bytes(), &Default::default()).unwrap();
-    guest.prints("python3 /tmp/spin.py </dev/null >/dev/null 2>&1 & sleep 1");
+    guest.prints(
+        "python3 /tmp/spin.py </dev/null >/dev/null 2>&1 & \
+                  until [ $(wc -l < /tmp/drawn) -gt 20 ] 2>/dev/null; do sleep 0.1; done",
+    );
     let control = Agent::connect_control(&guest.socket(), Instant::now() + SOON).unwrap();
     control.freeze(Instant::now() + SOON).unwrap();
     let drawn = control.read_file("/tmp/drawn", 16 << 20).unwrap();
@@ -152,10 +155,13 @@ fn forks_under_load(count: usize) {
                     b=mmap.mmap(-1,4096)\nm=os.open('/dev/shm/n',os.O_RDWR|os.O_CREAT)\nn=0\n\
                     while True:\n n+=1\n s=b'%015d\\n'%n\n os.pwrite(m,s,0)\n b[0:16]=s\n os.pwrite(d,b,0)";
     guest.agent.write_file("/tmp/count.py", count_up.as_bytes(), &Default::default()).unwrap();
-    guest.prints("python3 /tmp/count.py </dev/null >/dev/null 2>&1 & sleep 1");
-    let look = "pkill -STOP -f count.py; sleep 0.2; cat /dev/shm/n; \
+    guest.prints(
+        "python3 /tmp/count.py </dev/null >/dev/null 2>&1 & \
+                  until [ -s /dev/shm/n ]; do sleep 0.1; done",
+    );
+    let look = "pkill -STOP python3; sleep 0.2; cat /dev/shm/n; \
                 dd if=/dev/vdb iflag=direct bs=4096 count=1 2>/dev/null | head -c 16; \
-                pkill -CONT -f count.py; sleep 0.3; cat /dev/shm/n";
+                pkill -CONT python3; sleep 0.3; cat /dev/shm/n";
     let mut last = 0;
     for round in 0..count {
         let template = guest.vm.freeze().unwrap();

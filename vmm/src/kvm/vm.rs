@@ -140,12 +140,11 @@ impl KvmVm {
         &self.shape
     }
 
-    /// What the host's KVM said of itself when this machine was made.
-
     pub fn fd(&self) -> &Arc<VmFd> {
         &self.fd
     }
 
+    /// What the host's KVM said of itself when this machine was made.
     pub fn host(&self) -> &Arc<KvmHost> {
         &self.host
     }
