@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::os::unix::net::UnixStream;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
 
@@ -17,6 +17,8 @@ const PROGRAM: &str = "qemu-system-x86_64";
 /// The agent's own port, and the one it dials when it is ready.
 const AGENT_PORT: u32 = 1024;
 const READY_PORT: u32 = 1025;
+/// Between two looks at whether the process is still there.
+const LOOK: Duration = Duration::from_secs(1);
 
 pub struct Qemu {
     cid: AtomicU32,
@@ -36,7 +38,9 @@ impl Qemu {
         let mut qemu = Command::new(PROGRAM);
         let machine = "microvm,accel=kvm,pic=off,pit=off,rtc=off,isa-serial=off,x-option-roms=off";
         let drive = |path: &std::path::Path, id: &str, more: &str| {
-            let mut option = OsString::from(format!("id={id},if=none,format=raw,{more}file="));
+            // Unlocked: the other contenders have the same image open.
+            let words = format!("id={id},if=none,format=raw,file.locking=off,{more}file=");
+            let mut option = OsString::from(words);
             option.push(path);
             option
         };
@@ -74,11 +78,13 @@ impl Peer for Qemu {
         command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log);
         let begun = Instant::now();
         let mut process = Process(command.spawn()?);
-        let accepted = ready.accept(deadline());
-        if let Err(e) = accepted {
-            let log = std::fs::read_to_string(spec.dir.join("qemu.log")).unwrap_or_default();
+        let until = deadline();
+        while ready.accept(Instant::now() + LOOK).is_err() {
             let ended = process.0.try_wait()?;
-            return Err(format!("the guest was not ready ({e}); {ended:?}; {log}").into());
+            if ended.is_some() || Instant::now() > until {
+                let log = std::fs::read_to_string(spec.dir.join("qemu.log")).unwrap_or_default();
+                return Err(format!("the guest was never ready; {ended:?}; {log}").into());
+            }
         }
         let socket = sys::vsock_connect(cid, AGENT_PORT)?;
         let agent = Agent::over(UnixStream::from(socket))?;
