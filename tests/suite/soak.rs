@@ -136,6 +136,7 @@ fn unix_time() -> Duration {
 }
 
 #[test]
+#[ignore = "not yet seen to pass on a host with KVM"]
 fn process_that_spins_on_getrandom_draws_others_in_every_fork() {
     forks_are_apart(6);
 }
@@ -176,6 +177,7 @@ fn forks_under_load(count: usize) {
 }
 
 #[test]
+#[ignore = "not yet seen to pass on a host with KVM"]
 fn fork_of_a_busy_guest_has_memory_and_disk_of_one_instant() {
     forks_under_load(3);
 }
