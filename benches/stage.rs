@@ -96,7 +96,7 @@ impl Stage {
         let options = WriteOptions { durability: Durability::None, ..Default::default() };
         vm.freeze()?.write(&snapshot, options)?;
         drop(vm);
-        let template = Template::load(&snapshot, LoadOptions { hold: true, verify: false })?;
+        let template = Template::load(&snapshot, LoadOptions { hold: true, ..Default::default() })?;
         let firecracker = match &self.firecracker {
             Some(peer) => Some(peer.bake(&self.spec(0)?, &self.place.join("baked"))?),
             None => None,

@@ -16,7 +16,7 @@ use crate::arch::x86_64::tables::TablesError;
 use crate::config::ConfigError;
 use crate::kvm::vm::KvmError;
 use crate::machine::MachineError;
-use crate::memory::MemoryError;
+use crate::memory::{MemoryError, PageServerError};
 use crate::vcpu::thread::ThreadError;
 
 /// Why a call failed.
@@ -164,6 +164,17 @@ impl From<MemoryError> for Error {
             _ => ErrorKind::HostResource,
         };
         Self::new(kind, "memory", error)
+    }
+}
+
+impl From<PageServerError> for Error {
+    fn from(error: PageServerError) -> Self {
+        let kind = match error {
+            PageServerError::Connect { .. } => ErrorKind::InvalidConfig,
+            PageServerError::Userfault(_) => ErrorKind::HostUnsupported,
+            _ => ErrorKind::HostResource,
+        };
+        Self::new(kind, "page server", error)
     }
 }
 

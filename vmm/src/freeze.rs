@@ -1,31 +1,73 @@
 //! Freeze: from a running machine to a template, with a pause as short as its changed pages are few.
 //!
-//! vCPUs and devices stand still while registers are read, each disk gets an empty layer on top, and the
-//! pages that the guest has changed move into a sealed file. Writing any of it to a disk comes later.
+//! vCPUs and devices stand still while registers are read and each disk gets an empty layer on top. The pages
+//! that the guest has changed go into a sealed file: few of them at once, many while the guest runs on, by a
+//! forked process that holds them still. Writing any of it to a disk comes later.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 use crate::kvm::state;
+use crate::memory::{Freezing, Memory, MemoryError};
 use crate::snapshot::state::MachineState;
 use crate::template::Template;
 use crate::trace;
 use crate::vcpu::thread::VcpuThread;
 use crate::vm::Vm;
 
+/// Guest memory that stands still, or is being copied from a view that does.
+enum FrozenMemory {
+    InPlace,
+    Begun(Freezing),
+}
+
+fn in_place(memory: &mut Memory) -> Result<FrozenMemory, MemoryError> {
+    memory.freeze().map(|_| FrozenMemory::InPlace)
+}
+
 impl Vm {
-    /// Everything that the machine is at this instant. It runs on afterwards if it ran before.
+    /// Everything that the machine is at this instant. It runs on as soon as it can, if it ran before.
     pub fn freeze(&mut self) -> Result<Template, Error> {
+        self.freeze_by(|memory| match memory.begin_freeze()? {
+            Some(freezing) => Ok(FrozenMemory::Begun(freezing)),
+            None => in_place(memory),
+        })
+    }
+
+    /// The same, and the machine itself lies over what was frozen: it can go back to it.
+    pub(crate) fn freeze_in_place(&mut self) -> Result<Template, Error> {
+        self.freeze_by(in_place)
+    }
+
+    fn freeze_by(
+        &mut self,
+        freeze: impl FnOnce(&mut Memory) -> Result<FrozenMemory, MemoryError>,
+    ) -> Result<Template, Error> {
+        if self.page_server.is_some() {
+            let what = "freeze: a page server supplies the machine's memory, which is not all here";
+            return Err(Error::plain(ErrorKind::InvalidConfig, what));
+        }
         let was_running = self.running;
+        let begun = Instant::now();
         self.pause()?;
-        let frozen = self.freeze_paused();
+        let frozen = self.freeze_paused(freeze);
         if was_running {
             self.resume()?;
         }
-        frozen
+        let pause = begun.elapsed();
+        let (mut template, memory) = frozen?;
+        if let FrozenMemory::Begun(freezing) = memory {
+            template.image = freezing.finish()?;
+        }
+        template.pause = pause;
+        Ok(template)
     }
 
-    fn freeze_paused(&mut self) -> Result<Template, Error> {
+    fn freeze_paused(
+        &mut self,
+        freeze: impl FnOnce(&mut Memory) -> Result<FrozenMemory, MemoryError>,
+    ) -> Result<(Template, FrozenMemory), Error> {
         let machine = Arc::new(self.save_state()?);
         trace::step("state saved");
         let failed = |index: usize| {
@@ -42,9 +84,9 @@ impl Vm {
             .map(|(index, drive)| drive.storage.freeze(&self.held.scratch).map_err(failed(index)))
             .collect::<Result<_, _>>()?;
         trace::step("disks frozen");
-        self.memory.freeze()?;
+        let memory = freeze(&mut self.memory)?;
         trace::step("memory frozen");
-        Ok(Template {
+        let template = Template {
             // Not asked again: that would take longer than all the registers.
             host: self.kvm.host().clone(),
             machine,
@@ -53,7 +95,11 @@ impl Vm {
             taps: self.held.taps.clone(),
             vsock_path: self.held.vsock_path.clone(),
             base: self.held.base.clone(),
-        })
+            working_set: None,
+            without_memory: false,
+            pause: Duration::ZERO,
+        };
+        Ok((template, memory))
     }
 
     /// Registers of vCPUs and devices. Devices before vCPUs: they may still raise an interrupt.

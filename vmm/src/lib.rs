@@ -41,6 +41,6 @@ pub use config::{
 };
 pub use error::{Error, ErrorKind};
 pub use pvmm_devices::virtio::balloon::BalloonStats;
-pub use template::{Overrides, Template};
+pub use template::{Overrides, Prefault, Template, Touched};
 pub use vcpu::run::Outcome;
 pub use vm::{CounterValues, DeviceCounters, Vm};

@@ -162,6 +162,7 @@ impl Machine {
             held,
             checkpoint: None,
             running: false,
+            page_server: None,
             kvm,
             memory,
         })

@@ -2,6 +2,7 @@
 //!
 //! It never calls `boot.rs`; both walk through the steps of `machine.rs` in the same order.
 
+use kvm_ioctls::VcpuFd;
 use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::block::{Block, BlockConfig};
 use pvmm_devices::virtio::net::{Net, TapSource};
@@ -15,13 +16,13 @@ use crate::boot::open_console;
 use crate::config;
 use crate::drives::{self, HeldDrive};
 use crate::error::{Error, ErrorKind};
-use crate::kvm::state;
-use crate::kvm::vm::KvmVm;
+use crate::kvm::vm::{KvmHost, KvmVm};
+use crate::kvm::{state, vcpu};
 use crate::machine::{Held, Machine, Opened};
-use crate::memory::Memory;
+use crate::memory::{Memory, PageServer, WorkingSet};
 use crate::scratch::Scratch;
 use crate::storage::Storage;
-use crate::template::{Overrides, Template};
+use crate::template::{Overrides, Prefault, Template};
 use crate::trace;
 use crate::vm::Vm;
 
@@ -34,6 +35,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     trace::step("open devices");
     let memory = Memory::map(template.image.clone())?;
     trace::step("map memory");
+    let mut page_server = connect_page_server(template, &overrides, &memory)?;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
     let saved = &*template.machine;
@@ -71,11 +73,58 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     machine.generation.renew()?;
     trace::step("serial and generation");
 
+    if page_server.is_none()
+        && let Some(set) = &template.working_set
+    {
+        prefault(set, overrides.prefault, &memory, &template.host, vcpus.first());
+    }
+    trace::step("working set");
+    if let Some(server) = &mut page_server {
+        server.started(machine.devices.handle().clone(), machine.ending.report())?;
+    }
     let base = template.base.clone();
     let held = Held { drives, taps, scratch, vsock_path, ready: None, base };
-    let vm = machine.start(vcpus, kvm, memory, held);
+    let mut vm = machine.start(vcpus, kvm, memory, held)?;
+    vm.page_server = page_server;
     trace::step("vCPU threads");
-    vm
+    Ok(vm)
+}
+
+/// Hands the memory's faults to the server that the overrides name.
+fn connect_page_server(
+    template: &Template,
+    overrides: &Overrides,
+    memory: &Memory,
+) -> Result<Option<PageServer>, Error> {
+    match &overrides.page_server {
+        None if template.without_memory => {
+            let what = "page server: the template was loaded without its memory, and none is named";
+            Err(Error::plain(ErrorKind::InvalidConfig, what))
+        }
+        Some(_) if !template.without_memory => {
+            let what = "page server: the template has its memory; load it without";
+            Err(Error::plain(ErrorKind::InvalidConfig, what))
+        }
+        Some(path) => Ok(Some(PageServer::connect(path, &memory.guest)?)),
+        None => Ok(None),
+    }
+}
+
+/// Makes the pages of a first use ready. The vCPU must have its state: KVM asks it how memory is walked.
+fn prefault(
+    set: &WorkingSet,
+    wish: Prefault,
+    memory: &Memory,
+    host: &KvmHost,
+    vcpu: Option<&VcpuFd>,
+) {
+    if wish == Prefault::Nothing {
+        return;
+    }
+    set.prefault(&memory.guest);
+    if let (Prefault::InKvm, true, Some(vcpu)) = (wish, host.pre_faults(), vcpu) {
+        vcpu::pre_fault(vcpu, &set.guest_ranges(&memory.guest));
+    }
 }
 
 /// Opens what stands behind the devices. Overrides come first: nothing that was replaced is opened.

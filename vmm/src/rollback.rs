@@ -11,7 +11,7 @@ use crate::vm::Vm;
 impl Vm {
     /// Remembers this instant, in place of an earlier checkpoint. The machine runs on if it ran before.
     pub fn checkpoint(&mut self) -> Result<(), Error> {
-        self.checkpoint = Some(self.freeze()?);
+        self.checkpoint = Some(self.freeze_in_place()?);
         Ok(())
     }
 

@@ -5,11 +5,12 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::config::{Console, Drive, Net, Vsock};
 use crate::error::Error;
 use crate::kvm::vm::KvmHost;
-use crate::memory::MemoryImage;
+use crate::memory::{MemoryImage, WorkingSet};
 use crate::snapshot::Base;
 use crate::snapshot::state::MachineState;
 use crate::storage::FrozenStorage;
@@ -27,6 +28,11 @@ pub struct Template {
     pub(crate) vsock_path: Option<PathBuf>,
     /// The snapshot that the lowest layer of the image is the memory of.
     pub(crate) base: Option<Base>,
+    /// What a first use touches, if that was recorded.
+    pub(crate) working_set: Option<Arc<WorkingSet>>,
+    /// The memory was left where it is; machines must get theirs from a page server.
+    pub(crate) without_memory: bool,
+    pub(crate) pause: Duration,
 }
 
 /// What a machine gets that its template cannot give it.
@@ -42,12 +48,62 @@ pub struct Overrides {
     pub console: Console,
     /// As in [`crate::VmConfig`].
     pub scratch_dir: Option<PathBuf>,
+    pub prefault: Prefault,
+    /// The socket of a process that supplies the memory; see [`Template::fork`].
+    pub page_server: Option<PathBuf>,
+}
+
+/// What is made ready of a template's working set before the machine runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Prefault {
+    /// Each page when it is touched.
+    Nothing,
+    /// The pages, in this process.
+    Mapped,
+    /// The pages, and their places in KVM's tables where it can do that.
+    #[default]
+    InKvm,
+}
+
+/// How much a recorded first use touched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Touched {
+    pub written_bytes: u64,
+    pub read_bytes: u64,
 }
 
 impl Template {
     /// A machine that goes on where the template stands, paused. Nothing is read, parsed or copied.
+    ///
+    /// With a page server in `overrides` its memory comes from there: the server gets one message, a JSON
+    /// array of ranges with the userfaultfd beside it, and must serve before this returns. If the server
+    /// ends, so does the machine, with [`crate::Outcome::MemoryLost`]; it cannot be frozen.
     pub fn fork(&self, overrides: Overrides) -> Result<Vm, Error> {
         restore::restore(self, overrides)
+    }
+
+    /// Finds out which pages a machine's first use touches, by letting one live it: `first_use` gets a paused
+    /// machine and does what users will do first. Machines made from here on have those pages ready, and a
+    /// snapshot that is written from here on remembers them.
+    pub fn record_working_set(
+        &mut self,
+        overrides: Overrides,
+        first_use: impl FnOnce(&mut Vm) -> Result<(), Error>,
+    ) -> Result<Touched, Error> {
+        let mut vm = self.fork(Overrides { prefault: Prefault::Nothing, ..overrides })?;
+        let each_page = vm.memory.report_each_page();
+        first_use(&mut vm)?;
+        vm.pause()?;
+        let touched = vm.memory.touched()?;
+        drop(each_page);
+        let (written_bytes, read_bytes) = (touched.written.bytes(), touched.read.bytes());
+        self.working_set = Some(Arc::new(touched));
+        Ok(Touched { written_bytes, read_bytes })
+    }
+
+    /// How long the machine stood still to become this template.
+    pub fn pause(&self) -> Duration {
+        self.pause
     }
 
     pub fn vcpus(&self) -> usize {

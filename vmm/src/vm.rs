@@ -19,7 +19,7 @@ use crate::config::VmConfig;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmVm;
 use crate::machine::{Ending, Held};
-use crate::memory::Memory;
+use crate::memory::{Memory, PageServer};
 use crate::template::Template;
 use crate::trace;
 use crate::vcpu::run::{Buses, Outcome};
@@ -38,6 +38,8 @@ pub struct Vm {
     // Dropped in this order: nothing may run in the guest when its devices go, and nothing may touch
     // its memory when KVM lets go of it.
     pub(crate) vcpus: Vec<VcpuThread>,
+    /// Devices that wait for a page go on when this is gone.
+    pub(crate) page_server: Option<PageServer>,
     pub(crate) devices: DeviceThread,
     pub(crate) _console: Console,
     pub(crate) buses: Arc<Buses>,
@@ -76,6 +78,9 @@ impl Vm {
     /// Stops the guest: first its vCPUs, all at once, then its devices. When this returns nothing writes
     /// guest memory any more.
     pub fn pause(&mut self) -> Result<(), Error> {
+        if let Some(server) = &self.page_server {
+            server.check()?;
+        }
         if self.running {
             let parked = self.vcpus.iter().map(VcpuThread::pause).collect::<Result<Vec<_>, _>>()?;
             for vcpu in parked {

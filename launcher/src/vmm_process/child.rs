@@ -392,6 +392,9 @@ fn describe(outcome: &Outcome) -> String {
         Outcome::EntryFailed { reason } => {
             format!("the processor refused the guest's state (reason {reason:#x})")
         }
+        Outcome::MemoryLost => {
+            "the page server that supplied the guest's memory is gone".to_owned()
+        }
         Outcome::UnexpectedExit { exit } => format!("KVM stopped the guest ({exit})"),
     }
 }

@@ -42,6 +42,12 @@ enum Verb {
         #[arg(last = true)]
         arguments: Vec<OsString>,
     },
+    /// The suite's long tests: thousands of restores, forks and rollbacks, and figures
+    Soak {
+        /// Only tests with this in their names
+        #[arg(default_value = "soak")]
+        filter: OsString,
+    },
     /// Measure every moment that is promised to be quick, beside its peers
     Bench(bench::Options),
     /// Every fuzz target for a while
@@ -85,6 +91,7 @@ fn main() -> ExitCode {
     match Cli::parse().verb {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
+        Verb::Soak { filter } => suite::soak(filter),
         Verb::Bench(options) => bench::run(&options),
         Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),
         Verb::Demo => demo::run(),

@@ -8,21 +8,39 @@ use std::ffi::OsString;
 use std::process::{Command, ExitCode, Stdio};
 
 use crate::on_kvm::{self, Found, NestedPlace};
-use crate::{artifacts, cargo, checkout, progress, report};
+use crate::{artifacts, cargo, checkout, packages, progress, report};
 
+/// What the unit tests need.
+const PACKAGES: [&str; 1] = ["strace"];
+
+/// Every test. `arguments` go to the suite.
 pub fn run(arguments: &[OsString]) -> ExitCode {
-    match test(arguments) {
+    let test = || -> Result<u8, Box<dyn Error>> {
+        packages::install(&PACKAGES)?;
+        cargo::run(&["test", "--workspace", "--exclude", "pvmm-tests"])?;
+        suite(arguments)
+    };
+    finish("test", test())
+}
+
+/// The suite's long tests, which `run` leaves out.
+pub fn soak(filter: OsString) -> ExitCode {
+    let arguments = ["--ignored".into(), "--nocapture".into(), filter];
+    finish("soak", suite(&arguments))
+}
+
+fn finish(verb: &str, result: Result<u8, Box<dyn Error>>) -> ExitCode {
+    match result {
         Ok(code) => ExitCode::from(code),
         Err(e) => {
-            eprintln!("test: {}", report::chain(e.as_ref()));
+            eprintln!("{verb}: {}", report::chain(e.as_ref()));
             ExitCode::FAILURE
         }
     }
 }
 
-/// Runs all tests and returns the suite's exit code. `arguments` go to the suite.
-fn test(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
-    cargo::run(&["test", "--workspace", "--exclude", "pvmm-tests"])?;
+/// Runs the suite where guests run and returns its exit code.
+fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
     let suite = cargo::build_test("pvmm-tests", "suite")?;
 

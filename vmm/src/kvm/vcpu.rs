@@ -3,16 +3,18 @@
 
 use std::io;
 
+use kvm_bindings::kvm_pre_fault_memory;
 use kvm_ioctls::VcpuFd;
 use pvmm_devices::GuestMemory;
-use vmm_sys_util::ioctl::ioctl_with_ref;
-use vmm_sys_util::ioctl_iow_nr;
+use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref};
+use vmm_sys_util::{ioctl_iow_nr, ioctl_iowr_nr};
 
 use super::vm::{KvmError, KvmHost};
 use crate::arch::x86_64::{cpuid, msr, regs};
 
 const KVMIO: u32 = 0xae;
 ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, u32);
+ioctl_iowr_nr!(KVM_PRE_FAULT_MEMORY, KVMIO, 0xd5, kvm_pre_fault_memory);
 
 /// The kernel's signal set is 64 bits, whatever libc makes of it.
 const KERNEL_SIGSET_SIZE: u32 = 8;
@@ -66,6 +68,20 @@ pub fn unblock_while_running(vcpu: &VcpuFd, signal: i32) -> io::Result<()> {
     match unsafe { ioctl_with_ref(vcpu, KVM_SET_SIGNAL_MASK(), &mask) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Puts guest memory, by address and length, into the tables that the processor walks. Only a help: what
+/// cannot be done is done when the guest gets there.
+pub fn pre_fault(vcpu: &VcpuFd, ranges: &[(u64, u64)]) {
+    for (address, len) in ranges {
+        let mut range = kvm_pre_fault_memory { gpa: *address, size: *len, ..Default::default() };
+        while range.size > 0 {
+            // SAFETY: the kernel reads and writes this struct only; it says there what is left.
+            if unsafe { ioctl_with_mut_ref(vcpu, KVM_PRE_FAULT_MEMORY(), &mut range) } != 0 {
+                return;
+            }
+        }
     }
 }
 

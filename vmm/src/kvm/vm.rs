@@ -8,7 +8,7 @@
 use std::io;
 use std::sync::Arc;
 
-use kvm_bindings::{CpuId, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
+use kvm_bindings::{CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
 use kvm_bindings::{kvm_enable_cap, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use pvmm_devices::{GuestMemory, ioapic};
@@ -62,6 +62,7 @@ pub struct KvmHost {
     kvm: Kvm,
     supported_cpuid: CpuId,
     msr_indices: Vec<u32>,
+    pre_faults: bool,
 }
 
 impl KvmHost {
@@ -75,7 +76,13 @@ impl KvmHost {
         let supported_cpuid =
             kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(KvmError::Cpuid)?;
         let msr_indices = kvm.get_msr_index_list().map_err(KvmError::Cpuid)?.as_slice().to_vec();
-        Ok(Self { kvm, supported_cpuid, msr_indices })
+        let pre_faults = kvm.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0;
+        Ok(Self { kvm, supported_cpuid, msr_indices, pre_faults })
+    }
+
+    /// Whether memory can be put into a guest's tables before it is touched.
+    pub fn pre_faults(&self) -> bool {
+        self.pre_faults
     }
 
     pub fn supported_cpuid(&self) -> &CpuId {
@@ -133,13 +140,13 @@ impl KvmVm {
         &self.shape
     }
 
+    pub fn fd(&self) -> &Arc<VmFd> {
+        &self.fd
+    }
+
     /// What the host's KVM said of itself when this machine was made.
     pub fn host(&self) -> &Arc<KvmHost> {
         &self.host
-    }
-
-    pub fn fd(&self) -> &Arc<VmFd> {
-        &self.fd
     }
 
     /// An event on `interrupt` becomes the interrupt of line `gsi`.

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
+use super::donor::Donor;
 use super::{PAGE, Runs, pages, sys};
 
 /// The most pieces of one layer: a process may have 65,530 mappings in all.
@@ -118,6 +119,23 @@ impl MemoryImage {
         Ok(self.with(Layer { file, runs }))
     }
 
+    /// Begins to make the image as `guest` sees it now. The guest must be paused for this call, and may go
+    /// on afterwards. `None` where only [`Self::frozen`] can do it.
+    pub fn begin_freeze(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Option<Freezing>> {
+        if self.layers.len() >= MAX_LAYERS {
+            return Ok(None);
+        }
+        let runs = runs.at_most(MAX_RUNS);
+        let file = sys::memfd(c"pvmm-memory", self.size())?;
+        match Donor::start(guest, &runs, &file) {
+            Ok(donor) => {
+                Ok(Some(Freezing { below: self.clone(), layer: Layer { file, runs }, donor }))
+            }
+            // A jail may forbid new processes, and there may be no room for one.
+            Err(_) => Ok(None),
+        }
+    }
+
     /// One layer with everything, when there are too many to put another on top.
     fn flattened(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Self> {
         let file = sys::memfd(c"pvmm-memory", self.size())?;
@@ -190,6 +208,25 @@ impl MemoryImage {
             }
         }
         joined
+    }
+}
+
+/// An image that is being made while its guest runs on.
+pub struct Freezing {
+    below: MemoryImage,
+    layer: Layer,
+    donor: Donor,
+}
+
+impl Freezing {
+    /// The image, once all of it is there.
+    pub fn finish(self) -> Result<MemoryImage, MemoryError> {
+        let finish = || -> io::Result<()> {
+            self.donor.finish()?;
+            sys::seal(&self.layer.file)
+        };
+        finish().map_err(MemoryError::Keep)?;
+        Ok(self.below.with(self.layer))
     }
 }
 

@@ -8,17 +8,28 @@
 //! | --- | --- |
 //! | `image.rs` | what lies under a guest's memory, and how it is mapped |
 //! | `pages.rs` | which pages the guest has made its own |
-//! | `sys.rs` | the system calls |
+//! | `donor.rs` | how pages are copied while the guest runs on |
+//! | `working_set.rs` | which pages a first use touches, and how they are made ready |
+//! | `page_server.rs` | how another process supplies the pages |
+//! | `uffd.rs`, `sys.rs` | the system calls |
 
+mod donor;
 mod image;
+mod page_server;
 mod pages;
 mod sys;
+mod uffd;
+mod working_set;
 
-pub use image::{Layer, MAX_RUNS, MemoryError, MemoryImage, Region};
+pub use image::{Freezing, Layer, MAX_RUNS, MemoryError, MemoryImage, Region};
+pub use page_server::{PageServer, PageServerError};
 pub use pages::Runs;
 pub(crate) use sys::memfd;
+pub use working_set::WorkingSet;
 
 use pvmm_devices::GuestMemory;
+use sys::Pages;
+use uffd::Userfault;
 
 /// The unit in which memory is mapped, copied and compared.
 pub const PAGE: u64 = 4096;
@@ -32,12 +43,22 @@ pub struct Memory {
 impl Memory {
     /// Maps `image` for one guest: what it writes stays its own.
     pub fn map(image: MemoryImage) -> Result<Self, MemoryError> {
-        Ok(Self { guest: image.map()?, image })
+        let memory = Self { guest: image.map()?, image };
+        memory.keep_from_children();
+        Ok(memory)
+    }
+
+    /// Processes that are forked here have no business with a guest, and copying its page tables takes time.
+    fn keep_from_children(&self) {
+        for run in Runs::all(self.image.size()).iter() {
+            // Only a help: without it a fork is slower.
+            let _ = pages::advise(&self.guest, run, libc::MADV_DONTFORK);
+        }
     }
 
     /// The pages that this guest has changed since its image, as ranges of the image.
     pub fn private_runs(&self) -> Result<Runs, MemoryError> {
-        pages::private_runs(&self.guest).map_err(MemoryError::Scan)
+        pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)
     }
 
     /// Moves the changed pages into a sealed layer of the image and lies over that from now on. The guest
@@ -47,7 +68,31 @@ impl Memory {
         let image = self.image.frozen(&self.guest, &runs)?;
         image.cover_top(&self.guest)?;
         self.image = image;
+        self.keep_from_children();
         Ok(runs.bytes())
+    }
+
+    /// Begins to copy the changed pages into a layer over the image, while the guest goes on over its old
+    /// one. `None` if there is little to copy, or no way to do it: then [`Self::freeze`] is the way. The
+    /// guest must be paused for this call.
+    pub fn begin_freeze(&self) -> Result<Option<Freezing>, MemoryError> {
+        let runs = self.private_runs()?;
+        if runs.bytes() < BESIDE_MIN {
+            return Ok(None);
+        }
+        self.image.begin_freeze(&self.guest, &runs).map_err(MemoryError::Keep)
+    }
+
+    /// Makes every page that is read from now on count by itself, not with its neighbours, for as long as
+    /// the result is kept. `None` where the kernel cannot.
+    pub fn report_each_page(&self) -> Option<Userfault> {
+        Userfault::without_fault_around(&self.guest).ok()
+    }
+
+    /// What this guest has touched since it was mapped.
+    pub fn touched(&self) -> Result<WorkingSet, MemoryError> {
+        let read = pages::runs(&self.guest, Pages::Shared).map_err(MemoryError::Scan)?;
+        Ok(WorkingSet::new(&self.private_runs()?, &read))
     }
 
     /// Drops what the guest has changed since its image. The guest must be paused.
@@ -62,6 +107,10 @@ impl Memory {
 
 /// Clean pages between two changed ones that are cheaper to drop than to leave out.
 const DISCARD_GAP: u64 = 8 * PAGE;
+
+/// Fewer changed bytes than this are moved while the guest is paused: forking costs as much, and what was
+/// moved is shared and need not be copied again.
+const BESIDE_MIN: u64 = 4 << 20;
 
 #[cfg(test)]
 mod tests;

@@ -9,9 +9,10 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use pvmm_devices::GuestMemory;
-use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
+use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 
-use super::{PAGE, sys};
+use super::PAGE;
+use super::sys::{self, Pages};
 
 /// Runs taken from the kernel in one call.
 const BATCH: usize = 1024;
@@ -91,17 +92,17 @@ pub fn places(guest: &GuestMemory) -> Vec<(u64, *mut u8, u64)> {
     places
 }
 
-/// The pages that are private to this mapping, as ranges of the image.
-pub fn private_runs(guest: &GuestMemory) -> io::Result<Runs> {
+/// The pages of a kind, as ranges of the image.
+pub fn runs(guest: &GuestMemory, wanted: Pages) -> io::Result<Runs> {
     let pagemap = File::open("/proc/self/pagemap")?;
     let mut runs = Runs::default();
     for (offset, address, len) in places(guest) {
         let (start, end) = (address as u64, address as u64 + len);
         let mut take = |from: u64, to: u64| runs.push(from - start + offset..to - start + offset);
-        match scan(&pagemap, start, end, &mut take) {
+        match scan(&pagemap, wanted, start, end, &mut take) {
             // A kernel before 6.7, or one that hides the call.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) => {
-                walk(&pagemap, start, end, &mut take)?;
+                walk(&pagemap, wanted, start, end, &mut take)?;
             }
             result => result?,
         }
@@ -109,11 +110,17 @@ pub fn private_runs(guest: &GuestMemory) -> io::Result<Runs> {
     Ok(runs)
 }
 
-fn scan(pagemap: &File, start: u64, end: u64, take: &mut impl FnMut(u64, u64)) -> io::Result<()> {
+fn scan(
+    pagemap: &File,
+    wanted: Pages,
+    start: u64,
+    end: u64,
+    take: &mut impl FnMut(u64, u64),
+) -> io::Result<()> {
     let mut found = vec![sys::PageRegion::default(); BATCH];
     let mut from = start;
     while from < end {
-        let (count, next) = sys::scan_private(pagemap, (from, end), &mut found)?;
+        let (count, next) = sys::scan(pagemap, wanted, (from, end), &mut found)?;
         found.iter().take(count).for_each(|region| take(region.start, region.end));
         if next <= from {
             return Err(io::Error::other("the page scan does not advance"));
@@ -123,7 +130,13 @@ fn scan(pagemap: &File, start: u64, end: u64, take: &mut impl FnMut(u64, u64)) -
     Ok(())
 }
 
-fn walk(pagemap: &File, start: u64, end: u64, take: &mut impl FnMut(u64, u64)) -> io::Result<()> {
+fn walk(
+    pagemap: &File,
+    wanted: Pages,
+    start: u64,
+    end: u64,
+    take: &mut impl FnMut(u64, u64),
+) -> io::Result<()> {
     let mut entries = vec![0; BATCH * 8];
     let mut from = start;
     while from < end {
@@ -132,8 +145,12 @@ fn walk(pagemap: &File, start: u64, end: u64, take: &mut impl FnMut(u64, u64)) -
         pagemap.read_exact_at(bytes, from / PAGE * 8)?;
         for (index, entry) in bytes.chunks_exact(8).enumerate() {
             let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
-            let there = entry & (ENTRY_PRESENT | ENTRY_SWAPPED) != 0;
-            if there && entry & ENTRY_FILE == 0 {
+            let (present, of_file) = (entry & ENTRY_PRESENT != 0, entry & ENTRY_FILE != 0);
+            let is_wanted = match wanted {
+                Pages::Private => (present || entry & ENTRY_SWAPPED != 0) && !of_file,
+                Pages::Shared => present && of_file,
+            };
+            if is_wanted {
                 let page = from + index as u64 * PAGE;
                 take(page, page + PAGE);
             }
@@ -155,13 +172,32 @@ pub fn host_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(*mut u8, Range<u
     parts
 }
 
+/// The parts of an image's range, each with its guest address.
+pub fn guest_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(u64, Range<u64>)> {
+    let mut parts = Vec::new();
+    let mut offset = 0;
+    for region in guest.iter() {
+        let part = run.start.max(offset)..run.end.min(offset + region.len());
+        if part.start < part.end {
+            parts.push((region.start_addr().raw_value() + part.start - offset, part));
+        }
+        offset += region.len();
+    }
+    parts
+}
+
 /// Drops the private pages of a range: it reads as the image again.
-#[allow(unsafe_code)]
 pub fn discard(guest: &GuestMemory, run: Range<u64>) -> io::Result<()> {
+    advise(guest, run, libc::MADV_DONTNEED)
+}
+
+/// Gives the kernel advice about a range. The guest must be paused if the advice changes what is read there.
+#[allow(unsafe_code)]
+pub fn advise(guest: &GuestMemory, run: Range<u64>, advice: i32) -> io::Result<()> {
     for (address, part) in host_parts(guest, run) {
         let len = (part.end - part.start) as usize;
         // SAFETY: the range is guest memory, which nobody reads by reference, and its guest is paused.
-        unsafe { sys::advise(address, len, libc::MADV_DONTNEED)? };
+        unsafe { sys::advise(address, len, advice)? };
     }
     Ok(())
 }
@@ -172,20 +208,18 @@ pub fn write_run(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Resul
     for (address, part) in host_parts(guest, run) {
         let pages = (part.end - part.start) / PAGE;
         let at = |page: u64| address.wrapping_add((page * PAGE) as usize);
-        let mut page = 0;
-        while page < pages {
-            // SAFETY: both ends lie within mapped guest memory, and pages are aligned.
-            let first = unsafe { sys::is_zero_page(at(page)) };
-            let begin = page;
-            // SAFETY: as above.
-            while page < pages && unsafe { sys::is_zero_page(at(page)) } == first {
-                page += 1;
+        let mut begin = 0;
+        for page in 0..=pages {
+            // SAFETY: pages below `pages` are mapped guest memory, and aligned.
+            if page < pages && !unsafe { sys::is_zero_page(at(page)) } {
+                continue;
             }
-            if !first {
+            if begin < page {
                 let len = ((page - begin) * PAGE) as usize;
                 // SAFETY: the range is mapped for as long as `guest` is borrowed.
                 unsafe { sys::write_from(file, at(begin), len, part.start + begin * PAGE)? };
             }
+            begin = page + 1;
         }
     }
     Ok(())

@@ -112,3 +112,77 @@ fn sealed_layer_cannot_be_written_or_cut() {
     assert!(pvmm_devices::sparse::punch(file, 0x5000..0x6000).is_err());
     assert_eq!(get(&memory, 0x5000), 1);
 }
+
+#[test]
+fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    put(&memory, 0x6000, 2);
+    memory.freeze().unwrap();
+    put(&memory, 0x5000, 3);
+    put(&memory, 0x9000, 4);
+    put(&memory, HIGH + 0x3000, 5);
+    let runs = memory.private_runs().unwrap();
+    let freezing = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
+    // The guest goes on while it is copied.
+    put(&memory, 0x5000, 9);
+    put(&memory, 0xa000, 9);
+    let child = Memory::map(freezing.finish().unwrap()).unwrap();
+    let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
+    assert_eq!(seen, [3, 2, 4, 0, 5]);
+    assert_eq!((get(&memory, 0x5000), get(&memory, 0xa000)), (9, 9));
+    // A second freeze knows all changes since the layer below, also those that the first has copied.
+    let runs = memory.private_runs().unwrap();
+    let again = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
+    let child = Memory::map(again.finish().unwrap()).unwrap();
+    let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
+    assert_eq!(seen, [9, 2, 4, 9, 5]);
+}
+
+#[test]
+fn freeze_beside_that_is_given_up_leaves_no_process() {
+    let memory = fresh();
+    put(&memory, 0x5000, 1);
+    let runs = memory.private_runs().unwrap();
+    drop(memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process"));
+    assert_eq!(get(&memory, 0x5000), 1);
+}
+
+#[test]
+fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
+    let mut parent = fresh();
+    for page in 0..200 {
+        put(&parent, page * PAGE, 1);
+    }
+    parent.freeze().unwrap();
+    let first = Memory::map(parent.image.clone()).unwrap();
+    let each_page = first.report_each_page();
+    get(&first, 0x40_000);
+    put(&first, 0x60_000, 2);
+    let touched = first.touched().unwrap();
+    let pages = |runs: &Runs| runs.iter().map(|run| (run.start, run.end)).collect::<Vec<_>>();
+    assert_eq!(pages(&touched.written), [(0x60_000, 0x61_000)]);
+    match each_page.is_some() {
+        true => assert_eq!(pages(&touched.read), [(0x40_000, 0x41_000)]),
+        false => assert!(touched.read.iter().any(|run| run.contains(&0x40_000))),
+    }
+
+    let second = Memory::map(parent.image.clone()).unwrap();
+    touched.prefault(&second.guest);
+    assert_eq!(second.private_runs().unwrap(), touched.written);
+    let shared = pages::runs(&second.guest, sys::Pages::Shared).unwrap();
+    assert!(shared.iter().any(|run| run.contains(&0x40_000)), "{shared:?}");
+    assert_eq!((get(&second, 0x60_000), get(&second, 0x40_000)), (1, 1));
+    assert_eq!(touched.guest_ranges(&second.guest), [(0x60_000, PAGE), (0x40_000, PAGE)]);
+}
+
+#[test]
+fn working_set_that_claims_everything_is_not_made_ready() {
+    let huge = vec![Region { address: 0, len: 1 << 40 }];
+    let memory = Memory::map(MemoryImage::empty(huge)).unwrap();
+    let all = Runs::all(1 << 40);
+    let trap = WorkingSet { written: all.clone(), read: all };
+    trap.prefault(&memory.guest);
+    assert_eq!(memory.private_runs().unwrap(), Runs::default());
+    assert!(trap.guest_ranges(&memory.guest).is_empty());
+}

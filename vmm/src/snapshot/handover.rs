@@ -7,15 +7,16 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use pvmm_devices::virtio::block::io::LayeredDisk;
 use serde::{Deserialize, Serialize};
 
 use super::manifest::SectionFacts;
 use super::read::check_runs;
-use super::sections::{self, Saved};
+use super::sections::{self, Saved, WorkingSetV1};
 use super::{Base, SnapshotError};
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::memory::{Layer, MemoryImage, PAGE, Region, Runs};
 use crate::storage::FrozenStorage;
 use crate::template::Template;
@@ -55,7 +56,16 @@ impl Template {
     /// What another process needs to have this template too.
     pub fn hand_over(&self) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
         let failed = |source| SnapshotError::Write { file: "hand-over".into(), source };
-        let saved = Saved { machine: (*self.machine).clone(), sums: Vec::new(), runs: Vec::new() };
+        if self.without_memory {
+            let what = "hand-over: the template was loaded without its memory";
+            return Err(Error::plain(ErrorKind::InvalidConfig, what));
+        }
+        let saved = Saved {
+            machine: (*self.machine).clone(),
+            sums: Vec::new(),
+            runs: Vec::new(),
+            working_set: self.working_set.as_deref().map(WorkingSetV1::of),
+        };
         let (state, sections) = sections::encode(&saved)?;
         let mut files = Vec::new();
         let mut layers = Vec::new();
@@ -123,6 +133,7 @@ impl Template {
             };
             image = image.with(Layer { file, runs });
         }
+        let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
         let mut drives = Vec::new();
         for (index, drive) in message.drives.into_iter().enumerate() {
             drives.push(match drive {
@@ -149,6 +160,9 @@ impl Template {
             taps: message.taps,
             vsock_path: message.vsock_path,
             base: message.base.map(|(id, dir, layers)| Base { id, dir, layers }),
+            working_set: working_set.map(Arc::new),
+            without_memory: false,
+            pause: Duration::ZERO,
         })
     }
 }

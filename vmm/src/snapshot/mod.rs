@@ -104,4 +104,6 @@ impl From<SnapshotError> for Error {
 }
 
 #[cfg(test)]
+mod crash_tests;
+#[cfg(test)]
 mod tests;

@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use pvmm_devices::virtio::block::io::LayeredDisk;
 
@@ -30,6 +31,8 @@ pub struct LoadOptions {
     pub hold: bool,
     /// Compare every byte with its checksum, even if it was done before.
     pub verify: bool,
+    /// Leave the memory alone: a page server will supply it to each machine.
+    pub without_memory: bool,
 }
 
 impl Template {
@@ -49,13 +52,18 @@ impl Template {
         folder.verify(&saved.sums, options)?;
         trace::step("verify");
 
-        let layers = folder.layers(&saved, options, 0)?;
+        let size = folder.manifest.memory.size;
+        let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
+        let layers = match options.without_memory {
+            true => Vec::new(),
+            false => folder.layers(&saved, options, 0)?,
+        };
         let base_layers = layers.len();
         let mut image = MemoryImage::empty(folder.manifest.regions());
         for layer in layers {
             image = image.with(layer);
         }
-        if options.hold {
+        if options.hold && !options.without_memory {
             image = image.held()?;
         }
         trace::step("memory layers");
@@ -72,7 +80,10 @@ impl Template {
             drives,
             taps: manifest.taps.clone(),
             vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
-            base: Some(Base { id, dir, layers }),
+            base: (!options.without_memory).then_some(Base { id, dir, layers }),
+            working_set: working_set.map(Arc::new),
+            without_memory: options.without_memory,
+            pause: Duration::ZERO,
         })
     }
 }
@@ -85,21 +96,21 @@ impl Manifest {
 }
 
 /// A snapshot's folder and what its manifest says.
-struct Folder {
+pub(super) struct Folder {
     dir: File,
     path: PathBuf,
-    manifest: Manifest,
+    pub(super) manifest: Manifest,
 }
 
 impl Folder {
-    fn open(path: &Path) -> Result<Self, SnapshotError> {
+    pub(super) fn open(path: &Path) -> Result<Self, SnapshotError> {
         let failed = |source| SnapshotError::Read { file: path.display().to_string(), source };
         let dir = sys::open_dir(path).map_err(failed)?;
         let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX)?;
         Ok(Self { dir, path: path.to_owned(), manifest: Manifest::decode(&bytes)? })
     }
 
-    fn state(&self) -> Result<Saved, SnapshotError> {
+    pub(super) fn state(&self) -> Result<Saved, SnapshotError> {
         let bytes = read_small(&self.dir, STATE, STATE_MAX)?;
         sections::decode(&bytes, &self.manifest.sections)
     }
@@ -114,14 +125,18 @@ impl Folder {
     }
 
     /// Compares the large files with their sums, unless they look as they did when that was last done.
-    fn verify(&self, sums: &[FileSums], options: LoadOptions) -> Result<(), SnapshotError> {
+    pub(super) fn verify(
+        &self,
+        sums: &[FileSums],
+        options: LoadOptions,
+    ) -> Result<(), SnapshotError> {
         let names = large_files(&self.manifest);
         let known: Vec<Stamp> = read_small(&self.dir, STAMP, MANIFEST_MAX)
             .ok()
             .and_then(|bytes| serde_json::from_slice(&bytes).ok())
             .unwrap_or_default();
         let (mut stamps, mut compared) = (Vec::new(), false);
-        for name in &names {
+        for name in names.iter().filter(|name| !options.without_memory || *name != MEMORY) {
             let sums = sums.iter().find(|sums| sums.file == *name);
             let sums = sums.ok_or_else(|| SnapshotError::State(format!("no sums of {name}")))?;
             let file = self.large(name, sums.size)?;
@@ -135,7 +150,8 @@ impl Folder {
             }
             stamps.push(stamp);
         }
-        if compared {
+        // Half of the stamps would make the next one compare everything again.
+        if compared && !options.without_memory {
             self.keep(&stamps);
         }
         Ok(())
@@ -154,7 +170,7 @@ impl Folder {
     }
 
     /// The files that make up the memory, lowest first.
-    fn layers(
+    pub(super) fn layers(
         &self,
         saved: &Saved,
         options: LoadOptions,
@@ -183,7 +199,7 @@ impl Folder {
         Ok(layers)
     }
 
-    fn drives(&self) -> Result<Vec<FrozenStorage>, SnapshotError> {
+    pub(super) fn drives(&self) -> Result<Vec<FrozenStorage>, SnapshotError> {
         let open = |(index, disk): (usize, &DiskFacts)| match disk {
             DiskFacts::Inside { file: name, size, read_only } => {
                 let file = self.large(name, *size)?;

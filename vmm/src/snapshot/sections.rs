@@ -5,15 +5,17 @@
 
 use std::sync::Arc;
 
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 
 use super::checksum::FileSums;
 use super::manifest::SectionFacts;
+use super::read::check_runs;
 use super::state::MachineState;
 use super::{STATE_MAX, SnapshotError};
 use crate::config::MAX_VCPUS;
 use crate::machine::MAX_VIRTIO;
+use crate::memory::{Runs, WorkingSet};
 
 const V1: u32 = 1;
 
@@ -24,6 +26,28 @@ pub struct Saved {
     pub sums: Vec<FileSums>,
     /// The ranges of memory that the snapshot itself holds, if it has a base.
     pub runs: Vec<(u64, u64)>,
+    /// What a first use touches, if that was recorded.
+    pub working_set: Option<WorkingSetV1>,
+}
+
+/// Ranges of memory that a first use writes, and others that it reads.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WorkingSetV1 {
+    pub written: Vec<(u64, u64)>,
+    pub read: Vec<(u64, u64)>,
+}
+
+impl WorkingSetV1 {
+    pub fn of(set: &WorkingSet) -> Self {
+        let pairs = |runs: &Runs| runs.iter().map(|run| (run.start, run.end)).collect();
+        Self { written: pairs(&set.written), read: pairs(&set.read) }
+    }
+
+    /// The same for a memory of `size` bytes, checked.
+    pub fn check(&self, size: u64) -> Result<WorkingSet, SnapshotError> {
+        let (written, read) = (check_runs(&self.written, size)?, check_runs(&self.read, size)?);
+        Ok(WorkingSet { written, read })
+    }
 }
 
 /// The bytes of `state.bin` and the table of what is where.
@@ -40,13 +64,16 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
     }
     writer.add("runs", &saved.runs)?;
     writer.add("checksums", &saved.sums)?;
+    if let Some(working_set) = &saved.working_set {
+        writer.add("working_set", working_set)?;
+    }
     Ok((writer.bytes, writer.table))
 }
 
 /// Reads all sections, checked against the table.
 pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotError> {
     let (mut clock, mut ioapic, mut serial) = (None, None, None);
-    let (mut runs, mut sums) = (None, None);
+    let (mut runs, mut sums, mut working_set) = (None, None, None);
     let (mut vcpus, mut transports) = (Vec::new(), Vec::new());
     let mut end = 0;
     for section in table {
@@ -57,6 +84,7 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
             ("serial", V1) => once(&mut serial, section, bytes)?,
             ("runs", V1) => once(&mut runs, section, bytes)?,
             ("checksums", V1) => once(&mut sums, section, bytes)?,
+            ("working_set", V1) => once(&mut working_set, section, bytes)?,
             ("vcpu", V1) => vcpus.push(Arc::new(value(section, bytes)?)),
             ("virtio", V1) => transports.push(value(section, bytes)?),
             (kind, version) => {
@@ -79,6 +107,7 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
         },
         sums: sums.ok_or_else(missing)?,
         runs: runs.ok_or_else(missing)?,
+        working_set,
     };
     check(&saved)?;
     Ok(saved)

@@ -10,7 +10,7 @@ use pvmm_devices::legacy::SerialStateV1;
 
 use super::checksum::{FileSums, PIECE};
 use super::manifest::{BaseFacts, Manifest, SectionFacts};
-use super::sections::{self, Saved};
+use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
 use super::*;
 use crate::kvm::state::{ClockStateV1, VcpuStateV1};
@@ -31,7 +31,7 @@ fn vcpu() -> VcpuStateV1 {
     }
 }
 
-fn saved() -> Saved {
+pub fn saved() -> Saved {
     let serial = SerialStateV1 {
         baud_divisor_low: 12,
         baud_divisor_high: 0,
@@ -53,10 +53,11 @@ fn saved() -> Saved {
         transports: Vec::new(),
     };
     let sums = vec![FileSums { file: MEMORY.into(), size: PIECE, sums: vec![1] }];
-    Saved { machine, sums, runs: vec![(0, 4096)] }
+    let working_set = WorkingSetV1 { written: vec![(0, 4096)], read: vec![(4096, 8192)] };
+    Saved { machine, sums, runs: vec![(0, 4096)], working_set: Some(working_set) }
 }
 
-fn manifest(sections: Vec<SectionFacts>) -> Manifest {
+pub fn manifest(sections: Vec<SectionFacts>) -> Manifest {
     Manifest {
         format: manifest::FORMAT.into(),
         version: manifest::VERSION,
@@ -177,7 +178,7 @@ fn h8_huge_counts_are_refused_without_being_allocated() {
     // A list of four billion registers, in five bytes.
     let bomb = [0xdd, 0xff, 0xff, 0xff, 0xff];
     table.truncate(1);
-    for kind in ["vcpu", "virtio", "checksums", "runs", "ioapic"] {
+    for kind in ["vcpu", "virtio", "checksums", "runs", "working_set", "ioapic"] {
         let (len, crc32) = (bomb.len() as u64, crc32fast::hash(&bomb));
         let section = SectionFacts { kind: kind.into(), version: 1, offset: 0, len, crc32 };
         assert!(sections::decode(&bomb, &[section]).is_err(), "{kind}");

@@ -12,9 +12,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::checksum::{FileSums, Stamp};
 use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
-use super::sections::{self, Saved};
-use super::{CHAIN_MAX, MANIFEST, MEMORY, STAMP, STATE, SnapshotError, host};
-use crate::error::Error;
+use super::sections::{self, Saved, WorkingSetV1};
+use super::state::MachineState;
+use super::{Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, STAMP, STATE, SnapshotError, host};
+use crate::error::{Error, ErrorKind};
+use crate::memory::{MemoryImage, WorkingSet};
 use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
@@ -45,7 +47,39 @@ pub struct WriteOptions<'a> {
 
 impl Template {
     /// Writes the template as the folder `dir`.
-    pub fn write(&self, dir: &Path, mut options: WriteOptions) -> Result<Manifest, Error> {
+    pub fn write(&self, dir: &Path, options: WriteOptions) -> Result<Manifest, Error> {
+        if self.without_memory {
+            let what = "snapshot: the template was loaded without its memory";
+            return Err(Error::plain(ErrorKind::InvalidConfig, what));
+        }
+        let contents = Contents {
+            machine: &self.machine,
+            facts: host::facts(&self.host, self.vcpus() as u32, self.memory_mib()),
+            image: &self.image,
+            drives: &self.drives,
+            taps: &self.taps,
+            vsock_path: self.vsock_path.as_deref(),
+            base: self.base.as_ref(),
+            working_set: self.working_set.as_deref(),
+        };
+        contents.write(dir, options)
+    }
+}
+
+/// Everything that goes into a folder: a template without the host that it runs on.
+pub(super) struct Contents<'a> {
+    pub machine: &'a MachineState,
+    pub facts: MachineFacts,
+    pub image: &'a MemoryImage,
+    pub drives: &'a [FrozenStorage],
+    pub taps: &'a [String],
+    pub vsock_path: Option<&'a Path>,
+    pub base: Option<&'a Base>,
+    pub working_set: Option<&'a WorkingSet>,
+}
+
+impl Contents<'_> {
+    pub(super) fn write(&self, dir: &Path, mut options: WriteOptions) -> Result<Manifest, Error> {
         if !options.replace && fs::symlink_metadata(dir).is_ok() {
             return Err(SnapshotError::Exists { dir: dir.display().to_string() }.into());
         }
@@ -60,7 +94,7 @@ impl Template {
         folder: &Unfinished,
         options: &mut WriteOptions,
     ) -> Result<Manifest, SnapshotError> {
-        let base = self.base.as_ref().filter(|base| options.incremental && base.layers < CHAIN_MAX);
+        let base = self.base.filter(|base| options.incremental && base.layers < CHAIN_MAX);
         let own_layers = base.map_or(0, |base| base.layers);
         let mut progress = Progress { done: 0, total: self.data_bytes(own_layers), options };
 
@@ -102,8 +136,9 @@ impl Template {
             Some(_) => self.image.runs_from(own_layers),
             None => Vec::new(),
         };
-        let machine = (*self.machine).clone();
-        let (state, sections) = sections::encode(&Saved { machine, sums, runs })?;
+        let machine = self.machine.clone();
+        let working_set = self.working_set.map(WorkingSetV1::of);
+        let (state, sections) = sections::encode(&Saved { machine, sums, runs, working_set })?;
         folder.write(STATE, &state)?;
         let manifest = Manifest {
             format: manifest::FORMAT.to_owned(),
@@ -111,7 +146,7 @@ impl Template {
             id: random_id().map_err(|e| cannot(MANIFEST, e))?,
             created_by: concat!("pvmm ", env!("CARGO_PKG_VERSION")).to_owned(),
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
-            machine: host::facts(&self.host, self.vcpus() as u32, size >> 20),
+            machine: self.facts.clone(),
             memory: MemoryFacts {
                 size,
                 regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
@@ -121,8 +156,8 @@ impl Template {
                 }),
             },
             disks,
-            taps: self.taps.clone(),
-            vsock_path: self.vsock_path.as_ref().map(|path| path.display().to_string()),
+            taps: self.taps.to_vec(),
+            vsock_path: self.vsock_path.map(|path| path.display().to_string()),
             sections,
             checksum: 0,
         };

@@ -101,6 +101,23 @@ pub fn wait_readable(
     }
 }
 
+/// Waits until one of two descriptors is readable or has ended; says which. Neither is, when `timeout` passed.
+pub fn wait_either(
+    one: &impl AsRawFd,
+    two: &impl AsRawFd,
+    timeout: Option<Duration>,
+) -> io::Result<(bool, bool)> {
+    let watch = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
+    let mut polls = [watch(one.as_raw_fd()), watch(two.as_raw_fd())];
+    // Rounded up: a poll that is too short would spin.
+    let millis = timeout.map_or(-1, |t| t.as_millis().saturating_add(1).min(1 << 30) as i32);
+    // SAFETY: two pollfds, which live across the call.
+    match unsafe { libc::poll(polls.as_mut_ptr(), 2, millis) } {
+        0.. => Ok((polls[0].revents != 0, polls[1].revents != 0)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Opens a folder, to open its files beneath it.
 pub fn open_dir(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_CLOEXEC).open(path)

@@ -21,6 +21,8 @@ pub enum Outcome {
     InternalError { suberror: u32 },
     /// The processor refused the guest's state.
     EntryFailed { reason: u64 },
+    /// The process that supplied the guest's memory is gone.
+    MemoryLost,
     /// KVM gave up on the vCPU for a reason that this machine never asks for.
     UnexpectedExit { exit: String },
 }

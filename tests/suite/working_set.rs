@@ -1,0 +1,84 @@
+//! The pages of a first exec, recorded once and ready in every machine after it.
+
+use std::time::{Duration, Instant};
+
+use pvmm::exec::ExecRequest;
+use pvmm::snapshot::{LoadOptions, WriteOptions};
+use pvmm::{Prefault, Template};
+use pvmm_tests::child::{Child, SOON, record};
+use pvmm_tests::guest::Guest;
+use tempfile::TempDir;
+
+#[test]
+fn working_set_is_recorded_kept_in_the_snapshot_and_replayed() {
+    let place = TempDir::new().unwrap();
+    let dir = place.path().join("snap");
+    let mut guest = Guest::boot();
+    guest.prints("true; echo kept > /tmp/word");
+    let mut template = guest.vm.freeze().unwrap();
+    drop(guest);
+    let touched = record(&mut template);
+    println!("a first exec writes {} and reads {}", touched.written_bytes, touched.read_bytes);
+    assert!((256 << 10..64 << 20).contains(&touched.written_bytes), "{touched:?}");
+    assert!((256 << 10..64 << 20).contains(&touched.read_bytes), "{touched:?}");
+    template.write(&dir, WriteOptions::default()).unwrap();
+    drop(template);
+    let template = Template::load(&dir, LoadOptions::default()).unwrap();
+    for prefault in [Prefault::Nothing, Prefault::Mapped, Prefault::InKvm] {
+        let child = Child::with(&template, |o| o.prefault = prefault);
+        assert_eq!(child.prints("cat /tmp/word"), "kept", "{prefault:?}");
+    }
+}
+
+/// From the wish for a machine to the answer of its first exec, with and without. Interleaved, so that what
+/// else the host does hurts all alike.
+#[test]
+#[ignore = "figures; see docs/snapshots.md"]
+fn soak_prefault_figures() {
+    let mut guest = Guest::boot_with(|config| config.memory_mib = 512);
+    guest.prints("true");
+    let mut template = guest.vm.freeze().unwrap();
+    drop(guest);
+    println!("{:?}", record(&mut template));
+    let wishes = [Prefault::Nothing, Prefault::Mapped, Prefault::InKvm];
+    let mut samples: [Vec<(Duration, Duration)>; 3] = Default::default();
+    for round in 0..43 {
+        for offset in 0..3 {
+            let index = (round + offset) % 3;
+            let begun = Instant::now();
+            let child = Child::with(&template, |o| o.prefault = wishes[index]);
+            let refreshed = begun.elapsed();
+            child.agent.exec(&ExecRequest::argv(["/bin/true"]).timeout(SOON)).unwrap();
+            if round >= 3 {
+                samples[index].push((begun.elapsed(), refreshed));
+            }
+        }
+    }
+    for (wish, mut samples) in wishes.into_iter().zip(samples) {
+        samples.sort_unstable();
+        let at = |part: usize| samples[(samples.len() - 1) * part / 100];
+        println!("{wish:?}: min {:?} p50 {:?} p90 {:?} (exec, refreshed)", at(0), at(50), at(90));
+    }
+}
+
+/// How long a machine stands still to be forked, and to be checkpointed, with 64 MiB changed.
+#[test]
+#[ignore = "figures; see docs/snapshots.md"]
+fn soak_freeze_figures() {
+    for dirty_mib in [0, 16, 64] {
+        let mut guest = Guest::boot_with(|config| config.memory_mib = 512);
+        guest.prints(&format!("head -c {dirty_mib}M /dev/urandom > /dev/shm/data"));
+        let (mut beside, mut whole) = (Vec::new(), Vec::new());
+        for _ in 0..5 {
+            let begun = Instant::now();
+            beside.push(guest.vm.freeze().unwrap().pause());
+            whole.push(begun.elapsed());
+        }
+        let begun = Instant::now();
+        guest.vm.checkpoint().unwrap();
+        println!(
+            "{dirty_mib} MiB: beside {beside:?} (whole {whole:?}), in place {:?}",
+            begun.elapsed()
+        );
+    }
+}

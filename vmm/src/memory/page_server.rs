@@ -1,0 +1,215 @@
+//! Guest memory that another process supplies, page by page, as the guest touches it.
+//!
+//! The server listens on a Unix socket. It gets one message: where the memory lies, as JSON, with the
+//! descriptor over which faults arrive. The connection stays open, and its end is the server's end: from then
+//! on pages that are not there never come, so the machine is over. A thread watches for that, for whoever
+//! waits for a page cannot.
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use pvmm_devices::GuestMemory;
+use pvmm_devices::virtio::thread::DeviceHandle;
+use serde::Serialize;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use vmm_sys_util::sock_ctrl_msg::ScmSocket;
+
+use super::uffd::Userfault;
+use super::{PAGE, pages};
+use crate::sys;
+use crate::vcpu::run::Outcome;
+use crate::vcpu::thread::Report;
+
+/// How long a machine may take to come to life from pages that it must ask for.
+const START_TIME: Duration = Duration::from_secs(30);
+
+/// What went wrong between a machine and its page server.
+#[derive(Debug, thiserror::Error)]
+pub enum PageServerError {
+    #[error("{path}: cannot reach the page server")]
+    Connect { path: String, source: io::Error },
+    #[error("cannot take hold of the guest's page faults; is userfaultfd allowed?")]
+    Userfault(#[source] io::Error),
+    #[error("cannot hand the guest's memory to the page server")]
+    HandOver(#[source] io::Error),
+    #[error("cannot watch the page server")]
+    Watch(#[source] io::Error),
+    #[error("the page server is gone, or did not supply the first pages in {} s", START_TIME.as_secs())]
+    Lost,
+}
+
+/// One range of guest memory, in the words that page servers for Firecracker know.
+#[derive(Serialize)]
+struct Mapping {
+    base_host_virt_addr: u64,
+    size: u64,
+    offset: u64,
+    page_size: u64,
+    /// In bytes all the same: that is what the name has come to mean.
+    page_size_kib: u64,
+}
+
+/// The connection to a page server. Dropping it lets go of the memory; the vCPUs must be gone by then.
+pub struct PageServer {
+    shared: Arc<Shared>,
+    watcher: Option<JoinHandle<()>>,
+    devices: Option<DeviceHandle>,
+}
+
+struct Shared {
+    faults: Userfault,
+    phase: Mutex<Phase>,
+    wake: EventFd,
+}
+
+enum Phase {
+    /// Pages are asked for by the machine's owner, who must not wait for ever.
+    Starting,
+    /// Whoever waits for a page can be called off, and the owner hears of the end.
+    Running(Report),
+    Lost,
+    Over,
+}
+
+impl PageServer {
+    /// Hands the faults of `guest`, none of which is there yet, to the server at `path`.
+    pub fn connect(path: &Path, guest: &GuestMemory) -> Result<Self, PageServerError> {
+        let socket = UnixStream::connect(path).map_err(|source| PageServerError::Connect {
+            path: path.display().to_string(),
+            source,
+        })?;
+        let faults = Userfault::for_missing(guest).map_err(PageServerError::Userfault)?;
+        let mappings: Vec<_> = pages::places(guest)
+            .into_iter()
+            .map(|(offset, address, size)| Mapping {
+                base_host_virt_addr: address as u64,
+                size,
+                offset,
+                page_size: PAGE,
+                page_size_kib: PAGE,
+            })
+            .collect();
+        hand_over(&socket, &mappings, &faults).map_err(PageServerError::HandOver)?;
+        let wake = EventFd::new(EFD_NONBLOCK).map_err(PageServerError::Watch)?;
+        let shared = Arc::new(Shared { faults, phase: Mutex::new(Phase::Starting), wake });
+        let watched = shared.clone();
+        let watcher = std::thread::Builder::new()
+            .name("pvmm-pages".into())
+            .spawn(move || watched.watch(&socket))
+            .map_err(PageServerError::Watch)?;
+        Ok(Self { shared, watcher: Some(watcher), devices: None })
+    }
+
+    /// The machine is made and `report` hears of the server's end from now on.
+    pub fn started(
+        &mut self,
+        devices: DeviceHandle,
+        report: Report,
+    ) -> Result<(), PageServerError> {
+        let mut phase = self.shared.phase();
+        if matches!(*phase, Phase::Lost) {
+            return Err(PageServerError::Lost);
+        }
+        *phase = Phase::Running(report);
+        drop(phase);
+        self.devices = Some(devices);
+        self.shared.nudge();
+        Ok(())
+    }
+
+    /// Fails once the server is gone: devices may be waiting for a page that never comes.
+    pub fn check(&self) -> Result<(), PageServerError> {
+        match *self.shared.phase() {
+            Phase::Lost => Err(PageServerError::Lost),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn hand_over(socket: &UnixStream, mappings: &[Mapping], faults: &Userfault) -> io::Result<()> {
+    let message = serde_json::to_vec(mappings)?;
+    socket.set_write_timeout(Some(START_TIME))?;
+    let sent = socket.send_with_fd(message.as_slice(), faults.fd())?;
+    match sent == message.len() {
+        true => Ok(()),
+        false => Err(io::ErrorKind::WriteZero.into()),
+    }
+}
+
+impl Shared {
+    fn phase(&self) -> MutexGuard<'_, Phase> {
+        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the watcher look at the phase.
+    fn nudge(&self) {
+        // Only a full counter refuses, and that wakes as well.
+        let _ = self.wake.write(1);
+    }
+
+    fn watch(&self, socket: &UnixStream) {
+        let late = Instant::now() + START_TIME;
+        loop {
+            let timeout = match *self.phase() {
+                Phase::Starting => Some(late.saturating_duration_since(Instant::now())),
+                Phase::Running(_) => None,
+                Phase::Lost | Phase::Over => return,
+            };
+            let alive = match sys::wait_either(&self.wake, socket, timeout) {
+                Ok((woken, spoken)) => {
+                    if woken {
+                        let _ = self.wake.read();
+                    }
+                    match spoken {
+                        true => still_there(socket),
+                        false => woken,
+                    }
+                }
+                Err(_) => false,
+            };
+            if !alive {
+                return self.lost();
+            }
+        }
+    }
+
+    fn lost(&self) {
+        let mut phase = self.phase();
+        match std::mem::replace(&mut *phase, Phase::Lost) {
+            // The owner may be waiting for a page. It goes on with zeros and is told before it uses them.
+            Phase::Starting => self.faults.release(),
+            Phase::Running(report) => report(Outcome::MemoryLost),
+            Phase::Over => *phase = Phase::Over,
+            Phase::Lost => {}
+        }
+    }
+}
+
+/// Takes what the server says, which means nothing, and tells whether the connection goes on.
+fn still_there(mut socket: &UnixStream) -> bool {
+    let mut ignored = [0; 256];
+    matches!(io::Read::read(&mut socket, &mut ignored), Ok(1..))
+}
+
+impl Drop for PageServer {
+    fn drop(&mut self) {
+        let lost = matches!(std::mem::replace(&mut *self.shared.phase(), Phase::Over), Phase::Lost);
+        if let Some(devices) = self.devices.take().filter(|_| !lost) {
+            // What devices have under way must end with the right bytes; without an answer there is no more
+            // that can be done.
+            let _ = devices.quiesce_all();
+        }
+        self.shared.faults.release();
+        self.shared.nudge();
+        if let Some(watcher) = self.watcher.take() {
+            let _ = watcher.join();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,214 @@
+//! A writer killed at every system call, and one for which every call fails once: the folder is whole.
+//!
+//! strace does the killing. The victim is this test program itself, run again with one test.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use vm_memory::{Bytes, GuestAddress};
+
+use super::read::Folder;
+use super::write::Contents;
+use super::*;
+use crate::memory::{Memory, MemoryImage, Region};
+use crate::storage::FrozenStorage;
+
+const PLACE: &str = "PVMM_CRASH_PLACE";
+/// Paths that are asked for before and after, to find the writer's calls among the program's.
+const BEGIN: &str = "/pvmm-crash-test-begins";
+const END: &str = "/pvmm-crash-test-ends";
+/// Calls whose failure must be told, or made good.
+const TELLING: [&str; 13] = [
+    "write",
+    "pwrite64",
+    "ftruncate",
+    "fallocate",
+    "copy_file_range",
+    "fsync",
+    "mkdir",
+    "renameat2",
+    "fchmod",
+    "flock",
+    "getrandom",
+    "lseek",
+    "openat",
+];
+
+/// Writes a snapshot over the one that is there.
+fn write(dir: &Path) -> Result<Manifest, Error> {
+    let region = Region { address: 0, len: 64 << 20 };
+    let mut memory = Memory::map(MemoryImage::empty(vec![region])).unwrap();
+    for page in [0x5000, 0x30_0000, 0x30_1000] {
+        memory.guest.write_slice(&[7; 4096], GuestAddress(page)).unwrap();
+    }
+    memory.freeze().unwrap();
+    let disk = tempfile::tempfile().unwrap();
+    std::os::unix::fs::FileExt::write_all_at(&disk, &[9; 8192], 0).unwrap();
+    let saved = super::tests::saved();
+    let contents = Contents {
+        machine: &saved.machine,
+        facts: super::tests::manifest(Vec::new()).machine,
+        image: &memory.image,
+        drives: &[FrozenStorage::Fixed { file: disk, path: None }],
+        taps: &[],
+        vsock_path: None,
+        base: None,
+        working_set: None,
+    };
+    let _ = fs::metadata(BEGIN);
+    let written = contents.write(dir, WriteOptions { replace: true, ..Default::default() });
+    let _ = fs::metadata(END);
+    written
+}
+
+#[test]
+#[ignore = "run by the other tests here"]
+fn victim() {
+    let place = PathBuf::from(std::env::var_os(PLACE).expect("a place"));
+    // strace is to hold this thread alone: it counts calls from when it does.
+    println!("\nvictim {}", fs::read_link("/proc/thread-self").unwrap().display());
+    std::io::stdin().read_line(&mut String::new()).unwrap();
+    write(&place.join("snap")).expect("written");
+}
+
+/// The identifier of a snapshot of which every byte is as it was written.
+fn whole(dir: &Path) -> String {
+    let folder = Folder::open(dir).expect("a manifest");
+    let saved = folder.state().expect("state");
+    let everything = LoadOptions { verify: true, ..Default::default() };
+    folder.verify(&saved.sums, everything).expect("memory and disks");
+    folder.layers(&saved, everything, 0).expect("memory");
+    folder.drives().expect("disks");
+    folder.manifest.id.clone()
+}
+
+/// A folder with a snapshot in it, and how the writer of the next one does under strace.
+struct Place {
+    dir: tempfile::TempDir,
+    log: tempfile::NamedTempFile,
+}
+
+impl Place {
+    fn new() -> Self {
+        let place = Self {
+            dir: tempfile::tempdir().unwrap(),
+            log: tempfile::NamedTempFile::new().unwrap(),
+        };
+        write(&place.snap()).unwrap();
+        place
+    }
+
+    fn snap(&self) -> PathBuf {
+        self.dir.path().join("snap")
+    }
+
+    fn names(&self) -> BTreeSet<String> {
+        let entries = fs::read_dir(self.dir.path()).unwrap().flatten();
+        entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
+    }
+
+    /// Removes what the last victim has left, so that the next one makes the calls that were counted.
+    fn sweep(&self) {
+        for name in self.names().into_iter().filter(|name| name != "snap") {
+            fs::remove_dir_all(self.dir.path().join(name)).unwrap();
+        }
+    }
+
+    /// Runs the victim; true if it wrote its snapshot.
+    fn run(&self, expression: &str) -> bool {
+        let mut victim = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "snapshot::crash_tests::victim", "--ignored", "--nocapture"])
+            .env(PLACE, self.dir.path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let thread = lines.find_map(|line| Some(line.strip_prefix("victim ")?.to_owned())).unwrap();
+        let (process, id) = (thread.split('/').next().unwrap(), thread.rsplit('/').next().unwrap());
+        let mut strace = Command::new("strace")
+            .args(["-qq", "-e", expression, "-p", id, "-o"])
+            .arg(self.log.path())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("strace should be installed; `make test` does it");
+        let status = format!("/proc/{process}/task/{id}/status");
+        while fs::read_to_string(&status).unwrap().contains("TracerPid:\t0\n") {
+            assert_eq!(strace.try_wait().unwrap(), None, "strace cannot attach");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        victim.stdin.take().unwrap().write_all(b"\n").unwrap();
+        lines.for_each(drop);
+        let written = victim.wait().unwrap().success();
+        strace.wait().unwrap();
+        written
+    }
+
+    /// The writer's calls: the name of each and how many of that name came before it, as strace counts.
+    fn calls(&self) -> Vec<(String, usize)> {
+        assert!(self.run("trace=all"));
+        let log = fs::read_to_string(self.log.path()).unwrap();
+        let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
+        let (mut calls, mut ours) = (Vec::new(), false);
+        for line in log.lines() {
+            let Some((name, _)) = line.split_once('(') else { continue };
+            let count = counts.entry(name).or_default();
+            *count += 1;
+            ours = (ours || line.contains(BEGIN)) && !line.contains(END);
+            if ours {
+                calls.push((name.to_owned(), *count));
+            }
+        }
+        calls
+    }
+}
+
+#[test]
+fn writer_killed_at_any_system_call_leaves_the_old_snapshot_or_the_new_one() {
+    let place = Place::new();
+    let calls = place.calls();
+    assert!(calls.len() > 50, "{calls:?}");
+    let (mut old, mut new) = (0, 0);
+    for (name, count) in &calls {
+        let before = whole(&place.snap());
+        let written = place.run(&format!("inject={name}:signal=KILL:when={count}"));
+        assert!(!written, "{name} {count}: was to be killed");
+        let is_new = whole(&place.snap()) != before;
+        (old, new) = (old + usize::from(!is_new), new + usize::from(is_new));
+        place.sweep();
+    }
+    println!("killed at {} calls: the old one {old} times, the new one {new} times", calls.len());
+    assert!(old > 50 && new > 5, "{old} {new}");
+    // What one that was killed leaves is removed by the next.
+    place.run("inject=fchmod:signal=KILL");
+    assert_eq!(place.names().len(), 2);
+    write(&place.snap()).unwrap();
+    assert_eq!(place.names(), BTreeSet::from(["snap".to_owned()]));
+}
+
+#[test]
+fn writer_for_whom_any_system_call_fails_says_so_and_leaves_nothing() {
+    let place = Place::new();
+    let mut calls = place.calls();
+    calls.retain(|(name, _)| TELLING.contains(&name.as_str()));
+    let mut failed = 0;
+    for (index, (name, count)) in calls.iter().enumerate() {
+        let errno = if index.is_multiple_of(2) { "EIO" } else { "ENOSPC" };
+        let before = whole(&place.snap());
+        let written = place.run(&format!("inject={name}:error={errno}:when={count}"));
+        let after = whole(&place.snap());
+        assert!(!written || after != before, "{errno} of {name} {count} was not noticed");
+        // A folder that cannot be opened cannot be removed either; the next writer does it.
+        let left = place.names().len() - 1;
+        assert!(left == 0 || name == "openat", "{errno} of {name} {count}: {:?}", place.names());
+        place.sweep();
+        failed += usize::from(!written);
+    }
+    println!("{failed} failures of {} calls were told, the others made good", calls.len());
+    assert!(failed > 15, "{failed}");
+}
