@@ -1,18 +1,19 @@
 # Short names for `cargo xtask`, which does the work and has `--help`.
 
-.PHONY: help demo test check bench bench-quick bench-native kernel clean
+.PHONY: help demo test check fuzz bench bench-quick bench-native kernel clean
 
 help:
 	@echo "make demo    boot a guest, run a line of Python in it, say what it took"
 	@echo "make test    every test, with real guests"
 	@echo "make check   formatting, lints and the rules of the house"
+	@echo "make fuzz    every fuzz target for a minute"
 	@echo "make bench   measure pvmm beside its peers; bench-quick takes few samples,"
 	@echo "             bench-native needs no guest and so any /dev/kvm"
 	@echo "make kernel  build the guest kernel"
 	@echo "make clean   remove what was built here"
 
 # The tool is built where its progress is seen, then run without a word of cargo's.
-demo test check bench kernel:
+demo test check fuzz bench kernel:
 	@cargo build --release --package xtask
 	@cargo xtask $@
 

@@ -8,9 +8,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use pvmm_guest_agent::message::Limits;
+
 use crate::sys;
 
 const HIERARCHY: &str = "/sys/fs/cgroup";
+const CPU_PERIOD_US: u64 = 100_000;
 /// Rounds of looking for relatives to kill; each finds what the one before let fork.
 const KILL_ROUNDS: usize = 16;
 
@@ -21,6 +24,8 @@ pub struct Cgroups {
     /// Groups of ended execs that a background process still lives in.
     lingering: Vec<PathBuf>,
     frozen: Arc<AtomicBool>,
+    /// The kernel accounts for memory, processes and processors of each group.
+    limits: bool,
 }
 
 /// Freezes and thaws all groups together, from any thread.
@@ -43,7 +48,7 @@ impl Cgroups {
         // Also tells a directory of some other filesystem from a control group.
         base.join("cgroup.kill").exists().then_some(())?;
         let frozen = Arc::default();
-        let mut this = Self { base, next: 0, lingering: Vec::new(), frozen };
+        let mut this = Self { base, next: 0, lingering: Vec::new(), frozen, limits: false };
         // An agent before us may have ended in mid-freeze.
         let _ = this.thaw();
         this.adopt_leftovers();
@@ -74,6 +79,20 @@ impl Cgroups {
                 Ok(()) => return Ok(Cgroup { dir: File::open(&path)?, path }),
             }
         }
+    }
+
+    /// Lets the groups be limited. Only done on wish: accounting costs every exec a little.
+    pub fn enable_limits(&mut self) -> io::Result<()> {
+        if self.limits {
+            return Ok(());
+        }
+        let controllers = "+memory +pids +cpu";
+        let parent = self.base.parent().ok_or(io::ErrorKind::NotFound)?;
+        for place in [parent, &self.base] {
+            fs::write(place.join("cgroup.subtree_control"), controllers)?;
+        }
+        self.limits = true;
+        Ok(())
     }
 
     /// Removes a group now, or once the processes in it have gone.
@@ -175,6 +194,33 @@ impl Cgroup {
     /// The directory, for a process to be born in.
     pub fn fd(&self) -> RawFd {
         self.dir.as_raw_fd()
+    }
+
+    /// Bounds what the processes in the group may use together.
+    pub fn limit(&self, limits: &Limits) -> io::Result<()> {
+        let write = |name: &str, value: String| fs::write(self.path.join(name), value);
+        if let Some(bytes) = limits.memory {
+            write("memory.max", bytes.to_string())?;
+            // A guest without swap has no such file, and needs none.
+            let _ = write("memory.swap.max", "0".into());
+        }
+        if let Some(count) = limits.pids {
+            write("pids.max", count.to_string())?;
+        }
+        if let Some(milli) = limits.cpu_milli {
+            write(
+                "cpu.max",
+                format!("{} {CPU_PERIOD_US}", u64::from(milli) * CPU_PERIOD_US / 1000),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Processes in the group that were killed for lack of memory; zero where nobody counts.
+    pub fn oom_kills(&self) -> u64 {
+        let events = fs::read_to_string(self.path.join("memory.events")).unwrap_or_default();
+        let count = events.lines().find_map(|line| line.strip_prefix("oom_kill "));
+        count.and_then(|count| count.parse().ok()).unwrap_or(0)
     }
 
     /// Kills every process in the group at once; none can fork its way out.

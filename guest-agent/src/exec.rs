@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::limits::{DEFAULT_GRACE, DRAIN_TIME, MAX_TIMEOUT};
 use pvmm_guest_agent::message::{
-    Answer, Command, Exec, ExecReport, ExecStatus, OutputCount, Stage, Started, Usage,
+    Answer, Command, Exec, ExecReport, ExecStatus, Limits, OutputCount, Stage, Started, Usage,
 };
 use pvmm_guest_agent::{Channel, Kind};
 
@@ -34,6 +34,7 @@ impl Server {
                 status: ExecStatus::CouldNotStart { stage, errno },
                 timed_out: false,
                 background: false,
+                oom: false,
                 stdout: OutputCount::default(),
                 stderr: OutputCount::default(),
                 duration_us: begun.elapsed().as_micros() as u64,
@@ -59,6 +60,13 @@ impl Server {
             Some(cgroups) => Some(cgroups.create().map_err(prepare)?),
             None => None,
         };
+        if let Some(limits) = &exec.limits
+            && let Err(e) = self.limit(cgroup.as_ref(), limits)
+        {
+            self.retire(cgroup);
+            let errno = e.raw_os_error().unwrap_or(libc::ENOTSUP);
+            return Err(SpawnError { stage: Stage::Limits, errno });
+        }
         let plan = self.plan(&exec, user, &stdio, cgroup.as_ref())?;
         let pid = match self.spawner.spawn(&plan) {
             Ok(pid) => pid,
@@ -164,6 +172,15 @@ impl Server {
         })
     }
 
+    /// An exec that cannot be limited as it was asked is not started.
+    fn limit(&mut self, cgroup: Option<&Cgroup>, limits: &Limits) -> std::io::Result<()> {
+        let (Some(cgroups), Some(cgroup)) = (&mut self.settings.cgroups, cgroup) else {
+            return Err(std::io::Error::from_raw_os_error(libc::ENOTSUP));
+        };
+        cgroups.enable_limits()?;
+        cgroup.limit(limits)
+    }
+
     pub(crate) fn retire(&mut self, cgroup: Option<Cgroup>) {
         if let (Some(cgroups), Some(cgroup)) = (&mut self.settings.cgroups, cgroup) {
             cgroups.retire(cgroup);
@@ -173,7 +190,11 @@ impl Server {
     pub(crate) fn process_died(&mut self, id: u64, dead: &Reaped) {
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let Work::Process(process) = &mut job.work else { return };
+        self.oom.catch_up();
+        let oom = self.oom.names(dead.pid as u32)
+            || process.cgroup.as_ref().is_some_and(|cgroup| cgroup.oom_kills() > 0);
         process.phase = Phase::Dead(Death {
+            oom,
             status: status(dead.status),
             usage: usage(&dead.usage),
             after: process.begun.elapsed(),
@@ -246,6 +267,7 @@ impl Server {
                     status: death.status,
                     timed_out: process.timed_out,
                     background: process.background,
+                    oom: death.oom,
                     stdout: count(0).unwrap_or_default(),
                     stderr: count(1).unwrap_or_default(),
                     duration_us: death.after.as_micros() as u64,

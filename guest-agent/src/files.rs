@@ -29,7 +29,7 @@ pub fn paths(request: &Request) -> Vec<&[u8]> {
         Request::Symlink(it) => vec![&it.path],
         Request::Watch(it) => vec![&it.path],
         Request::Freeze(_) | Request::Refresh(_) | Request::Thaw {} => vec![],
-        Request::Processes {} | Request::Attach(_) => vec![],
+        Request::Processes {} | Request::Attach(_) | Request::Metrics {} => vec![],
         Request::SignalProcess(_) | Request::ForgetProcess(_) => vec![],
         Request::Exec(_)
         | Request::Connect(_)

@@ -66,6 +66,8 @@ pub enum Phase {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Death {
     pub status: ExecStatus,
+    /// Something in it was killed for lack of memory.
+    pub oom: bool,
     pub usage: Usage,
     pub after: Duration,
 }

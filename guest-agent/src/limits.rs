@@ -91,6 +91,11 @@ pub const MAX_HOSTNAME: usize = 64;
 /// Longest name of a network interface, as the kernel has it.
 pub const MAX_INTERFACE_NAME: usize = 15;
 
+/// Kills for lack of memory that are remembered.
+pub const MAX_OOM_EVENTS: usize = 32;
+/// The least memory an exec may be limited to: less holds no program.
+pub const MIN_MEMORY: u64 = 1 << 20;
+
 /// Detached processes that are remembered, running or ended.
 pub const MAX_DETACHED: usize = 64;
 /// Of each of their outputs, bytes kept unless the exec says otherwise, and at most.

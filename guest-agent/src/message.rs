@@ -4,6 +4,7 @@
 mod code;
 mod detached;
 mod fresh;
+mod metrics;
 
 use serde::{Deserialize, Serialize};
 pub use serde_bytes::ByteBuf;
@@ -11,6 +12,7 @@ pub use serde_bytes::ByteBuf;
 pub use code::{CloseSession, Language, OpenSession, RunCode, RunReport, RunStatus, SessionInfo};
 pub use detached::{Attach, Detach, Detached, Kept, ProcessId, ProcessInfo, Replay, SignalProcess};
 pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
+pub use metrics::{Limits, Metrics, OomEvent};
 
 /// `Hello`: who the client is and which versions it speaks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -75,6 +77,7 @@ pub enum Request {
     Attach(Attach),
     SignalProcess(SignalProcess),
     ForgetProcess(ProcessId),
+    Metrics {},
     Info {},
     Ping {},
 }
@@ -119,6 +122,9 @@ pub struct Exec {
     /// Let the process go on without its client; the answer is its id.
     #[serde(default)]
     pub detach: Option<Detach>,
+    /// What it and all it starts may use together.
+    #[serde(default)]
+    pub limits: Option<Limits>,
 }
 
 impl Exec {
@@ -136,6 +142,7 @@ impl Exec {
             output_limit: None,
             pty: None,
             detach: None,
+            limits: None,
         }
     }
 }
@@ -375,6 +382,7 @@ pub enum Answer {
     Transferred(u64),
     Metadata(Metadata),
     Info(Info),
+    Metrics(Metrics),
     Frozen(Frozen),
     Refreshed(Refreshed),
     Session(SessionInfo),
@@ -439,6 +447,9 @@ pub struct ExecReport {
     /// A background child still held an output when the streams were closed.
     #[serde(default)]
     pub background: bool,
+    /// It, or something it started, was killed for lack of memory.
+    #[serde(default)]
+    pub oom: bool,
     #[serde(default)]
     pub stdout: OutputCount,
     #[serde(default)]
@@ -464,6 +475,8 @@ pub enum ExecStatus {
 pub enum Stage {
     /// Making pipes or a control group.
     Prepare,
+    /// Limiting what it may use.
+    Limits,
     /// Looking the user or group up.
     User,
     /// Making the process.

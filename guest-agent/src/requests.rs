@@ -148,7 +148,8 @@ impl Server {
     }
 
     pub fn welcome(&self) -> Welcome {
-        let mut capabilities = vec!["exec", "files", "info", "connect", "pty", "detach", "code"];
+        let mut capabilities =
+            vec!["exec", "files", "info", "connect", "pty", "detach", "code", "metrics"];
         if self.settings.control.is_some() {
             capabilities.push("refresh");
         }
@@ -157,6 +158,7 @@ impl Server {
         }
         if self.settings.cgroups.is_some() {
             capabilities.push("cgroups");
+            capabilities.push("limits");
         }
         Welcome {
             version: VERSION,
@@ -278,6 +280,10 @@ impl Server {
                 let processes = self.processes();
                 self.answer(id, stream, Answer::Processes(processes));
             }
+            Request::Metrics {} => {
+                let metrics = self.metrics();
+                self.answer(id, stream, Answer::Metrics(metrics));
+            }
             Request::Attach(attach) => self.attach(id, stream, attach),
             Request::SignalProcess(signal) => self.signal_process(id, stream, signal),
             Request::ForgetProcess(process) => self.forget_process(id, stream, process.id),
@@ -385,7 +391,7 @@ fn check(request: &Request) -> Result<(), &'static str> {
         Request::SignalProcess(it) if !(1..=libc::SIGRTMAX()).contains(&it.signal) => {
             Err("there is no such signal")
         }
-        Request::Processes {} | Request::Attach(_) => Ok(()),
+        Request::Processes {} | Request::Attach(_) | Request::Metrics {} => Ok(()),
         Request::SignalProcess(_) | Request::ForgetProcess(_) => Ok(()),
         file => files::paths(file).into_iter().try_for_each(|path| match path {
             [] => Err("a path is empty"),
@@ -398,7 +404,7 @@ fn check(request: &Request) -> Result<(), &'static str> {
 }
 
 fn check_exec(exec: &Exec) -> Result<(), &'static str> {
-    use pvmm_guest_agent::limits::MAX_TAIL;
+    use pvmm_guest_agent::limits::{MAX_TAIL, MIN_MEMORY};
     use pvmm_guest_agent::message::Command;
 
     let words: Vec<&[u8]> = match &exec.command {
@@ -418,6 +424,14 @@ fn check_exec(exec: &Exec) -> Result<(), &'static str> {
     check_env(&exec.env)?;
     if exec.cwd.as_ref().is_some_and(|cwd| cwd.is_empty() || cwd.contains(&0)) {
         return Err("cwd is empty or contains NUL");
+    }
+    if let Some(limits) = &exec.limits {
+        if limits.memory.is_some_and(|bytes| bytes < MIN_MEMORY) {
+            return Err("limits.memory is too little for any program");
+        }
+        if limits.pids == Some(0) || limits.cpu_milli == Some(0) {
+            return Err("a limit of nothing at all lets nothing run");
+        }
     }
     if exec.output_limit.is_some_and(|limit| limit.tail > MAX_TAIL) {
         return Err("output_limit.tail is too large");

@@ -17,6 +17,7 @@ use crate::connection::Connection;
 use crate::interpreter::Sessions;
 use crate::job::{Job, Work};
 use crate::listener::Listener;
+use crate::oom::OomLog;
 use crate::pool::Pool;
 use crate::refresh::Identity;
 use crate::spawn::Spawner;
@@ -62,6 +63,7 @@ pub struct Server {
     pub(crate) spawner: Spawner,
     pub(crate) pool: Pool,
     pub(crate) identity: Identity,
+    pub(crate) oom: OomLog,
     pub(crate) sessions: Sessions,
     pub(crate) null: Arc<OwnedFd>,
     pub(crate) scratch: Vec<u8>,
@@ -101,6 +103,7 @@ impl Server {
             spawner: Spawner::new(),
             pool,
             identity: Identity::new(),
+            oom: OomLog::open(),
             sessions: Sessions::default(),
             null: Arc::new(sys::open(c"/dev/null", libc::O_RDWR, 0)?),
             scratch: Vec::new(),

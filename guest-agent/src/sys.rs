@@ -456,3 +456,20 @@ fn seek_for(file: &std::fs::File, from: u64, whence: libc::c_int) -> Result<Opti
         },
     }
 }
+
+/// Moves behind the last record of a log.
+pub fn seek_end(fd: RawFd) {
+    // SAFETY: takes no pointer. Where it fails, old records are read, and are only old.
+    unsafe { libc::lseek(fd, 0, libc::SEEK_END) };
+}
+
+/// Bytes of the filesystem at a path: all, and those that can still be written.
+pub fn disk_space(path: &CStr) -> Result<(u64, u64)> {
+    // SAFETY: plain data filled by the call; the path is a C string that outlives it.
+    let facts = unsafe {
+        let mut facts: libc::statvfs = std::mem::zeroed();
+        check(libc::statvfs(path.as_ptr(), &mut facts))?;
+        facts
+    };
+    Ok((facts.f_blocks * facts.f_frsize, facts.f_bavail * facts.f_frsize))
+}

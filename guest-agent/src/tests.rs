@@ -6,8 +6,8 @@ use proptest::prelude::*;
 use crate::frame::{Channel, Decoder, END, FrameError, HEADER_LEN, Header, Kind, credit_frame};
 use crate::limits::{MAX_CONTROL, MAX_DATA, MAX_DEPTH, MAX_SMALL, MAX_WINDOW};
 use crate::message::{
-    Answer, Code, Command, Detach, Exec, ExecReport, ExecStatus, Failure, Outcome, OutputLimit,
-    Request, Stage, WindowSize,
+    Answer, Code, Command, Detach, Exec, ExecReport, ExecStatus, Failure, Limits, Outcome,
+    OutputLimit, Request, Stage, WindowSize,
 };
 use crate::output::Tail;
 use crate::window::{ReceiveWindow, SendWindow, WindowError};
@@ -120,6 +120,7 @@ fn exec() -> Exec {
         output_limit: Some(OutputLimit { head: 1, tail: 2 }),
         pty: Some(WindowSize { rows: 1, columns: u16::MAX }),
         detach: Some(Detach { keep: Some(1) }),
+        limits: Some(Limits { pids: Some(1), ..Limits::default() }),
     }
 }
 

@@ -186,6 +186,19 @@ fn env_var_from(
     Ok(EnvVar { name: name.to_owned(), value })
 }
 
+/// `--memory` of a command, in MiB; the guest's own memory bounds it from above.
+pub fn limit_mib(text: &str) -> Result<u64, String> {
+    in_range(size_mib(text)?, 1, MAX_MEMORY_MIB)
+}
+
+/// `--cpus` of a command, in thousandths.
+pub fn cpu_milli(text: &str) -> Result<u32, String> {
+    match text.parse::<f64>() {
+        Ok(cpus) if (0.01..=1024.0).contains(&cpus) => Ok((cpus * 1000.0).round() as u32),
+        _ => Err("use a number from 0.01 to 1024, such as 0.5".to_owned()),
+    }
+}
+
 /// A detached command of a VM: `VM:ID`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessName {

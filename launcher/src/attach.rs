@@ -292,6 +292,21 @@ impl Sink {
     }
 }
 
+/// Who was killed for lack of memory, as far as the guest says.
+pub fn oom_remark(agent: &Agent) -> String {
+    let last = agent.metrics().ok().and_then(|metrics| metrics.oom_events.last().cloned());
+    match last {
+        Some(victim) => {
+            let why = if victim.by_limit { "its memory limit" } else { "the guest's memory" };
+            format!(
+                "out of memory: {why} was used up, and {} (pid {}) was killed",
+                victim.name, victim.pid
+            )
+        }
+        None => "out of memory: a process of the command was killed".to_owned(),
+    }
+}
+
 /// The failure for a command that never ran; `names` are the flags' own words.
 pub fn could_not_start(status: &ExitStatus, names: &Names) -> Failure {
     let code = status.shell_code();
@@ -304,6 +319,7 @@ pub fn could_not_start(status: &ExitStatus, names: &Names) -> Failure {
         Stage::User => format!("--user: there is no '{user}' in the guest"),
         Stage::Credentials => format!("--user: cannot become '{user}' in the guest: {cause}"),
         Stage::Chdir => format!("--workdir: cannot enter {workdir} in the guest: {cause}"),
+        Stage::Limits => format!("the guest cannot limit the command: {cause}"),
         Stage::Exec if code == exit::NOT_FOUND => format!("'{program}' was not found in the guest"),
         Stage::Exec => format!("'{program}' cannot be executed in the guest: {cause}"),
         _ => format!("the guest cannot start a process: {cause}"),

@@ -70,14 +70,36 @@ pub enum Verb {
     Snapshots(Snapshots),
     Restore(Restore),
     /// Remember this instant of a VM, for `rollback`
+    #[command(before_help = "\
+Examples:
+  pvmm checkpoint web
+  pvmm rollback web                    back to it, as often as you like
+")]
     Checkpoint(OneVm),
     /// Take a VM back to its checkpoint: memory, devices, disk
+    #[command(before_help = "\
+Examples:
+  pvmm checkpoint web
+  pvmm exec web -- rm -rf /srv
+  pvmm rollback web                    it did not happen
+")]
     Rollback(OneVm),
     /// Let a VM's processors stand still
+    #[command(before_help = "\
+Examples:
+  pvmm pause web
+  pvmm resume web
+")]
     Pause(OneVm),
     /// Let a paused VM go on
+    #[command(before_help = "\
+Examples:
+  pvmm pause web
+  pvmm resume web
+")]
     Resume(OneVm),
     Ps(Ps),
+    Stats(Stats),
     Logs(Logs),
     Kill(Kill),
     Rm(Rm),
@@ -183,11 +205,21 @@ Examples:
   pvmm exec -it web -- bash
   pvmm exec -i web -- sh < script.sh
   pvmm exec --timeout 10s -u nobody web -- ./job
+  pvmm exec --memory 256M --pids 50 --cpus 0.5 web -- ./untrusted
   pvmm exec -d web -- ./server         prints an id; see: pvmm ps web, pvmm attach web:ID, pvmm kill web:ID
 ")]
 pub struct Exec {
     #[command(flatten)]
     pub command: CommandFlags,
+    /// Memory that the command and all it starts may use: 512M, 2G, or a plain number of MiB
+    #[arg(short, long, value_name = "SIZE", value_parser = args::limit_mib)]
+    pub memory: Option<u64>,
+    /// Processes and threads that they may be
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub pids: Option<u64>,
+    /// Processors that they may use: 1, 0.5, 2.25
+    #[arg(long, value_name = "N", value_parser = args::cpu_milli)]
+    pub cpus: Option<u32>,
     /// Start the command, print its id and leave it running
     #[arg(short, long)]
     pub detach: bool,
@@ -474,6 +506,21 @@ Examples:
 pub struct Ps {
     /// Id, the start of an id, or name of a VM whose detached commands to list
     pub vm: Option<String>,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Show what a VM's guest uses
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm stats web
+  pvmm stats --json web
+")]
+pub struct Stats {
+    /// Id, the start of an id, or name
+    pub vm: String,
     /// As JSON
     #[arg(long)]
     pub json: bool,

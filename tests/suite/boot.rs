@@ -26,6 +26,16 @@ fn boot_of_two_vcpus_has_both_in_one_package() {
 }
 
 #[test]
+fn boot_of_eight_vcpus_has_them_all_at_work() {
+    let guest = Guest::boot_with(|config| config.vcpus = 8);
+    assert_eq!(guest.prints("nproc"), "8");
+    // Each is used: a command pinned to it says where it ran.
+    let pinned = "for cpu in 0 1 2 3 4 5 6 7; do \
+                  taskset -c $cpu sh -c 'set -- $(cat /proc/self/stat); echo ${39}'; done";
+    assert_eq!(guest.prints(pinned), "0\n1\n2\n3\n4\n5\n6\n7");
+}
+
+#[test]
 fn boot_with_memory_above_the_hole_has_all_of_it() {
     let guest = Guest::boot_with(|config| config.memory_mib = 4096);
     let mib: u64 = guest.prints("free -m | awk '/Mem:/{print $2}'").parse().unwrap();

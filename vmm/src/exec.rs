@@ -15,7 +15,7 @@ use pvmm_guest_agent::message::{OutputLimit, Request};
 pub use detached::{AttachFrom, Detached, Kept, Listed, Replay};
 pub use output::{Captured, Output};
 pub use process::{Process, ProcessEvent, Signaller, Stdin};
-pub use pvmm_guest_agent::message::{ExecStatus, OutputCount, Stage, Usage, WindowSize};
+pub use pvmm_guest_agent::message::{ExecStatus, Limits, OutputCount, Stage, Usage, WindowSize};
 pub use request::{ExecRequest, OutputCap};
 pub use status::ExitStatus;
 

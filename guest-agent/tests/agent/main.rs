@@ -10,6 +10,7 @@ mod forward;
 mod hostile;
 mod interpreter;
 mod large;
+mod metrics;
 mod refresh;
 mod streams;
 mod terminal;

@@ -96,15 +96,14 @@ fn terminal_edits_lines() {
 fn ctrl_c_interrupts_the_foreground_job_and_the_shell_goes_on() {
     let fixture = Fixture::start();
     let mut session = Session::shell(&fixture);
-    session.types("echo begun; sleep 60\r").sees("begun\r\n");
-    std::thread::sleep(Duration::from_millis(100));
+    // It speaks for itself, so that the key does not come before it has the terminal.
+    session.types("sh -c 'echo begun; exec sleep 60'\r").sees("begun\r\n");
     session.types("\x03").sees("^C").sees("$ ");
     session.types("echo code $?\r").sees("code 130");
     // And Ctrl-Z stops it, to go on later.
-    session.types("sleep 60\r").sees("sleep 60\r\n");
-    std::thread::sleep(Duration::from_millis(100));
+    session.types("sh -c 'echo again; exec sleep 60'\r").sees("again\r\n");
     session.types("\x1a").sees("Stopped");
-    session.types("jobs; kill %1; fg; wait\r").sees("sleep 60");
+    session.types("jobs; kill %1; fg; wait\r").sees("exec sleep 60");
     session.types("exit 3\r").types("exit 3\r");
     assert_eq!(session.ends().shell_code(), 3);
 }

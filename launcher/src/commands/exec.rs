@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use pvmm::exec::ExecError;
+use pvmm::exec::{ExecError, Limits};
 
 use crate::attach::{self, Names};
 use crate::cli::Exec;
@@ -24,10 +24,13 @@ pub fn exec(args: Exec) -> Outcome {
     vm.require_running()?;
     let signals = Signals::hold(args.command.signals())?;
     let agent = attach::connect(&vm.dir, CONNECT_PATIENCE).map_err(attach::refuse_agent)?;
-    let request = attach::request(&args.argv, &args.command);
+    let mut request = attach::request(&args.argv, &args.command);
+    if args.memory.is_some() || args.pids.is_some() || args.cpus.is_some() {
+        let memory = args.memory.map(|mib| mib << 20);
+        request = request.limits(Limits { memory, pids: args.pids, cpu_milli: args.cpus });
+    }
     let names = Names::of(&args.argv, &args.command);
     if args.detach {
-        let mut request = request;
         if let Some(timeout) = args.timeout {
             request = request.timeout(timeout);
         }
@@ -41,5 +44,11 @@ pub fn exec(args: Exec) -> Outcome {
     // Leaving closes the connection, and the agent then ends what this client started.
     let abort = |code| exit::leave(Ok(code));
     let end = attach::attach(&agent, request, args.timeout, signals, abort);
-    end.map_err(attach::refuse)?.outcome(&names)
+    let end = end.map_err(attach::refuse)?;
+    if let attach::End::Exited(status) = &end
+        && status.oom
+    {
+        output::remark(false, &attach::oom_remark(&agent));
+    }
+    end.outcome(&names)
 }

@@ -19,6 +19,7 @@ mod ps_commands;
 mod rollback;
 mod run;
 mod snapshot;
+mod stats;
 mod template;
 
 use crate::cli::{Cli, Verb};
@@ -45,6 +46,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Pause(args) => rollback::pause(args),
         Verb::Resume(args) => rollback::resume(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
+        Verb::Stats(args) => stats::stats(args),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
         Verb::Completions(args) => completions::completions(args),

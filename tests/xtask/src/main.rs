@@ -9,6 +9,7 @@ mod cargo;
 mod check;
 mod checkout;
 mod demo;
+mod fuzz;
 mod host;
 mod kernel;
 mod nested_host;
@@ -43,6 +44,14 @@ enum Verb {
     },
     /// Measure every moment that is promised to be quick, beside its peers
     Bench(bench::Options),
+    /// Every fuzz target for a while
+    Fuzz {
+        /// How long each target runs
+        #[arg(long, default_value_t = 60)]
+        seconds: u32,
+        /// Only targets whose name contains this
+        filter: Option<String>,
+    },
     /// Boot a guest, run a line of Python in it, say what it took
     Demo,
     /// Build the guest kernel
@@ -77,6 +86,7 @@ fn main() -> ExitCode {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
         Verb::Bench(options) => bench::run(&options),
+        Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),
         Verb::Demo => demo::run(),
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),

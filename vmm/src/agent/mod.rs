@@ -28,7 +28,9 @@ use std::time::{Duration, Instant};
 use pvmm_guest_agent::limits::AGENT_PORT;
 use pvmm_guest_agent::message::{self, Answer, Outcome, Request};
 
-pub use pvmm_guest_agent::message::{Entry, FileKind, Info, Metadata, Owner, ShutdownHow, Welcome};
+pub use pvmm_guest_agent::message::{
+    Entry, FileKind, Info, Metadata, Metrics, OomEvent, Owner, ShutdownHow, Welcome,
+};
 
 pub use error::{AgentError, Lost, Refusal};
 pub use files::{FileReader, FileWriter, WriteOptions};
@@ -94,6 +96,14 @@ impl Agent {
     pub fn info(&self) -> Result<Info, AgentError> {
         match self.ask(&Request::Info {}, Instant::now() + ANSWER_TIME)? {
             Answer::Info(info) => Ok(info),
+            _ => Err(AgentError::WrongAnswer),
+        }
+    }
+
+    /// Asks what the guest uses now. The words in it come from the guest.
+    pub fn metrics(&self) -> Result<Metrics, AgentError> {
+        match self.ask(&Request::Metrics {}, Instant::now() + ANSWER_TIME)? {
+            Answer::Metrics(metrics) => Ok(metrics),
             _ => Err(AgentError::WrongAnswer),
         }
     }

@@ -91,6 +91,7 @@ fn report(status: ExecStatus) -> ExecReport {
         status,
         timed_out: false,
         background: false,
+        oom: false,
         stdout: OutputCount::default(),
         stderr: OutputCount::default(),
         duration_us: 0,

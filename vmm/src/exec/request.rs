@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::limits::{DEFAULT_GRACE, DRAIN_TIME, MAX_ARGS, MAX_TIMEOUT};
-use pvmm_guest_agent::message::{ByteBuf, Command, Exec, Request, WindowSize};
+use pvmm_guest_agent::message::{ByteBuf, Command, Exec, Limits, Request, WindowSize};
 
 use super::ExecError;
 
@@ -97,6 +97,13 @@ impl ExecRequest {
     pub fn terminal(mut self, size: WindowSize) -> Self {
         self.wire.pty = Some(size);
         self.wire.stdin = true;
+        self
+    }
+
+    /// What the process and all it starts may use together. Where the guest cannot keep to it,
+    /// nothing is started.
+    pub fn limits(mut self, limits: Limits) -> Self {
+        self.wire.limits = Some(limits);
         self
     }
 

@@ -13,6 +13,8 @@ pub struct ExitStatus {
     pub timed_out: bool,
     /// A background process still held an output when the streams were closed.
     pub background: bool,
+    /// It, or something it started, was killed for lack of memory.
+    pub oom: bool,
     pub stdout: OutputCount,
     pub stderr: OutputCount,
     pub duration: Duration,
@@ -35,6 +37,7 @@ impl ExitStatus {
             status,
             timed_out: report.timed_out,
             background: report.background,
+            oom: report.oom,
             stdout: report.stdout,
             stderr: report.stderr,
             duration: Duration::from_micros(report.duration_us),

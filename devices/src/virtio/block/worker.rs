@@ -55,8 +55,7 @@ impl BlockWorker {
 
     fn serve(&mut self) {
         if self.failed {
-            // The driver gets none of it, but what the engine holds must be let go of.
-            while self.block.engine.finished().is_some() {}
+            self.discard_ended();
         } else if !self.quiet {
             let served = self.turn();
             self.end_turn(served);
@@ -152,6 +151,13 @@ impl BlockWorker {
         Ok(())
     }
 
+    /// Lets go of what has ended without telling the driver.
+    fn discard_ended(&mut self) {
+        while let Some(finished) = self.block.engine.finished() {
+            self.under_way.remove(&finished.token);
+        }
+    }
+
     fn submit(&mut self) -> Result<(), BlockFault> {
         match self.block.engine.submit() {
             // The host is short of memory for the moment: what was started is kept, and tried again.
@@ -235,11 +241,13 @@ impl Worker for BlockWorker {
 
     fn stop(mut self: Box<Self>) -> Stopped {
         // Nobody is told of these any more, but no operation may outlive the reset.
-        let engine = &mut self.block.engine;
-        while !self.under_way.is_empty() && engine.wait().is_ok() {
-            while let Some(finished) = engine.finished() {
-                self.under_way.remove(&finished.token);
+        self.discard_ended();
+        while !self.under_way.is_empty() {
+            if let Err(error) = self.block.engine.wait() {
+                self.block.host_error(&error);
+                break;
             }
+            self.discard_ended();
         }
         Stopped { device: Box::new(self.block), queues: self.queues }
     }

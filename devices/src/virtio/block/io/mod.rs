@@ -60,7 +60,8 @@ pub trait Engine: Send {
     /// An operation that has ended.
     fn finished(&mut self) -> Option<Finished>;
 
-    /// Waits until at least one operation has ended, if any is out.
+    /// Waits until at least one operation has ended, or until interrupted; an error if none is out, for
+    /// that would be a wait without end.
     fn wait(&mut self) -> io::Result<()>;
 
     /// The size of the storage now.

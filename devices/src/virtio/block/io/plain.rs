@@ -52,7 +52,7 @@ impl Engine for Plain {
     }
 
     fn wait(&mut self) -> io::Result<()> {
-        Ok(())
+        if self.done.is_empty() { Err(io::ErrorKind::NotFound.into()) } else { Ok(()) }
     }
 
     fn measure(&self) -> io::Result<u64> {

@@ -69,6 +69,11 @@ impl Ring {
         self.under_way.len() < self.capacity
     }
 
+    /// Whether nothing is out and nothing waits to be fetched.
+    pub fn is_idle(&self) -> bool {
+        self.under_way.is_empty() && self.refused.is_empty()
+    }
+
     #[cfg(test)]
     pub fn under_way(&self) -> usize {
         self.under_way.len()

@@ -57,6 +57,9 @@ impl Engine for Uring {
     }
 
     fn wait(&mut self) -> io::Result<()> {
+        if self.ring.is_idle() {
+            return Err(io::ErrorKind::NotFound.into());
+        }
         self.ring.wait(1)
     }
 

@@ -264,3 +264,136 @@ proptest! {
         prop_assert!(fs::read(ring.path()).unwrap() == model);
     }
 }
+
+/// An engine whose operations end when a test says so.
+#[derive(Clone, Default)]
+struct Held(Arc<Mutex<HeldOps>>);
+
+#[derive(Default)]
+struct HeldOps {
+    waiting: Vec<super::super::io::Finished>,
+    ended: Vec<super::super::io::Finished>,
+}
+
+impl Held {
+    fn driver(&self, image: &NamedTempFile) -> MockDriver {
+        let mut block = disk(image);
+        block.engine = Box::new(self.clone());
+        MockDriver::ready(block)
+    }
+
+    fn count(&self) -> usize {
+        self.0.lock().unwrap().waiting.len()
+    }
+
+    fn end_all(&self) {
+        let HeldOps { waiting, ended } = &mut *self.0.lock().unwrap();
+        ended.append(waiting);
+    }
+}
+
+impl Engine for Held {
+    fn start(&mut self, token: u16, op: Op) {
+        let finished = super::super::io::Finished { token, op, result: Ok(512) };
+        self.0.lock().unwrap().waiting.push(finished);
+    }
+    fn has_room(&self) -> bool {
+        self.count() < 4
+    }
+    fn submit(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+    fn finished(&mut self) -> Option<super::super::io::Finished> {
+        self.0.lock().unwrap().ended.pop()
+    }
+    fn wait(&mut self) -> io::Result<()> {
+        if self.count() == 0 {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        self.end_all();
+        Ok(())
+    }
+    fn measure(&self) -> io::Result<u64> {
+        Ok(SECTORS * 512)
+    }
+}
+
+#[test]
+fn a12_head_offered_again_while_the_host_works_on_it_asks_for_reset() {
+    let (image, held) = (image(), Held::default());
+    let mut driver = held.driver(&image);
+    driver.run();
+    let sent = driver.send(0, &[Readable(&header(IN, 0)), Writable(512), Writable(1)]);
+    driver.run();
+    assert_eq!((held.count(), driver.used_index(0)), (1, 0));
+    driver.offer(0, sent.head);
+    driver.kick(0);
+    driver.run();
+    assert!(driver.needs_reset());
+    // What ends now is for nobody.
+    held.end_all();
+    driver.kick(0);
+    driver.run();
+    assert_eq!((driver.used_index(0), driver.contents(&sent)[2][0]), (0, 0));
+    driver.start();
+    driver.send(0, &[Readable(&header(IN, 0)), Writable(512), Writable(1)]);
+    driver.run();
+    held.end_all();
+    driver.kick(0);
+    driver.run();
+    assert_eq!(driver.used(0).unwrap().len, 513);
+}
+
+#[test]
+fn a18_reset_while_the_host_works_waits_for_it_and_tells_nobody() {
+    let (image, held) = (image(), Held::default());
+    let mut driver = held.driver(&image);
+    let sent = driver.send(0, &[Readable(&header(IN, 0)), Writable(512), Writable(1)]);
+    driver.run();
+    assert_eq!(held.count(), 1);
+    driver.reset();
+    assert_eq!(held.count(), 0, "an operation outlived the reset");
+    driver.run();
+    assert_eq!((driver.used_index(0), driver.contents(&sent)[2][0]), (0, 0));
+}
+
+#[test]
+fn full_engine_leaves_requests_in_the_ring_until_there_is_room() {
+    let (image, held) = (image(), Held::default());
+    let mut driver = held.driver(&image);
+    driver.run();
+    for sector in 0..10 {
+        driver.send(0, &[Readable(&header(IN, sector)), Writable(512), Writable(1)]);
+    }
+    driver.run();
+    assert_eq!(held.count(), 4);
+    driver.devices.handle().quiesce_all().unwrap();
+    // Quiet means that nothing is out, and what was not begun is still the ring's.
+    let saved = driver.transport.save().unwrap();
+    assert_eq!((driver.used_index(0), saved.queues[0].next_avail), (4, 4));
+    driver.devices.handle().resume_all().unwrap();
+    for served in [8, 10] {
+        driver.run();
+        held.end_all();
+        driver.kick(0);
+        driver.run();
+        assert_eq!(driver.used_index(0), served);
+    }
+}
+
+#[test]
+fn image_that_looks_like_another_format_is_bytes_like_any_other() {
+    let image = image();
+    // The header of a QCOW2 image with the name of a host file behind it.
+    let mut forged = b"QFI\xfb\0\0\0\x03\0\0\0\0\0\0\0\x68\0\0\0\x0b".to_vec();
+    forged.resize(0x68, 0);
+    forged.extend(b"/etc/passwd");
+    forged.resize(512, 0);
+    image.as_file().set_len(512 * SECTORS).unwrap();
+    fs::write(image.path(), &forged).unwrap();
+    image.as_file().set_len(512 * SECTORS).unwrap();
+    let mut driver = MockDriver::ready(disk(&image));
+    assert_eq!(driver.read(mmio::offset::CONFIG), SECTORS as u32);
+    assert_eq!(read(&mut driver, 0, 512), (OK, forged));
+    assert_eq!(read(&mut driver, 1, 512), (OK, vec![0; 512]));
+}

@@ -1,0 +1,104 @@
+//! What a hostile guest, or a hostile end of the agent's protocol, may do: each a function of bytes.
+//!
+//! | file | what the bytes are |
+//! | --- | --- |
+//! | `transport.rs` | a sequence of register accesses, ring writes, kicks, resets and snapshots |
+//! | `disk.rs` | a sequence of disk requests, checked against a model of the disk |
+//! | `ports.rs` | accesses to the devices that are not virtio |
+//! | `frames.rs` | the agent's protocol, as either end reads it |
+//!
+//! The same functions are fuzz targets (`cargo xtask fuzz`) and tests: a test runs the kept corpus and a
+//! few thousand inputs that are the same every time. A panic is a finding, and so is a broken promise.
+
+// A target that cannot do its part has found something, and a panic is how it says so.
+#![allow(clippy::unwrap_used)]
+
+mod disk;
+mod frames;
+mod input;
+mod ports;
+mod transport;
+
+/// Tries one input; panics if a promise is broken.
+pub type Target = fn(&[u8]);
+
+/// Every target by name.
+pub const TARGETS: [(&str, Target); 7] = [
+    ("transport_rng", transport::rng),
+    ("transport_block", transport::block),
+    ("block", disk::requests),
+    ("vsock", pvmm_devices::virtio::vsock::testing::walk),
+    ("ports", ports::accesses),
+    ("agent_frames", frames::stream),
+    ("agent_messages", frames::message),
+];
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    use super::*;
+
+    /// The kept inputs of a target, and then some that look random and never change.
+    fn run(name: &str, count: u64) {
+        let (_, target) = TARGETS.iter().find(|(known, _)| *known == name).unwrap();
+        let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(name);
+        let kept = fs::read_dir(&corpus).unwrap_or_else(|e| panic!("{}: {e}", corpus.display()));
+        for entry in kept {
+            target(&fs::read(entry.unwrap().path()).unwrap());
+        }
+        for seed in 0..count {
+            target(&random(seed));
+        }
+    }
+
+    /// Bytes from xorshift; half of the inputs prefer small numbers, which are the more telling ones.
+    fn random(seed: u64) -> Vec<u8> {
+        let mut state = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let mut next = || {
+            state ^= state << 13;
+            state ^= state >> 7;
+            state ^= state << 17;
+            state
+        };
+        let len = next() % 400;
+        let small = next() & 1 == 0;
+        let mut bytes = Vec::with_capacity(len as usize);
+        for _ in 0..len {
+            let byte = next();
+            bytes.push(if small && byte & 3 != 0 {
+                (byte >> 8) as u8 % 16
+            } else {
+                (byte >> 8) as u8
+            });
+        }
+        bytes
+    }
+
+    macro_rules! tests {
+        ($($name:ident $count:literal)+) => {
+            $(
+                #[test]
+                fn $name() {
+                    run(stringify!($name), $count);
+                }
+            )+
+
+            #[test]
+            fn every_target_is_tested() {
+                assert_eq!(TARGETS.map(|(name, _)| name), [$(stringify!($name)),+]);
+            }
+        };
+    }
+
+    tests! {
+        transport_rng 3000
+        transport_block 2000
+        block 1500
+        vsock 3000
+        ports 3000
+        agent_frames 5000
+        agent_messages 10000
+    }
+}

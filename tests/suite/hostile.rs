@@ -1,0 +1,182 @@
+//! A guest kernel that attacks its devices from the first instruction, on a real processor.
+//!
+//! The monitor must live, count what happened, still have working devices for a driver that starts over,
+//! and be able to start the next machine.
+
+use pvmm::{BootProtocol, Drive, Outcome, Vm, VmConfig, Vsock};
+use pvmm_tests::script::{self, Step, store};
+use pvmm_tests::tiny;
+use std::time::Duration;
+use tempfile::{NamedTempFile, TempDir};
+
+const WINDOWS: u64 = 0xd000_0000;
+const WINDOW: u64 = 0x1000;
+const DEVICES: u64 = 3;
+const RNG: u64 = 2;
+/// Guest memory for rings and buffers, far from the code.
+const RINGS: u64 = 0x100_0000;
+
+const QUEUE_SELECT: u64 = 0x30;
+const QUEUE_SIZE: u64 = 0x38;
+const QUEUE_READY: u64 = 0x44;
+const NOTIFY: u64 = 0x50;
+const STATUS: u64 = 0x70;
+const ADDRESSES: [(u64, u64); 3] = [(0x80, 0), (0x90, 0x1000), (0xa0, 0x2000)];
+
+fn device(index: u64) -> u64 {
+    WINDOWS + index * WINDOW
+}
+
+/// Where a queue's descriptors, available and used rings are.
+fn ring(index: u64, queue: u64) -> u64 {
+    RINGS + (index * 4 + queue) * 0x4000
+}
+
+/// Everything from reset to DRIVER_OK, as a driver does it.
+fn start(steps: &mut Vec<Step>, index: u64) {
+    let at = device(index);
+    for status in [0, 1, 3] {
+        steps.push(store(at + STATUS, status));
+    }
+    // VERSION_1 and nothing else.
+    for (page, features) in [(0, 0), (1, 1)] {
+        steps.push(store(at + 0x24, page));
+        steps.push(store(at + 0x20, features));
+    }
+    steps.push(store(at + STATUS, 0xb));
+    let queues = [1, 3, 1][index as usize];
+    for queue in 0..queues {
+        for word in 0..3 {
+            // Fresh indices.
+            steps.push(store(ring(index, queue) + 0x1000 * word, 0));
+        }
+        steps.push(store(at + QUEUE_SELECT, queue as u32));
+        steps.push(store(at + QUEUE_SIZE, 8));
+        for (register, part) in ADDRESSES {
+            steps.push(store(at + register, (ring(index, queue) + part) as u32));
+            steps.push(store(at + register + 4, 0));
+        }
+        steps.push(store(at + QUEUE_READY, 1));
+    }
+    steps.push(store(at + STATUS, 0xf));
+}
+
+/// What no driver should do to a device that runs.
+fn attack(steps: &mut Vec<Step>, index: u64) {
+    let at = device(index);
+    let storm = |value| Step::Storm { address: at + STATUS, value };
+    start(steps, index);
+    // Queue registers after DRIVER_OK, with sizes and addresses that are nowhere.
+    for queue in [0, 1, 7, u32::MAX] {
+        steps.push(store(at + QUEUE_SELECT, queue));
+        for register in [QUEUE_SIZE, QUEUE_READY, 0x80, 0x84, 0x90, 0x94, 0xa0, 0xa4] {
+            for value in [u32::MAX, 0xffff, 0x8000, 0] {
+                steps.push(store(at + register, value));
+            }
+        }
+    }
+    // Kicks for queues that are and are not there.
+    for queue in [0, 1, 2, 3, 64, 0xffff, u32::MAX] {
+        steps.push(store(at + NOTIFY, queue));
+    }
+    // Every register in every width, and between registers.
+    for register in (0..0x200).step_by(4) {
+        for (width, offset) in [(1, 0), (2, 1), (8, 0), (4, 2)] {
+            let address = at + register + offset;
+            // A kick or a status of four bytes would only be what was tried above.
+            steps.push(Step::Load { width: if width == 2 { 4 } else { width }, address });
+            if register != STATUS {
+                steps.push(Step::Store { width, address, value: 0x5a5a_5a5a_5a5a_5a5a });
+            }
+        }
+    }
+    // A ring that claims more than it holds; the first queue of each that the device reads.
+    start(steps, index);
+    let queue = [0, 1, 0][index as usize];
+    let available = ring(index, queue) + 0x1000;
+    steps.push(Step::Store { width: 2, address: available + 2, value: 0x7fff });
+    steps.push(store(at + NOTIFY, queue as u32));
+    // A descriptor that loops, one that is a device register, one across the end of everything.
+    for (address, len, flags_next) in
+        [(RINGS, 16, 0x0000_0001u32), (WINDOWS, 64, 2), (u64::MAX - 7, 16, 2)]
+    {
+        start(steps, index);
+        let table = ring(index, queue);
+        steps.push(Step::Store { width: 8, address: table, value: address });
+        steps.push(store(table + 8, len));
+        steps.push(store(table + 12, flags_next));
+        steps.push(store(available + 4, 0));
+        steps.push(Step::Store { width: 2, address: available + 2, value: 1 });
+        steps.push(store(at + NOTIFY, queue as u32));
+    }
+    // Resets and half-starts without end.
+    steps.push(storm(0));
+    steps.push(storm(0xf));
+    steps.push(storm(u32::MAX));
+}
+
+/// Eight bytes of randomness, as a driver that knows its trade asks for them.
+fn work(steps: &mut Vec<Step>) {
+    start(steps, RNG);
+    let (table, available, used) = (ring(RNG, 0), ring(RNG, 0) + 0x1000, ring(RNG, 0) + 0x2000);
+    steps.push(Step::Store { width: 8, address: table, value: RINGS - 0x1000 });
+    steps.push(store(table + 8, 8));
+    steps.push(store(table + 12, 2)); // writable
+    steps.push(store(available + 4, 0));
+    steps.push(Step::Store { width: 2, address: available + 2, value: 1 });
+    steps.push(store(device(RNG) + NOTIFY, 0));
+    steps.push(Step::Await { address: used + 2, not: 0 });
+}
+
+fn machine(code: &[u8], disk: &NamedTempFile, dir: &TempDir) -> Vm {
+    let kernel = tiny::kernel(code);
+    let mut config = VmConfig::new(kernel.path());
+    config.boot_protocol = BootProtocol::Linux64;
+    config.memory_mib = 64;
+    config.drives.push(Drive::writable(disk.path()));
+    config.vsock = Some(Vsock { guest_cid: 3, uds_path: dir.path().join("v") });
+    Vm::boot(config).unwrap()
+}
+
+#[test]
+fn hostile_kernel_leaves_a_monitor_that_counts_and_devices_that_work() {
+    let mut steps = Vec::new();
+    (0..DEVICES).for_each(|index| attack(&mut steps, index));
+    // Every port but those that would end the machine, and memory where nothing is.
+    for port in (0..0x1000).step_by(3).chain((0x1000..=0xffff).step_by(0x101)) {
+        let ends = (0x60..0x70).contains(&port) || (0x600..0x610).contains(&port);
+        if !ends {
+            let width = [1, 2, 4][usize::from(port % 3 != 0) + usize::from(port & 8 != 0)];
+            steps.push(Step::Out { width, port, value: 0xfefe_fefe });
+            steps.push(Step::In { width: 4, port });
+        }
+    }
+    for address in [WINDOWS + 0x10_0000, 0xfec0_0000, 0xfec0_0fff, 0xfed0_0000] {
+        for width in [1, 4, 8] {
+            steps.push(Step::Store { width, address, value: u64::MAX });
+            steps.push(Step::Load { width, address });
+        }
+    }
+    work(&mut steps);
+
+    let (disk, dir) = (NamedTempFile::new().unwrap(), TempDir::new().unwrap());
+    std::fs::write(disk.path(), [7; 64 << 10]).unwrap();
+    let mut vm = machine(&script::code(&steps), &disk, &dir);
+    vm.resume().unwrap();
+    let outcome = vm.wait(Some(Duration::from_secs(120)));
+    let counters = vm.device_counters();
+    assert_eq!(outcome, Some(Outcome::Poweroff), "{counters:?}");
+    for counted in &counters {
+        assert!(counted.values.faults >= 4, "{counters:?}");
+    }
+    assert_eq!(counters.last().unwrap().values.served, 1, "{counters:?}");
+    assert!(vm.missed_accesses() > 1000, "{}", vm.missed_accesses());
+    drop(vm);
+    assert!(std::fs::read(disk.path()).unwrap() == [7; 64 << 10], "the disk was written to");
+    // The same host goes on: another machine, with the same disk and socket.
+    let mut next = Vec::new();
+    work(&mut next);
+    let mut vm = machine(&script::code(&next), &disk, &dir);
+    vm.resume().unwrap();
+    assert_eq!(vm.wait(Some(tiny::PATIENCE)), Some(Outcome::Poweroff));
+}

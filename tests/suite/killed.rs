@@ -1,0 +1,84 @@
+//! Whoever is killed in mid-stream, everybody else learns of it soon, by name, and nothing hangs.
+
+use std::fs;
+use std::io::Read;
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use pvmm::agent::AgentError;
+use pvmm::exec::{ExecError, ExecRequest, ProcessEvent};
+use pvmm_tests::cli::User;
+use pvmm_tests::guest::Guest;
+
+/// Far less than the time after which a silent agent is given up.
+const SOON: Duration = Duration::from_secs(30);
+
+/// A client that is in the middle of a stream without end.
+fn streaming(user: &User, vm: &str) -> Child {
+    let mut client = user.spawn(["exec", vm, "--", "yes", "mid-stream"]);
+    let mut some = [0; 4096];
+    client.stdout.as_mut().unwrap().read_exact(&mut some).unwrap();
+    client
+}
+
+#[test]
+fn client_and_vmm_killed_in_mid_stream_leave_nobody_waiting() {
+    let user = User::new();
+    let vm = user.detached(&[]);
+
+    let mut client = streaming(&user, &vm);
+    client.kill().unwrap();
+    client.wait().unwrap();
+    let begun = Instant::now();
+    // The guest ends what the dead client ran, and serves the next one.
+    let gone = "for i in $(seq 50); do pgrep -x yes >/dev/null || exit 0; sleep 0.2; done; exit 1";
+    assert_eq!(user.pvmm(["exec", &vm, "--", "sh", "-c", gone]).code, Some(0));
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+
+    let client = streaming(&user, &vm);
+    let listed = user.pvmm(["ps", "--json"]);
+    let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let pid = listed[0]["pid"].as_i64().unwrap() as i32;
+    let begun = Instant::now();
+    // SAFETY: the process of a VM of ours, which is alive: it was listed with its number.
+    #[allow(unsafe_code)]
+    unsafe {
+        libc::kill(pid, libc::SIGKILL);
+    }
+    let output = client.wait_with_output().unwrap();
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    assert_eq!(output.status.code(), Some(125));
+    let words = String::from_utf8_lossy(&output.stderr);
+    assert!(words.starts_with("error: ") && words.contains("agent"), "{words}");
+    let said = user.pvmm(["exec", &vm, "--", "true"]);
+    assert_eq!(said.code, Some(2), "{said:?}");
+    user.pvmm(["rm", &vm]);
+    assert!(fs::read_dir(user.runtime()).map_or(0, Iterator::count) <= 1);
+}
+
+#[test]
+fn agent_cannot_be_killed_from_inside_and_its_end_is_told_at_once() {
+    let guest = Guest::boot();
+    // It is the guest's first process: the kernel shields it even from root's KILL.
+    assert_eq!(guest.prints("kill -9 1; echo alive"), "alive");
+    let mut process = guest.agent.start(&ExecRequest::argv(["yes"])).unwrap();
+    let patience = Some(Instant::now() + SOON);
+    assert!(matches!(process.next_event(patience), Ok(Some(ProcessEvent::Stdout(_)))));
+    // Only with the whole kernel does it go.
+    let agent = guest.agent.clone();
+    let crash = std::thread::spawn(move || {
+        agent.exec(&ExecRequest::shell(
+            "echo 1 > /proc/sys/kernel/sysrq; echo c > /proc/sysrq-trigger",
+        ))
+    });
+    let begun = Instant::now();
+    let lost = loop {
+        match process.next_event(Some(begun + 2 * SOON)) {
+            Ok(Some(ProcessEvent::Stdout(_))) => {}
+            other => break other,
+        }
+    };
+    assert!(matches!(lost, Err(ExecError::Agent(AgentError::Lost(_)))), "{lost:?}");
+    assert!(matches!(crash.join().unwrap(), Err(ExecError::Agent(AgentError::Lost(_)))));
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+}
