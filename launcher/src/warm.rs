@@ -8,10 +8,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, FreezeOptions};
+use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
-use pvmm::{Console, Template, Vm, Vsock};
+use pvmm::{Console, ErrorKind, Overrides, Template, Vm, Vsock};
 use pvmm_sandbox::template::BASE;
 use pvmm_sandbox::{AGENT_KEY, Cache, Event, Kernel, Progress, Silent, cache};
 
@@ -25,7 +25,7 @@ const KIND: &str = "warm";
 /// What people call the kernel in it.
 const LABEL: &str = "kernel-label";
 /// Raised when the bake itself changes.
-const VERSION: &str = "1";
+const VERSION: &str = "2";
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
 /// What a guest is asked to do before it is frozen, so that the first real command finds it done.
 const REHEARSAL: [&str; 2] =
@@ -142,8 +142,20 @@ fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> R
     control.freeze_with(options, deadline).map_err(agent_failed)?;
     // Nobody is connected to a template.
     drop(control);
-    let template = vm.freeze().map_err(failed)?;
+    let mut template = vm.freeze().map_err(failed)?;
     drop(vm);
+    // What a first command touches, so that a run finds it in place.
+    let vsock = Some(Vsock { guest_cid: 3, uds_path: uds_path.clone() });
+    let overrides = Overrides { vsock, ..Overrides::default() };
+    let first_use = |vm: &mut Vm| {
+        vm.resume()?;
+        let agent = Agent::connect_refreshed(&uds_path, &Refresh::new(1)?, deadline)?;
+        agent
+            .exec(&ExecRequest::argv(["/bin/true"]))
+            .map_err(|error| pvmm::Error::new(ErrorKind::AgentLost, "first command", error))?;
+        Ok(())
+    };
+    template.record_working_set(overrides, first_use).map_err(failed)?;
     let parent = place.parent().unwrap_or(place);
     fs::create_dir_all(parent)
         .map_err(|error| Failure::fault(format!("cannot make {}: {error}", parent.display())))?;
