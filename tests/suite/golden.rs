@@ -41,7 +41,6 @@ fn unpack(archive: &Path, into: &Path) -> PathBuf {
 }
 
 #[test]
-#[ignore = "not yet seen to pass on a host with KVM"]
 fn golden_snapshots_go_on_or_are_refused_for_their_processor() {
     let here = TempDir::new().unwrap();
     snapshot(&here.path().join("now"));

@@ -12,7 +12,6 @@ use pvmm_tests::page_server::PageServer;
 use tempfile::TempDir;
 
 #[test]
-#[ignore = "not yet seen to pass on a host with KVM"]
 fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let place = TempDir::new().unwrap();
     let dir = place.path().join("snap");

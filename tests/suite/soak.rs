@@ -123,7 +123,8 @@ fn forks_are_apart(count: usize) {
         let before = unix_time();
         let there = Duration::from_secs_f64(child.prints("date +%s.%N").parse().unwrap());
         let after = unix_time();
-        let slack = Duration::from_millis(50);
+        // Where processors are emulated, the way of the clock into the guest takes its time.
+        let slack = Duration::from_millis(50) + child.refresh_took;
         assert!(
             there + slack >= before && there <= after + slack,
             "round {round}: {there:?} is not between {before:?} and {after:?}"
@@ -136,7 +137,6 @@ fn unix_time() -> Duration {
 }
 
 #[test]
-#[ignore = "not yet seen to pass on a host with KVM"]
 fn process_that_spins_on_getrandom_draws_others_in_every_fork() {
     forks_are_apart(6);
 }
@@ -177,7 +177,6 @@ fn forks_under_load(count: usize) {
 }
 
 #[test]
-#[ignore = "not yet seen to pass on a host with KVM"]
 fn fork_of_a_busy_guest_has_memory_and_disk_of_one_instant() {
     forks_under_load(3);
 }
