@@ -1,5 +1,7 @@
 //! Commands that outlive their client, as a user has them.
 
+use std::io::Read;
+
 use pvmm_tests::cli::User;
 
 #[test]
@@ -16,16 +18,18 @@ fn detached_command_is_listed_followed_and_killed() {
     assert_eq!(listed[0]["command"], format!("sh -c {line}"));
 
     // One client looks and leaves, another follows until the command is killed.
-    let follower = user.spawn(["attach", "--from", "6", &name]);
+    let mut follower = user.spawn(["attach", "--from", "6", &name]);
     let short = user.pvmm(["exec", "-d", &vm, "--", "sh", "-c", "echo out; echo err >&2; exit 5"]);
     let short = format!("{vm}:{}", short.text());
     let said = user.pvmm(["attach", &short]);
     assert_eq!((said.code, said.text(), said.stderr.as_str()), (Some(5), "out", "err\n"));
     assert_eq!(user.pvmm(["attach", &short]).text(), "out", "a second time as well");
+    let mut followed = [0; 5];
+    follower.stdout.as_mut().unwrap().read_exact(&mut followed).unwrap();
+    assert_eq!(&followed, b"more\n");
     assert_eq!(user.pvmm(["kill", &name]).code, Some(0));
     let end = follower.wait_with_output().unwrap();
-    assert_eq!(end.status.code(), Some(143));
-    assert_eq!(String::from_utf8_lossy(&end.stdout), "more\n");
+    assert_eq!((end.status.code(), end.stdout.as_slice()), (Some(143), &b""[..]));
 
     let missing = user.pvmm(["attach", &format!("{vm}:99999")]);
     assert_eq!(missing.code, Some(2), "{missing:?}");

@@ -55,7 +55,7 @@ server.serve_forever()";
     let deadline = Some(Instant::now() + PATIENCE);
     assert!(matches!(server.next_event(deadline), Ok(Some(ProcessEvent::Stdout(_)))));
     thread::scope(|scope| {
-        for client in 0..32u8 {
+        for client in 0..16u8 {
             let path = guest.socket();
             scope.spawn(move || {
                 let mut socket = patient(UnixStream::connect(path).unwrap());

@@ -68,7 +68,7 @@ fn start(base: &Base, template: Template, like: Record, names: Vec<Option<String
             memory_mib: template.memory_mib(),
             ..Record::default()
         };
-        let claim = base.create(record)?;
+        let mut claim = base.create(record)?;
         let record = claim.dir().read_record().unwrap_or_default();
         let plan = Plan {
             start: Start::Template(template.clone()),
@@ -81,6 +81,7 @@ fn start(base: &Base, template: Template, like: Record, names: Vec<Option<String
             net: None,
         };
         let process = vmm_process::spawn(plan, &claim)?;
+        claim.hand_over_lock();
         children.push(Child { process, claim, kept: false });
     }
     for mut child in children {

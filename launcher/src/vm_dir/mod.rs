@@ -236,6 +236,12 @@ impl Claim {
         &self.base
     }
 
+    /// From now on only the VMM process holds the lock. Otherwise a process that is forked later would hold
+    /// it too, and the VM would seem alive for as long as that one lives.
+    pub fn hand_over_lock(&mut self) {
+        self.lock = None;
+    }
+
     /// Leaves the directory to the VMM process, which has its own copy of the lock.
     pub fn keep(&mut self) {
         self.kept = true;
