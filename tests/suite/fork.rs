@@ -50,6 +50,11 @@ fn rollback_returns_to_the_checkpoint_as_often_as_it_is_asked() {
         let agent = guest.vm.agent(Instant::now() + SOON).expect("agent");
         assert_eq!(prints(&agent, "cat /tmp/n"), "0");
         prints(&agent, &format!("echo {round} > /tmp/n"));
+        if round == 2 {
+            // Back over what was frozen meanwhile.
+            guest.vm.freeze().expect("freeze");
+            prints(&agent, "echo later > /tmp/n");
+        }
         guest.vm.rollback().expect("rollback");
     }
     // A guest that has ended comes back to life.

@@ -11,6 +11,12 @@ use crate::vm::Vm;
 impl Vm {
     /// Remembers this instant, in place of an earlier checkpoint. The machine runs on if it ran before.
     pub fn checkpoint(&mut self) -> Result<(), Error> {
+        for (index, drive) in self.held.drives.iter().enumerate() {
+            if let Some(why) = drive.storage.one_way() {
+                let what = format!("checkpoint: drive {index}: {why}");
+                return Err(Error::plain(ErrorKind::InvalidConfig, what));
+            }
+        }
         self.checkpoint = Some(self.freeze_in_place()?);
         Ok(())
     }
@@ -36,15 +42,13 @@ impl Vm {
     fn rollback_paused(&mut self) -> Result<(), Error> {
         let Some(checkpoint) = &self.checkpoint else { return Ok(()) };
         let saved = checkpoint.machine.clone();
-        self.memory.discard()?;
-        trace::step("memory back");
-        for (index, drive) in self.held.drives.iter().enumerate() {
-            drive.storage.discard().map_err(|error| {
+        self.memory.rewind(&checkpoint.image)?;
+        for (index, (drive, then)) in self.held.drives.iter().zip(&checkpoint.drives).enumerate() {
+            drive.storage.rewind(then).map_err(|error| {
                 let what = format!("drive {index}: cannot be taken back");
                 Error::new(ErrorKind::HostResource, what, error)
             })?;
         }
-        trace::step("disks back");
         state::load_clock(self.kvm.fd(), saved.clock)?;
         self.ioapic.restore(&saved.ioapic);
         let loads = self.vcpus.iter().zip(&saved.vcpus);

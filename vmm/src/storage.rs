@@ -93,17 +93,20 @@ impl Storage {
         }
     }
 
-    /// Forgets what the guest wrote since it was frozen. The guest must be paused.
-    pub fn discard(&self) -> io::Result<()> {
-        match self {
-            Self::Fixed { .. } => Ok(()),
-            Self::Layers(layers) => layers.discard(),
-            Self::InPlace { path, .. } => {
-                let name = path.as_ref().map_or("it".to_owned(), |p| p.display().to_string());
-                let why = format!("{name} is written in place and cannot be taken back");
-                Err(io::Error::other(why))
-            }
+    /// Takes the drive back to what it was when `then` was frozen. The guest must be paused.
+    pub fn rewind(&self, then: &FrozenStorage) -> io::Result<()> {
+        match (self, then) {
+            (Self::Fixed { .. }, _) => Ok(()),
+            (Self::Layers(layers), FrozenStorage::Layers(then)) => layers.rewind(then),
+            _ => Err(io::Error::other("it was another drive then")),
         }
+    }
+
+    /// Why it could not be taken back, if that is so.
+    pub fn one_way(&self) -> Option<String> {
+        let Self::InPlace { path, .. } = self else { return None };
+        let name = path.as_ref().map_or("it".to_owned(), |path| path.display().to_string());
+        Some(format!("{name} is written in place and cannot be taken back"))
     }
 }
 

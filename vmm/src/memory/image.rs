@@ -54,12 +54,14 @@ pub struct Layer {
 pub struct MemoryImage {
     regions: Arc<[Region]>,
     layers: Vec<Arc<Layer>>,
+    /// How many of the lowest layers are those of the snapshot that the image goes on from.
+    base_layers: usize,
 }
 
 impl MemoryImage {
     /// Nothing but zeros.
     pub fn empty(regions: Vec<Region>) -> Self {
-        Self { regions: regions.into(), layers: Vec::new() }
+        Self { regions: regions.into(), layers: Vec::new(), base_layers: 0 }
     }
 
     pub fn regions(&self) -> &[Region] {
@@ -80,7 +82,33 @@ impl MemoryImage {
     pub fn with(&self, layer: Layer) -> Self {
         let mut layers = self.layers.clone();
         layers.push(Arc::new(layer));
-        Self { regions: self.regions.clone(), layers }
+        Self { regions: self.regions.clone(), layers, base_layers: self.base_layers }
+    }
+
+    /// The same, where the `layers` lowest ones are a snapshot's.
+    #[must_use]
+    pub fn on_base(self, layers: usize) -> Self {
+        Self { base_layers: layers.min(self.layers.len()), ..self }
+    }
+
+    pub fn base_layers(&self) -> usize {
+        self.base_layers
+    }
+
+    /// Whether both are made of the very same layers.
+    fn is(&self, other: &Self) -> bool {
+        let same = |(one, other): (&Arc<Layer>, &Arc<Layer>)| Arc::ptr_eq(one, other);
+        self.layers.len() == other.layers.len() && self.layers.iter().zip(&other.layers).all(same)
+    }
+
+    /// Makes `guest`, which lies over `from`, lie over this image instead, as if it had never written
+    /// anything. The guest must be paused.
+    pub fn replace(&self, from: &Self, guest: &GuestMemory) -> Result<(), MemoryError> {
+        if self.is(from) {
+            return pages::discard_private(guest).map_err(MemoryError::Discard);
+        }
+        pages::clear(guest).map_err(MemoryError::Discard)?;
+        self.layers.iter().try_for_each(|layer| layer.cover(guest))
     }
 
     /// A private view for one guest.
@@ -163,7 +191,11 @@ impl MemoryImage {
             Ok(file)
         };
         let file = hold().map_err(MemoryError::Keep)?;
-        Ok(Self::empty(self.regions.to_vec()).with(Layer { file, runs: Runs::all(self.size()) }))
+        let held = Self::empty(self.regions.to_vec());
+        let held = held.with(Layer { file, runs: Runs::all(self.size()) });
+        // It still is what the snapshot holds, if it was nothing else before.
+        let all_base = self.base_layers == self.layers.len();
+        Ok(held.on_base(usize::from(all_base && self.base_layers > 0)))
     }
 
     /// Copies all layers into one file, without their holes.

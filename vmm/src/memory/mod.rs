@@ -95,18 +95,14 @@ impl Memory {
         Ok(WorkingSet::new(&self.private_runs()?, &read))
     }
 
-    /// Drops what the guest has changed since its image. The guest must be paused.
-    pub fn discard(&self) -> Result<u64, MemoryError> {
-        let runs = self.private_runs()?;
-        for run in runs.joined(DISCARD_GAP).iter() {
-            pages::discard(&self.guest, run).map_err(MemoryError::Discard)?;
-        }
-        Ok(runs.bytes())
+    /// Makes the memory what `image` is, whatever was written or frozen since. The guest must be paused.
+    pub fn rewind(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
+        image.replace(&self.image, &self.guest)?;
+        self.image = image.clone();
+        self.keep_from_children();
+        Ok(())
     }
 }
-
-/// Clean pages between two changed ones that are cheaper to drop than to leave out.
-const DISCARD_GAP: u64 = 8 * PAGE;
 
 /// Fewer changed bytes than this are moved while the guest is paused: forking costs as much, and what was
 /// moved is shared and need not be copied again.

@@ -99,6 +99,21 @@ pub unsafe fn map_over(address: *mut u8, len: usize, file: &File, offset: u64) -
     }
 }
 
+/// Puts private memory that reads as zero at `address`, in place of what is there.
+///
+/// # Safety
+/// As for [`map_over`].
+pub unsafe fn map_zeros(address: *mut u8, len: usize) -> io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: replaces only what the caller owns; accesses through volatile pointers stay valid.
+    let mapped = unsafe { libc::mmap(address.cast(), len, protection, flags, -1, 0) };
+    match mapped == libc::MAP_FAILED {
+        true => Err(io::Error::last_os_error()),
+        false => Ok(()),
+    }
+}
+
 /// Gives advice about a range of a mapping.
 ///
 /// # Safety

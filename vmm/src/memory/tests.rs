@@ -48,16 +48,48 @@ fn frozen_memory_reads_the_same_and_nothing_is_private_any_more() {
 }
 
 #[test]
-fn discard_returns_to_the_freeze_and_only_drops_what_changed() {
+fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
     let mut memory = fresh();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
+    let then = memory.image.clone();
     for value in 3..6 {
         put(&memory, 0x5000, value);
         put(&memory, 0x9000, value);
-        memory.discard().unwrap();
+        memory.rewind(&then).unwrap();
         assert_eq!((get(&memory, 0x5000), get(&memory, 0x9000)), (1, 0));
     }
+}
+
+#[test]
+fn rewind_goes_back_over_what_was_frozen_since() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    memory.freeze().unwrap();
+    let then = memory.image.clone();
+    for value in 3..6 {
+        put(&memory, 0x5000, value);
+        put(&memory, HIGH, value);
+        memory.freeze().unwrap();
+        put(&memory, 0x9000, value);
+        memory.rewind(&then).unwrap();
+        assert_eq!((get(&memory, 0x5000), get(&memory, HIGH), get(&memory, 0x9000)), (1, 0, 0));
+        assert_eq!(memory.private_runs().unwrap(), Runs::default());
+    }
+}
+
+#[test]
+fn image_that_was_flattened_is_not_its_base_any_more() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    memory.freeze().unwrap();
+    memory.image = memory.image.clone().on_base(1);
+    assert_eq!(memory.image.held().unwrap().base_layers(), 1);
+    for layer in 0..20u8 {
+        put(&memory, 0x5000, layer);
+        memory.freeze().unwrap();
+    }
+    assert_eq!(memory.image.base_layers(), 0);
 }
 
 #[test]

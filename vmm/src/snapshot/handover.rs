@@ -37,6 +37,8 @@ struct Message {
     taps: Vec<String>,
     vsock_path: Option<PathBuf>,
     base: Option<(String, PathBuf, usize)>,
+    /// How many of the lowest layers are the base's.
+    base_layers: usize,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -103,7 +105,8 @@ impl Template {
             drives,
             taps: self.taps.clone(),
             vsock_path: self.vsock_path.clone(),
-            base: self.base.as_ref().map(|b| (b.id.clone(), b.dir.clone(), b.layers)),
+            base: self.base.as_ref().map(|b| (b.id.clone(), b.dir.clone(), b.depth)),
+            base_layers: self.image.base_layers(),
         };
         let bytes = rmp_serde::to_vec_named(&message)
             .map_err(|error| failed(std::io::Error::other(error)))?;
@@ -133,6 +136,7 @@ impl Template {
             };
             image = image.with(Layer { file, runs });
         }
+        image = image.on_base(message.base_layers);
         let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
         let mut drives = Vec::new();
         for (index, drive) in message.drives.into_iter().enumerate() {
@@ -159,7 +163,7 @@ impl Template {
             drives,
             taps: message.taps,
             vsock_path: message.vsock_path,
-            base: message.base.map(|(id, dir, layers)| Base { id, dir, layers }),
+            base: message.base.map(|(id, dir, depth)| Base { id, dir, depth }),
             working_set: working_set.map(Arc::new),
             without_memory: false,
             pause: Duration::ZERO,

@@ -48,8 +48,8 @@ pub(crate) const CHAIN_MAX: usize = 12;
 pub struct Base {
     pub id: String,
     pub dir: PathBuf,
-    /// How many layers of the image are the base's.
-    pub(crate) layers: usize,
+    /// How many snapshots it takes to restore it.
+    pub(crate) depth: usize,
 }
 
 /// Why a folder is not a snapshot that can be used.

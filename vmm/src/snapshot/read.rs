@@ -58,11 +58,12 @@ impl Template {
             true => Vec::new(),
             false => folder.layers(&saved, options, 0)?,
         };
-        let base_layers = layers.len();
+        let depth = layers.len();
         let mut image = MemoryImage::empty(folder.manifest.regions());
         for layer in layers {
             image = image.with(layer);
         }
+        image = image.on_base(depth);
         if options.hold && !options.without_memory {
             image = image.held()?;
         }
@@ -70,7 +71,6 @@ impl Template {
         let drives = folder.drives()?;
         trace::step("disks");
         let manifest = &folder.manifest;
-        let layers = if options.hold { 1 } else { base_layers };
         let id = manifest.id.clone();
         let dir = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
         Ok(Self {
@@ -80,7 +80,7 @@ impl Template {
             drives,
             taps: manifest.taps.clone(),
             vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
-            base: (!options.without_memory).then_some(Base { id, dir, layers }),
+            base: (!options.without_memory).then_some(Base { id, dir, depth }),
             working_set: working_set.map(Arc::new),
             without_memory: options.without_memory,
             pause: Duration::ZERO,

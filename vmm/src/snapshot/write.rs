@@ -16,7 +16,7 @@ use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
 use super::{Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, STAMP, STATE, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
-use crate::memory::{MemoryImage, WorkingSet};
+use crate::memory::{MAX_RUNS, MemoryImage, WorkingSet};
 use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
@@ -94,8 +94,17 @@ impl Contents<'_> {
         folder: &Unfinished,
         options: &mut WriteOptions,
     ) -> Result<Manifest, SnapshotError> {
-        let base = self.base.filter(|base| options.incremental && base.layers < CHAIN_MAX);
-        let own_layers = base.map_or(0, |base| base.layers);
+        let own = self.image.base_layers();
+        let own_runs = self.image.runs_from(own);
+        // A chain that would be too long, or too scattered to be mapped, is written whole; so is memory
+        // that does not lie over its base any more.
+        let base = self.base.filter(|base| {
+            options.incremental && own > 0 && base.depth < CHAIN_MAX && own_runs.len() <= MAX_RUNS
+        });
+        let (own_layers, runs) = match base {
+            Some(_) => (own, own_runs),
+            None => (0, Vec::new()),
+        };
         let mut progress = Progress { done: 0, total: self.data_bytes(own_layers), options };
 
         let size = self.image.size();
@@ -132,10 +141,6 @@ impl Contents<'_> {
             disks.push(facts);
         }
 
-        let runs = match base {
-            Some(_) => self.image.runs_from(own_layers),
-            None => Vec::new(),
-        };
         let machine = self.machine.clone();
         let working_set = self.working_set.map(WorkingSetV1::of);
         let (state, sections) = sections::encode(&Saved { machine, sums, runs, working_set })?;

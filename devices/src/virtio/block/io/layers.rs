@@ -134,12 +134,14 @@ impl LayeredDisk {
         Ok(Self::of(frozen, Layer::empty(top, size)?, size))
     }
 
-    /// Forgets what was written since the disk was last frozen.
-    pub fn discard(&self) -> io::Result<()> {
+    /// Takes the disk back to where `then`, a fork of it, began, whatever was written or frozen since.
+    pub fn rewind(&self, then: &Self) -> io::Result<()> {
+        let frozen = then.lock().frozen.clone();
         let mut layers = self.lock();
-        if layers.frozen.is_empty() {
-            return Err(io::Error::other("the disk was never frozen"));
+        if frozen.is_empty() || then.size != self.size {
+            return Err(io::Error::other("that is no earlier state of this disk"));
         }
+        layers.frozen = frozen;
         layers.top.file.set_len(0)?;
         layers.top.file.set_len(self.size)?;
         layers.top.present = Present::Some(BlockMap::default());

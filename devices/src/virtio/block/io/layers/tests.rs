@@ -56,16 +56,21 @@ fn forks_share_what_was_frozen_and_nothing_else() {
 }
 
 #[test]
-fn discard_goes_back_to_the_freeze_as_often_as_it_is_asked() {
+fn rewind_goes_back_to_the_freeze_as_often_as_it_is_asked() {
     let disk = disk();
     write(&disk, 0, &[1; 9000]);
     disk.freeze(file).unwrap();
-    let then = read(&disk);
+    let (then, bytes) = (disk.fork(file().unwrap()).unwrap(), read(&disk));
     for round in 2..5 {
         write(&disk, 100, &[round; 5000]);
         disk.clear(Clear::Punch, 0, 50).unwrap();
-        disk.discard().unwrap();
-        assert_eq!(read(&disk), then);
+        if round == 3 {
+            // Also back over what was frozen meanwhile.
+            disk.freeze(file).unwrap();
+            write(&disk, 7000, &[round; 500]);
+        }
+        disk.rewind(&then).unwrap();
+        assert_eq!(read(&disk), bytes);
     }
 }
 
@@ -107,7 +112,7 @@ enum Step {
     Write(u64, Vec<u8>),
     Clear(u64, u64),
     Freeze,
-    Discard,
+    Rewind,
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
@@ -115,7 +120,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         .prop_map(|(at, bytes)| Step::Write(at, bytes));
     let clear = (0..SIZE, 1..20_000u64).prop_map(|(at, len)| Step::Clear(at, len));
     let step =
-        prop_oneof![4 => write, 2 => clear, 2 => Just(Step::Freeze), 1 => Just(Step::Discard)];
+        prop_oneof![4 => write, 2 => clear, 2 => Just(Step::Freeze), 1 => Just(Step::Rewind)];
     prop::collection::vec(step, 1..40)
 }
 
@@ -125,7 +130,7 @@ proptest! {
     fn layers_read_like_a_plain_array(steps in steps()) {
         let disk = disk();
         let mut model = vec![0; SIZE as usize];
-        let mut kept: Option<Vec<u8>> = None;
+        let mut kept: Option<(LayeredDisk, Vec<u8>)> = None;
         for step in steps {
             match step {
                 Step::Write(at, mut bytes) => {
@@ -139,12 +144,12 @@ proptest! {
                 }
                 Step::Freeze => {
                     disk.freeze(file).unwrap();
-                    kept = Some(model.clone());
+                    kept = Some((disk.fork(file().unwrap()).unwrap(), model.clone()));
                     prop_assert_eq!(&frozen(&disk), &model);
                 }
-                Step::Discard => if let Some(kept) = &kept {
-                    disk.discard().unwrap();
-                    model.clone_from(kept);
+                Step::Rewind => if let Some((then, bytes)) = &kept {
+                    disk.rewind(then).unwrap();
+                    model.clone_from(bytes);
                 },
             }
             prop_assert_eq!(&read(&disk), &model);
