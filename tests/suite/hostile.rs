@@ -90,12 +90,14 @@ fn attack(steps: &mut Vec<Step>, index: u64) {
             }
         }
     }
+    // The device says that it needs a reset: without this wait the next reset could come first.
+    let seen = Step::Await { address: at + STATUS, not: 0xf };
     // A ring that claims more than it holds; the first queue of each that the device reads.
     start(steps, index);
     let queue = [0, 1, 0][index as usize];
     let available = ring(index, queue) + 0x1000;
     steps.push(Step::Store { width: 2, address: available + 2, value: 0x7fff });
-    steps.push(store(at + NOTIFY, queue as u32));
+    steps.extend([store(at + NOTIFY, queue as u32), seen]);
     // A descriptor that loops, one that is a device register, one across the end of everything.
     for (address, len, flags_next) in
         [(RINGS, 16, 0x0000_0001u32), (WINDOWS, 64, 2), (u64::MAX - 7, 16, 2)]
@@ -107,7 +109,7 @@ fn attack(steps: &mut Vec<Step>, index: u64) {
         steps.push(store(table + 12, flags_next));
         steps.push(store(available + 4, 0));
         steps.push(Step::Store { width: 2, address: available + 2, value: 1 });
-        steps.push(store(at + NOTIFY, queue as u32));
+        steps.extend([store(at + NOTIFY, queue as u32), seen]);
     }
     // Resets and half-starts without end.
     steps.push(storm(0));
