@@ -25,13 +25,14 @@ mod transport;
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 9] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("transport_rng", transport::rng),
     ("transport_block", transport::block),
     ("transport_net", transport::net),
     ("block", disk::requests),
     ("net", net::frames),
     ("vsock", pvmm_devices::virtio::vsock::testing::walk),
+    ("mmds", pvmm_devices::virtio::net::mmds::testing::walk),
     ("ports", ports::accesses),
     ("agent_frames", frames::stream),
     ("agent_messages", frames::message),
@@ -103,6 +104,7 @@ mod tests {
         block 1500
         net 2000
         vsock 3000
+        mmds 2000
         ports 3000
         agent_frames 5000
         agent_messages 10000

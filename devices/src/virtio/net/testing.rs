@@ -92,6 +92,7 @@ pub fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
         link,
         rx_limiter: RateLimiter::new(&rx).unwrap(),
         tx_limiter: RateLimiter::new(&tx).unwrap(),
+        mmds: None,
         used_before: false,
         host_errors: 0,
     };

@@ -1,6 +1,7 @@
 //! The network card, driven by a mock driver, with a socket where the tap would be.
 
 mod bad_frames;
+mod metadata;
 mod offloads;
 mod taps;
 
@@ -11,6 +12,7 @@ use super::super::testing::Buffer::{Readable, Writable};
 use super::super::testing::MockDriver;
 use super::config::{Mac, NetConfig, TapSource};
 use super::device::{Net, feature};
+use super::state::NetStateV2;
 use super::testing::{MAC, NO_HEADER, Peer, RX, TX, limited, wired};
 use super::wire::{ETHERNET_LEN, HEADER_LEN};
 use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
@@ -50,7 +52,7 @@ impl Specimen for OnWire {
     }
 
     fn restored(&self, state: &DeviceState) -> Net {
-        assert_eq!(*state, DeviceState::Net(super::NetStateV1 { mac: MAC, mtu: None }));
+        assert_eq!(*state, DeviceState::NetV2(NetStateV2 { mac: MAC, mtu: None, mmds: None }));
         self.card()
     }
 
