@@ -54,6 +54,9 @@ pub struct VmConfig {
     /// A virtio entropy device.
     pub rng: bool,
     pub console: Console,
+    /// Listen for the agent's word that it is ready, beside the vsock's socket, for [`crate::Vm::agent`] to wait
+    /// for. Without it that call only connects.
+    pub awaits_agent: bool,
     pub boot_protocol: BootProtocol,
     /// Where nameless files for a machine's own writes are made; the directory for temporary files if not
     /// given.
@@ -174,6 +177,7 @@ impl VmConfig {
             balloon: None,
             rng: true,
             console: Console::default(),
+            awaits_agent: true,
             boot_protocol: BootProtocol::default(),
             scratch_dir: None,
         }

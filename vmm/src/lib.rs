@@ -35,6 +35,7 @@ pub mod trace;
 mod vcpu;
 mod vm;
 
+pub use balloon::Hinting;
 pub use config::{
     Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac, Net,
     RateLimiterConfig, TapSource, VmConfig, Vsock,

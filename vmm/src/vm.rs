@@ -104,6 +104,17 @@ impl Vm {
         self.ending.event()
     }
 
+    /// Types at the guest's serial console: takes what fits and returns how much that was. When it was not all,
+    /// wait for [`Self::serial_room`] before offering the rest.
+    pub fn type_serial(&self, bytes: &[u8]) -> usize {
+        self.serial.feed(bytes)
+    }
+
+    /// Readable when the guest has read from its console and there is room again. Read it empty before typing.
+    pub fn serial_room(&self) -> &EventFd {
+        self.serial.input_room()
+    }
+
     /// Gives the guest a new generation identifier, as one does with a machine that lives a second time:
     /// its kernel then reseeds its random generator.
     pub fn renew_generation(&self) -> Result<(), Error> {
