@@ -8,7 +8,7 @@
 //! | `rollback.rs` | how a machine goes back to its checkpoint |
 //! | `snapshot/` | a template in a folder |
 //! | `config.rs` | what can be asked for |
-//! | `drives.rs` | what can be changed about a running machine's drives |
+//! | `drives.rs`, `nets.rs`, `balloon.rs` | what can be changed about a running machine's devices |
 //! | `trace.rs` | where the time of a restore goes |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
@@ -24,6 +24,7 @@ mod freeze;
 pub mod kvm;
 mod machine;
 mod memory;
+mod nets;
 mod restore;
 mod rollback;
 mod scratch;
@@ -37,8 +38,8 @@ mod vm;
 
 pub use balloon::Hinting;
 pub use config::{
-    Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac, Net,
-    RateLimiterConfig, TapSource, VmConfig, Vsock,
+    Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac,
+    MmdsConfig, MmdsVersion, Net, RateLimiterConfig, TapSource, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
 pub use pvmm_devices::virtio::balloon::BalloonStats;
