@@ -6,9 +6,10 @@
 //! | `vm.rs` | what can be done with a running one |
 //! | `freeze.rs`, `restore.rs` | how a running machine becomes a template, and a template a machine |
 //! | `rollback.rs` | how a machine goes back to its checkpoint |
-//! | `snapshot/` | a template in a folder |
+//! | `snapshot/` | a template in a folder, or as two files |
 //! | `config.rs` | what can be asked for |
 //! | `drives.rs` | what can be changed about a running machine's drives |
+//! | `nets.rs`, `balloon.rs` | the same of its network cards and its balloon |
 //! | `trace.rs` | where the time of a restore goes |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
@@ -24,6 +25,7 @@ mod freeze;
 pub mod kvm;
 mod machine;
 mod memory;
+mod nets;
 mod restore;
 mod rollback;
 mod scratch;
@@ -37,10 +39,11 @@ mod vm;
 
 pub use config::{
     Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac, Net,
-    RateLimiterConfig, TapSource, VmConfig, Vsock,
+    RateLimiterConfig, TapSource, ThreadNames, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
 pub use pvmm_devices::virtio::balloon::BalloonStats;
+pub use snapshot::{NOTE_MAX, SaveKind};
 pub use template::{Overrides, Prefault, Template, Touched};
 pub use vcpu::run::Outcome;
 pub use vm::{CounterValues, DeviceCounters, Vm};

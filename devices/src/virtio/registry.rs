@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::balloon::{BalloonStateV1, BalloonUpdate};
 use super::block::{BlockStateV1, BlockUpdate};
-use super::net::NetStateV1;
+use super::net::{NetStateV1, NetUpdate};
 use super::rng::RngStateV1;
 use super::vsock::VsockStateV1;
 
@@ -60,5 +60,6 @@ impl DeviceState {
 #[derive(Debug)]
 pub enum DeviceUpdate {
     Block(BlockUpdate),
+    Net(NetUpdate),
     Balloon(BalloonUpdate),
 }

@@ -2,13 +2,13 @@
 //!
 //! The tap is opened here, before the machine starts, and stays open across resets.
 
-use super::super::registry::{DeviceKind, DeviceState};
-use super::super::{Activation, VirtioDevice, Worker};
+use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
+use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, Mac, NetConfig, NetError, TapSource};
 use super::state::NetStateV1;
 use super::tap::{Link, Tap};
 use super::worker::NetWorker;
-use crate::rate_limiter::RateLimiter;
+use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
 
 pub const QUEUE_SIZE: u16 = 256;
 
@@ -94,6 +94,29 @@ impl Net {
     }
 }
 
+/// What the host may change about a network card while the machine lives.
+#[derive(Clone, Copy, Debug)]
+pub enum NetUpdate {
+    /// Other limits on what the guest receives and sends; none leaves them.
+    Limits { rx: Option<RateLimiterConfig>, tx: Option<RateLimiterConfig> },
+}
+
+impl Net {
+    /// Carries out a change.
+    pub(super) fn change(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        let DeviceUpdate::Net(NetUpdate::Limits { rx, tx }) = update else {
+            return Err(UpdateError::NotOfThisDevice);
+        };
+        if let Some(limits) = rx {
+            self.rx_limiter.configure(&limits);
+        }
+        if let Some(limits) = tx {
+            self.tx_limiter.configure(&limits);
+        }
+        Ok(Updated::default())
+    }
+}
+
 impl VirtioDevice for Net {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Net
@@ -123,5 +146,9 @@ impl VirtioDevice for Net {
     fn rewind(&mut self, _state: &DeviceState) {
         // Its address and size never change; frames that came since were for a guest that is no more.
         self.used_before = true;
+    }
+
+    fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        self.change(update)
     }
 }

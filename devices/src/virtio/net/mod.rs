@@ -29,6 +29,6 @@ mod worker;
 mod tests;
 
 pub use config::{Mac, MacError, NetConfig, NetError, TapSource};
-pub use device::Net;
+pub use device::{Net, NetUpdate};
 pub use state::NetStateV1;
 pub use tap::TapError;

@@ -8,8 +8,10 @@ use std::os::fd::AsRawFd;
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::epoll::EventSet;
 
-use super::super::registry::DeviceState;
-use super::super::{Activation, Interrupt, QueueFault, Stopped, VirtQueue, Worker};
+use super::super::registry::{DeviceState, DeviceUpdate};
+use super::super::{
+    Activation, Interrupt, QueueFault, Stopped, UpdateError, Updated, VirtQueue, Worker,
+};
 use super::device::Net;
 use super::rx::{self, Rx, Turn};
 use super::tap;
@@ -194,5 +196,12 @@ impl Worker for NetWorker {
 
     fn queues(&self) -> &[VirtQueue] {
         &self.queues
+    }
+
+    fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        let updated = self.net.change(update);
+        // Frames that waited for the old limits get their turn.
+        self.queues.iter().for_each(VirtQueue::kick_again);
+        updated
     }
 }
