@@ -4,16 +4,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use pvmm::agent::Agent;
-use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
-use pvmm::{Template, Vm};
+use ::pvmm::agent::Agent;
+use ::pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
+use ::pvmm::{Template, Vm};
 use serde_json::{Value, json};
 
 use crate::board::Outcome;
 use crate::guest::{self, Guest, Spec, deadline, exec_true};
 use crate::peers::Peer;
 use crate::peers::firecracker::{Baked, Firecracker};
-use crate::peers::pvmm::Pvmm;
+use crate::peers::pvmm::{self, Pvmm};
 use crate::peers::qemu::Qemu;
 
 pub struct Stage {
@@ -94,13 +94,24 @@ impl Stage {
         drop(agent);
         let snapshot = self.place.join("snapshot");
         let options = WriteOptions { durability: Durability::None, ..Default::default() };
-        vm.freeze()?.write(&snapshot, options)?;
+        let mut template = vm.freeze()?;
         drop(vm);
+        self.record(&mut template)?;
+        template.write(&snapshot, options)?;
         let template = Template::load(&snapshot, LoadOptions { hold: true, ..Default::default() })?;
         let firecracker = match &self.firecracker {
             Some(peer) => Some(peer.bake(&self.spec(0)?, &self.place.join("baked"))?),
             None => None,
         };
         Ok(Baking { snapshot, template, firecracker })
+    }
+
+    /// Lets one machine live its first exec, as the launcher does when it bakes a template.
+    fn record(&self, template: &mut Template) -> Outcome<()> {
+        let (socket, tap) = (self.dir()?.join("v"), guest::tap(0));
+        template.record_working_set(pvmm::overrides(socket.clone(), tap.as_deref()), |vm| {
+            pvmm::answer(vm, &socket).map(drop)
+        })?;
+        Ok(())
     }
 }

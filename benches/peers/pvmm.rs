@@ -80,11 +80,17 @@ fn restore(snapshot: &Path, socket: PathBuf, tap: Option<&str>) -> Outcome<Vm> {
 /// A machine of a template that has answered its first exec: everything that is called "create".
 pub fn live(template: &Template, socket: PathBuf, tap: Option<&str>) -> Outcome<(Vm, Agent)> {
     let mut vm = template.fork(overrides(socket.clone(), tap))?;
+    let agent = answer(&mut vm, &socket)?;
+    Ok((vm, agent))
+}
+
+/// From a paused machine to the exit status of its first command.
+pub fn answer(vm: &mut Vm, socket: &Path) -> Outcome<Agent> {
     vm.resume()?;
-    let agent = Agent::connect_refreshed(&socket, &Refresh::new(1)?, deadline())?;
+    let agent = Agent::connect_refreshed(socket, &Refresh::new(1)?, deadline())?;
     exec_true(&agent)?;
     trace::step("exec /bin/true");
-    Ok((vm, agent))
+    Ok(agent)
 }
 
 pub fn overrides(socket: PathBuf, tap: Option<&str>) -> Overrides {

@@ -25,7 +25,7 @@ const KIND: &str = "warm";
 /// What people call the kernel in it.
 const LABEL: &str = "kernel-label";
 /// Raised when the bake itself changes.
-const VERSION: &str = "2";
+const VERSION: &str = "3";
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
 /// What a guest is asked to do before it is frozen, so that the first real command finds it done.
 const REHEARSAL: [&str; 2] =

@@ -63,6 +63,17 @@ fn clock_and_timer_of_the_guest_are_right() {
 }
 
 #[test]
+fn idle_guest_has_no_tick_and_sleeps_finer_than_one() {
+    let guest = Guest::boot();
+    let ticks = "awk '/LOC:/ { print $2 }' /proc/interrupts";
+    let line = format!("before=$({ticks}); sleep 5; echo $(($({ticks}) - before))");
+    let ticks: u32 = guest.prints(&line).parse().unwrap();
+    assert!(ticks < 200, "{ticks} timer interrupts in five idle seconds");
+    let timers = guest.prints("grep -m1 hres_active /proc/timer_list");
+    assert!(timers.ends_with(": 1"), "{timers}");
+}
+
+#[test]
 fn guest_has_no_virtualization_and_reads_avx_state_back() {
     let guest = Guest::boot();
     assert_eq!(guest.shell("grep -cwE 'vmx|svm' /proc/cpuinfo").stdout.bytes, b"0\n");

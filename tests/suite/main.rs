@@ -16,6 +16,7 @@ mod golden;
 mod hostile;
 mod killed;
 mod limits;
+mod mmds;
 mod moments;
 mod net;
 mod outcomes;

@@ -82,3 +82,38 @@ fn soak_freeze_figures() {
         );
     }
 }
+
+/// What one warm command costs, and how much of that is the way there and back.
+#[test]
+#[ignore = "figures; see docs/snapshots.md"]
+fn soak_exec_figures() {
+    let guest = Guest::boot_with(|config| config.memory_mib = 512);
+    let soon = || Instant::now() + SOON;
+    let mut rows: Vec<(&str, Vec<Duration>)> = Vec::new();
+    let mut note = |name, took| match rows.iter_mut().find(|row| row.0 == name) {
+        Some(row) => row.1.push(took),
+        None => rows.push((name, vec![took])),
+    };
+    for round in 0..63 {
+        let mut time = |name, act: &mut dyn FnMut()| {
+            let begun = Instant::now();
+            act();
+            if round >= 3 {
+                note(name, begun.elapsed());
+            }
+        };
+        time("ping", &mut || drop(guest.agent.ping(soon()).unwrap()));
+        for (name, argv) in [
+            ("no such program", "/no"),
+            ("static /pvmm-agent --version", "/proc/1/exe"),
+            ("/bin/true", "/bin/true"),
+        ] {
+            let request = ExecRequest::argv([argv, "--version"]).timeout(SOON);
+            time(name, &mut || drop(guest.agent.exec(&request)));
+        }
+    }
+    for (name, mut samples) in rows {
+        samples.sort_unstable();
+        println!("{name}: min {:?} p50 {:?}", samples[0], samples[samples.len() / 2]);
+    }
+}

@@ -9,7 +9,9 @@ use std::path::PathBuf;
 use pvmm_devices::rate_limiter::RateLimiterError;
 pub use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
 pub use pvmm_devices::virtio::block::{CacheMode, EngineKind};
-pub use pvmm_devices::virtio::net::{Mac, MacError, NetConfig as Net, TapSource};
+pub use pvmm_devices::virtio::net::{
+    Mac, MacError, MmdsConfig, MmdsVersion, NetConfig as Net, TapSource,
+};
 
 /// The most vCPUs a machine may have.
 pub const MAX_VCPUS: u32 = 32;

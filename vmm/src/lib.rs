@@ -8,8 +8,7 @@
 //! | `rollback.rs` | how a machine goes back to its checkpoint |
 //! | `snapshot/` | a template in a folder, or as two files |
 //! | `config.rs` | what can be asked for |
-//! | `drives.rs` | what can be changed about a running machine's drives |
-//! | `nets.rs`, `balloon.rs` | the same of its network cards and its balloon |
+//! | `drives.rs`, `nets.rs`, `balloon.rs` | what can be changed about a running machine's devices |
 //! | `trace.rs` | where the time of a restore goes |
 //! | `agent.rs`, `exec.rs` | how commands run in the guest |
 
@@ -38,8 +37,8 @@ mod vcpu;
 mod vm;
 
 pub use config::{
-    Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac, Net,
-    RateLimiterConfig, TapSource, ThreadNames, VmConfig, Vsock,
+    Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac,
+    MmdsConfig, MmdsVersion, Net, RateLimiterConfig, TapSource, ThreadNames, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
 pub use pvmm_devices::virtio::balloon::BalloonStats;

@@ -1,32 +1,59 @@
-//! The network cards of a running machine, and what may be changed about them.
+//! The network cards of a machine: what may be changed about them while it lives.
 
-use pvmm_devices::virtio::DeviceKind;
-use pvmm_devices::virtio::net::NetUpdate;
+use std::sync::Arc;
+
+use pvmm_devices::virtio::device_loop::DeviceError;
+use pvmm_devices::virtio::net::{NetUpdate, mmds};
 use pvmm_devices::virtio::registry::DeviceUpdate;
+use pvmm_devices::virtio::{DeviceKind, MmioTransport, UpdateError};
+use serde_json::Value;
 
 use crate::config::{ConfigError, RateLimiterConfig};
 use crate::error::{Error, ErrorKind};
 use crate::vm::Vm;
 
 impl Vm {
-    /// Sets what the guest may receive and send through card `index` per time; `None` leaves a direction as
-    /// it is, and limits without a bucket lift them.
+    /// Sets what the metadata services of all network cards tell the guest from now on, in place of all that
+    /// they told before; returns how many there are. A snapshot does not keep it.
+    pub fn set_metadata(&self, content: &Arc<Value>) -> Result<usize, Error> {
+        let len = content.to_string().len();
+        if len > mmds::CONTENT_MAX {
+            let most = mmds::CONTENT_MAX;
+            let act = format!("metadata: {len} bytes of JSON are more than {most}");
+            return Err(Error::plain(ErrorKind::InvalidConfig, act));
+        }
+        let mut served = 0;
+        for card in self.nets() {
+            match card.update(DeviceUpdate::Net(NetUpdate::Metadata(content.clone()))) {
+                Ok(()) => served += 1,
+                // A card without the service.
+                Err(DeviceError::Update(UpdateError::Refused(_))) => {}
+                Err(other) => return Err(other.into()),
+            }
+        }
+        Ok(served)
+    }
+
+    /// Sets what the guest may receive and send per time through network card `index`; a direction that is
+    /// left out keeps its limit.
     pub fn limit_net(
         &self,
         index: usize,
         rx: Option<RateLimiterConfig>,
         tx: Option<RateLimiterConfig>,
     ) -> Result<(), Error> {
-        for limits in [rx, tx].into_iter().flatten() {
-            let why = |error| ConfigError::Net { index, why: format!("rate limit of {error}") };
-            limits.validate().map_err(why)?;
+        for limit in rx.iter().chain(&tx) {
+            limit.validate().map_err(ConfigError::Limits)?;
         }
-        let mut cards = self.transports.iter().filter(|one| one.kind() == DeviceKind::Net);
-        let Some(card) = cards.nth(index) else {
+        let Some(card) = self.nets().nth(index) else {
             let count = self.held.taps.len();
             let act = format!("network card {index}: the machine has {count}, counted from 0");
             return Err(Error::plain(ErrorKind::InvalidConfig, act));
         };
         Ok(card.update(DeviceUpdate::Net(NetUpdate::Limits { rx, tx }))?)
+    }
+
+    fn nets(&self) -> impl Iterator<Item = &Arc<MmioTransport>> {
+        self.transports.iter().filter(|one| one.kind() == DeviceKind::Net)
     }
 }

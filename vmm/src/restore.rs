@@ -6,7 +6,7 @@ use kvm_ioctls::VcpuFd;
 use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::block::wire::SECTOR_SIZE;
 use pvmm_devices::virtio::block::{Block, BlockConfig};
-use pvmm_devices::virtio::net::{Net, TapSource};
+use pvmm_devices::virtio::net::{Net, NetStateV2, TapSource};
 use pvmm_devices::virtio::registry::DeviceState;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
@@ -160,13 +160,9 @@ fn open_devices(
                 opened.add_drive((block, held));
             }
             DeviceState::Net(saved) => {
-                let index = opened.taps.len();
-                let tap = template.taps.get(index).cloned().unwrap_or_default();
-                let same = || config::Net::new(TapSource::Name(tap));
-                let wish = take(&mut overrides.nets, index).unwrap_or_else(same);
-                let refused = refused(format!("network card {index}"));
-                opened.add_net(Net::restore(wish, saved).map_err(|e| refused(e.into()))?);
+                open_net(template, overrides, &mut opened, &(*saved).into())?;
             }
+            DeviceState::NetV2(saved) => open_net(template, overrides, &mut opened, saved)?,
             DeviceState::Vsock(saved) => {
                 let (guest_cid, uds_path) = match overrides.vsock.take() {
                     Some(config::Vsock { guest_cid, uds_path }) => (guest_cid.into(), uds_path),
@@ -193,6 +189,21 @@ fn open_devices(
     }
     check_all_used(overrides, &opened)?;
     Ok(opened)
+}
+
+fn open_net(
+    template: &Template,
+    overrides: &mut Overrides,
+    opened: &mut Opened,
+    saved: &NetStateV2,
+) -> Result<(), Error> {
+    let index = opened.taps.len();
+    let tap = template.taps.get(index).cloned().unwrap_or_default();
+    let same = || config::Net::new(TapSource::Name(tap));
+    let wish = take(&mut overrides.nets, index).unwrap_or_else(same);
+    let refused = refused(format!("network card {index}"));
+    opened.add_net(Net::restore(wish, saved).map_err(|e| refused(e.into()))?);
+    Ok(())
 }
 
 /// An override for a device that is not there is a mistake; devices cannot be added at restore.

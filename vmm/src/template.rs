@@ -98,16 +98,16 @@ impl Template {
     /// Finds out which pages a machine's first use touches, by letting one live it: `first_use` gets a paused
     /// machine and does what users will do first. Machines made from here on have those pages ready, and a
     /// snapshot that is written from here on remembers them.
-    pub fn record_working_set(
+    pub fn record_working_set<E: From<Error>>(
         &mut self,
         overrides: Overrides,
-        first_use: impl FnOnce(&mut Vm) -> Result<(), Error>,
-    ) -> Result<Touched, Error> {
+        first_use: impl FnOnce(&mut Vm) -> Result<(), E>,
+    ) -> Result<Touched, E> {
         let mut vm = self.fork(Overrides { prefault: Prefault::Nothing, ..overrides })?;
         let each_page = vm.memory.report_each_page();
         first_use(&mut vm)?;
         vm.pause()?;
-        let touched = vm.memory.touched()?;
+        let touched = vm.memory.touched().map_err(Error::from)?;
         drop(each_page);
         let (written_bytes, read_bytes) = (touched.written.bytes(), touched.read.bytes());
         self.working_set = Some(Arc::new(touched));

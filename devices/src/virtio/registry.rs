@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::balloon::{BalloonStateV1, BalloonUpdate};
 use super::block::{BlockStateV1, BlockUpdate};
-use super::net::{NetStateV1, NetUpdate};
+use super::net::{NetStateV1, NetStateV2, NetUpdate};
 use super::rng::RngStateV1;
 use super::vsock::VsockStateV1;
 
@@ -40,8 +40,10 @@ pub enum DeviceState {
     Block(BlockStateV1),
     Rng(RngStateV1),
     Vsock(VsockStateV1),
+    /// Read, no longer written.
     Net(NetStateV1),
     Balloon(BalloonStateV1),
+    NetV2(NetStateV2),
 }
 
 impl DeviceState {
@@ -50,7 +52,7 @@ impl DeviceState {
             Self::Block(_) => DeviceKind::Block,
             Self::Rng(_) => DeviceKind::Rng,
             Self::Vsock(_) => DeviceKind::Vsock,
-            Self::Net(_) => DeviceKind::Net,
+            Self::Net(_) | Self::NetV2(_) => DeviceKind::Net,
             Self::Balloon(_) => DeviceKind::Balloon,
         }
     }
@@ -60,6 +62,6 @@ impl DeviceState {
 #[derive(Debug)]
 pub enum DeviceUpdate {
     Block(BlockUpdate),
-    Net(NetUpdate),
     Balloon(BalloonUpdate),
+    Net(NetUpdate),
 }

@@ -23,11 +23,12 @@ mod transport;
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 7] = [
+pub const TARGETS: [(&str, Target); 8] = [
     ("transport_rng", transport::rng),
     ("transport_block", transport::block),
     ("block", disk::requests),
     ("vsock", pvmm_devices::virtio::vsock::testing::walk),
+    ("mmds", pvmm_devices::virtio::net::mmds::testing::walk),
     ("ports", ports::accesses),
     ("agent_frames", frames::stream),
     ("agent_messages", frames::message),
@@ -97,6 +98,7 @@ mod tests {
         transport_block 2000
         block 1500
         vsock 3000
+        mmds 2000
         ports 3000
         agent_frames 5000
         agent_messages 10000

@@ -5,10 +5,12 @@
 use std::fmt;
 use std::fs::File;
 use std::io;
+use std::net::Ipv4Addr;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use super::mmds::MmdsConfig;
 use super::tap::{self, TapError};
 use crate::rate_limiter::{RateLimiterConfig, RateLimiterError};
 use crate::sys;
@@ -33,6 +35,8 @@ pub enum NetError {
     Mac { mac: Mac },
     #[error("mtu {mtu} is not between {MTU_MIN} and {MTU_MAX}")]
     Mtu { mtu: u16 },
+    #[error("metadata service: {ipv4} is not one of 169.254.1.0 to 169.254.254.255")]
+    Metadata { ipv4: Ipv4Addr },
     #[error("{direction} limit")]
     Limit {
         direction: &'static str,
@@ -74,18 +78,21 @@ pub struct NetConfig {
     /// What the guest may receive and send.
     pub rx_limit: RateLimiterConfig,
     pub tx_limit: RateLimiterConfig,
+    /// A metadata service that the guest reaches through this card.
+    pub mmds: Option<MmdsConfig>,
 }
 
 impl NetConfig {
     pub fn new(tap: TapSource) -> Self {
         let (rx_limit, tx_limit) = <_>::default();
-        Self { tap, mac: None, mtu: None, rx_limit, tx_limit }
+        Self { tap, mac: None, mtu: None, rx_limit, tx_limit, mmds: None }
     }
 
     /// Checks what can be checked without the tap.
     pub fn validate(&self) -> Result<(), NetError> {
         check_mac(self.mac)?;
         check_mtu(self.mtu)?;
+        check_mmds(self.mmds)?;
         for (direction, limit) in [("receive", &self.rx_limit), ("send", &self.tx_limit)] {
             limit.validate().map_err(|source| NetError::Limit { direction, source })?;
         }
@@ -107,6 +114,13 @@ pub(super) fn check_mac(mac: Option<Mac>) -> Result<(), NetError> {
 pub(super) fn check_mtu(mtu: Option<u16>) -> Result<(), NetError> {
     match mtu {
         Some(mtu) if !(MTU_MIN..=MTU_MAX).contains(&mtu) => Err(NetError::Mtu { mtu }),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn check_mmds(mmds: Option<MmdsConfig>) -> Result<(), NetError> {
+    match mmds {
+        Some(mmds) if !mmds.has_good_address() => Err(NetError::Metadata { ipv4: mmds.ipv4 }),
         _ => Ok(()),
     }
 }

@@ -2,10 +2,15 @@
 //!
 //! The tap is opened here, before the machine starts, and stays open across resets.
 
+use std::sync::Arc;
+
+use serde_json::Value;
+
 use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
 use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, Mac, NetConfig, NetError, TapSource};
-use super::state::NetStateV1;
+use super::mmds::Mmds;
+use super::state::NetStateV2;
 use super::tap::{Link, Tap};
 use super::worker::NetWorker;
 use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
@@ -30,6 +35,15 @@ pub(super) mod feature {
     pub const HOST: u64 = CSUM | HOST_TSO4 | HOST_TSO6 | HOST_ECN;
 }
 
+/// What the host may change about a card while the machine lives.
+#[derive(Clone, Debug)]
+pub enum NetUpdate {
+    /// What its metadata service tells the guest from now on.
+    Metadata(Arc<Value>),
+    /// What the guest may receive or send; a direction that is left out keeps its limit.
+    Limits { rx: Option<RateLimiterConfig>, tx: Option<RateLimiterConfig> },
+}
+
 /// A virtio network card.
 pub struct Net {
     pub(super) mac: Mac,
@@ -37,6 +51,7 @@ pub struct Net {
     pub(super) link: Box<dyn Link>,
     pub(super) rx_limiter: RateLimiter,
     pub(super) tx_limiter: RateLimiter,
+    pub(super) mmds: Option<Mmds>,
     /// A driver had it before, so the tap may hold frames that were meant for that one.
     pub(super) used_before: bool,
     pub(super) host_errors: u64,
@@ -61,17 +76,23 @@ impl Net {
             link: Box::new(tap),
             rx_limiter: limiter(&config.rx_limit)?,
             tx_limiter: limiter(&config.tx_limit)?,
+            mmds: config
+                .mmds
+                .map(|mmds| Mmds::new(mmds, mac.0))
+                .transpose()
+                .map_err(NetError::Host)?,
             used_before: false,
             host_errors: 0,
         })
     }
 
-    /// The card of a snapshot on a tap of this host. It keeps its address unless the wish names another,
-    /// which the guest then has to be told.
-    pub fn restore(config: NetConfig, state: &NetStateV1) -> Result<Self, NetError> {
+    /// The card of a snapshot on a tap of this host. It keeps its address and its metadata service unless the
+    /// wish names others; of another address the guest has to be told.
+    pub fn restore(config: NetConfig, state: &NetStateV2) -> Result<Self, NetError> {
         state.check(config.mtu)?;
         let (mac, mtu) = (config.mac.or(Some(state.mac)), state.mtu);
-        Self::new(NetConfig { mac, mtu, ..config })
+        let mmds = config.mmds.or(state.mmds);
+        Self::new(NetConfig { mac, mtu, mmds, ..config })
     }
 
     /// The name of the host's interface.
@@ -83,37 +104,33 @@ impl Net {
         self.mac
     }
 
-    pub(super) fn state(&self) -> NetStateV1 {
-        NetStateV1 { mac: self.mac, mtu: self.mtu }
+    pub(super) fn state(&self) -> NetStateV2 {
+        let mmds = self.mmds.as_ref().map(Mmds::config);
+        NetStateV2 { mac: self.mac, mtu: self.mtu, mmds }
+    }
+
+    pub(super) fn change(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
+        match update {
+            DeviceUpdate::Net(NetUpdate::Metadata(content)) => match &mut self.mmds {
+                Some(mmds) => mmds.set_content(content),
+                None => {
+                    let why = "the card has no metadata service";
+                    return Err(UpdateError::Refused(why.to_owned()));
+                }
+            },
+            DeviceUpdate::Net(NetUpdate::Limits { rx, tx }) => {
+                rx.iter().for_each(|limit| self.rx_limiter.configure(limit));
+                tx.iter().for_each(|limit| self.tx_limiter.configure(limit));
+            }
+            _ => return Err(UpdateError::NotOfThisDevice),
+        }
+        Ok(Updated::default())
     }
 
     /// Counts what went wrong with the tap and says whether to log it: the first, second, fourth and so on.
     pub(super) fn add_host_error(&mut self) -> bool {
         self.host_errors = self.host_errors.saturating_add(1);
         self.host_errors.is_power_of_two()
-    }
-}
-
-/// What the host may change about a network card while the machine lives.
-#[derive(Clone, Copy, Debug)]
-pub enum NetUpdate {
-    /// Other limits on what the guest receives and sends; none leaves them.
-    Limits { rx: Option<RateLimiterConfig>, tx: Option<RateLimiterConfig> },
-}
-
-impl Net {
-    /// Carries out a change.
-    pub(super) fn change(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
-        let DeviceUpdate::Net(NetUpdate::Limits { rx, tx }) = update else {
-            return Err(UpdateError::NotOfThisDevice);
-        };
-        if let Some(limits) = rx {
-            self.rx_limiter.configure(&limits);
-        }
-        if let Some(limits) = tx {
-            self.tx_limiter.configure(&limits);
-        }
-        Ok(Updated::default())
     }
 }
 
@@ -140,7 +157,7 @@ impl VirtioDevice for Net {
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::Net(self.state())
+        DeviceState::NetV2(self.state())
     }
 
     fn rewind(&mut self, _state: &DeviceState) {

@@ -9,6 +9,7 @@
 //! | `state.rs` | what a snapshot keeps |
 //! | `wire.rs` | the bytes before a frame, and which of them are accepted |
 //! | `tap.rs` | the host's interface, which knows nothing of rings |
+//! | `mmds/` | the metadata service, which answers in place of the network |
 //!
 //! There is one pair of queues and no control queue. Checksums and TCP segmentation are left to the host's
 //! kernel in both directions; UDP fragmentation is obsolete, and USO would tie a snapshot to new hosts.
@@ -17,6 +18,7 @@
 
 mod config;
 mod device;
+pub mod mmds;
 mod rx;
 mod state;
 mod sys;
@@ -30,5 +32,6 @@ mod tests;
 
 pub use config::{Mac, MacError, NetConfig, NetError, TapSource};
 pub use device::{Net, NetUpdate};
-pub use state::NetStateV1;
+pub use mmds::{MmdsConfig, MmdsVersion};
+pub use state::{NetStateV1, NetStateV2};
 pub use tap::TapError;

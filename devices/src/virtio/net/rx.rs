@@ -6,10 +6,12 @@
 
 use std::collections::VecDeque;
 use std::io;
+use std::time::Instant;
 
 use super::super::chain::{self, Chain, Segment};
 use super::super::{QueueFault, VirtQueue};
 use super::device::{Net, feature};
+use super::mmds;
 use super::sys;
 use super::wire::{ETHERNET_LEN, FRAME_MAX, HEADER_LEN, NUM_BUFFERS_OFFSET};
 use crate::GuestMemory;
@@ -74,8 +76,10 @@ impl Rx {
         queue: &mut VirtQueue,
     ) -> Result<Turn, QueueFault> {
         let mut bytes = 0;
+        let now = Instant::now();
         for _ in 0..TURN_FRAMES {
-            if self.waiting.is_none() && !self.readable {
+            let metadata = net.mmds.as_mut().is_some_and(|mmds| mmds.is_ready(now));
+            if self.waiting.is_none() && !self.readable && !metadata {
                 return Ok(Turn::Idle);
             }
             if !self.collect(queue)? || !self.complete(memory, queue)? {
@@ -88,6 +92,17 @@ impl Rx {
             }
             if self.chains.is_empty() {
                 continue;
+            }
+            if metadata {
+                if self.deliver_metadata(net, memory, queue)? {
+                    continue;
+                }
+                if !self.readable {
+                    if queue.enable_kicks()? {
+                        continue;
+                    }
+                    return Ok(Turn::Idle);
+                }
             }
             if !self.readable || !net.rx_limiter.admit(UNKNOWN) {
                 return Ok(Turn::Idle);
@@ -168,6 +183,33 @@ impl Rx {
         chain::write_at(memory, &segments, spilled_from as u64, spilled);
         self.waiting = None;
         self.deliver(len, memory, queue)?;
+        Ok(true)
+    }
+
+    /// Delivers a frame of the metadata service; false if it has to wait for more buffers.
+    fn deliver_metadata(
+        &mut self,
+        net: &mut Net,
+        memory: &GuestMemory,
+        queue: &mut VirtQueue,
+    ) -> Result<bool, QueueFault> {
+        const ROOM: u64 = (HEADER_LEN + mmds::SENT_MAX) as u64;
+        if self.capacity < ROOM && self.mergeable && !self.blocked {
+            return Ok(false);
+        }
+        let Some(frame) = net.mmds.as_mut().and_then(mmds::Mmds::take_frame) else {
+            return Ok(true);
+        };
+        // Nothing is left undone, so the header says nothing but the count of buffers.
+        let bytes = [&[0; HEADER_LEN][..], &frame].concat();
+        if bytes.len() as u64 > self.capacity {
+            // There is no more room than this; TCP will try again, and then give up.
+            queue.counters().add_refused();
+            return Ok(true);
+        }
+        let segments: Vec<Segment> = self.segments().collect();
+        chain::write_at(memory, &segments, 0, &bytes);
+        self.deliver(bytes.len(), memory, queue)?;
         Ok(true)
     }
 

@@ -1,6 +1,7 @@
 //! The network card, driven by a mock driver, with a socket where the tap would be.
 
 mod bad_frames;
+mod metadata;
 mod offloads;
 mod taps;
 
@@ -17,6 +18,7 @@ use super::super::testing::Buffer::{Readable, Writable};
 use super::super::testing::MockDriver;
 use super::config::{Mac, NetConfig, TapSource};
 use super::device::{Net, feature};
+use super::state::NetStateV2;
 use super::tap::Link;
 use super::wire::{ETHERNET_LEN, HEADER_LEN};
 use crate::rate_limiter::{BucketConfig, RateLimiter, RateLimiterConfig};
@@ -79,6 +81,7 @@ fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
         link,
         rx_limiter: RateLimiter::new(&rx).unwrap(),
         tx_limiter: RateLimiter::new(&tx).unwrap(),
+        mmds: None,
         used_before: false,
         host_errors: 0,
     };
@@ -124,7 +127,7 @@ impl Specimen for OnWire {
     }
 
     fn restored(&self, state: &DeviceState) -> Net {
-        assert_eq!(*state, DeviceState::Net(super::NetStateV1 { mac: MAC, mtu: None }));
+        assert_eq!(*state, DeviceState::NetV2(NetStateV2 { mac: MAC, mtu: None, mmds: None }));
         self.card()
     }
 

@@ -4,6 +4,7 @@
 //! without buffers, or one that is down or gone, costs one wake-up and no spinning.
 
 use std::os::fd::AsRawFd;
+use std::time::Instant;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::epoll::EventSet;
@@ -13,6 +14,7 @@ use super::super::{
     Activation, Interrupt, QueueFault, Stopped, UpdateError, Updated, VirtQueue, Worker,
 };
 use super::device::Net;
+use super::mmds::Mmds;
 use super::rx::{self, Rx, Turn};
 use super::tap;
 use super::tx::{self, Sent};
@@ -26,6 +28,7 @@ const TOKEN_TX: u32 = 1;
 const TOKEN_TAP: u32 = 2;
 const TOKEN_RX_LIMIT: u32 = 3;
 const TOKEN_TX_LIMIT: u32 = 4;
+const TOKEN_MMDS: u32 = 5;
 
 // What one turn sends before the other devices get theirs.
 const TURN_FRAMES: usize = 128;
@@ -49,6 +52,7 @@ impl NetWorker {
         if std::mem::replace(&mut net.used_before, true) {
             rx::drain(&mut net, &memory);
         }
+        net.mmds.iter_mut().for_each(Mmds::reset);
         let mut failed = queues.len() != 2;
         if let Err(error) = net.link.set_offload(tap::offload_for(features)) {
             // A tap that is gone has nothing to hand over; one that refuses would hand over the wrong.
@@ -74,22 +78,41 @@ impl NetWorker {
             TOKEN_TAP => self.rx.readable = true,
             TOKEN_RX_LIMIT => self.net.rx_limiter.clear_timer(),
             TOKEN_TX_LIMIT => self.net.tx_limiter.clear_timer(),
+            TOKEN_MMDS => self.net.mmds.iter_mut().for_each(Mmds::clear_timer),
             _ => {}
         }
     }
 
-    /// Serves the direction that the event was about.
+    /// Serves the direction that the event was about. What the guest sent may have been a question that is
+    /// answered here, and the answer is received like any other frame.
     fn turn(&mut self, token: u32) -> Result<(), QueueFault> {
-        let Self { net, memory, queues, rx, .. } = self;
-        let [rx_queue, tx_queue] = &mut queues[..] else { return Ok(()) };
-        let (queue, more) = if matches!(token, TOKEN_TX | TOKEN_TX_LIMIT) {
-            let more = send_frames(net, memory, tx_queue, self.offloads)?;
-            (tx_queue, more)
-        } else {
-            let more = rx.turn(net, memory, rx_queue)? == Turn::More;
-            (rx_queue, more)
-        };
-        if more {
+        let sends = matches!(token, TOKEN_TX | TOKEN_TX_LIMIT);
+        if sends {
+            self.send_turn()?;
+        }
+        let now = Instant::now();
+        let answers = self.net.mmds.as_mut().is_some_and(|mmds| mmds.is_ready(now));
+        if !sends || answers {
+            self.receive_turn()?;
+        }
+        self.net.mmds.iter_mut().for_each(|mmds| mmds.arm_timer(now));
+        Ok(())
+    }
+
+    fn send_turn(&mut self) -> Result<(), QueueFault> {
+        let [_, queue] = &mut self.queues[..] else { return Ok(()) };
+        if send_frames(&mut self.net, &self.memory, queue, self.offloads)? {
+            queue.kick_again();
+        }
+        if queue.wants_interrupt()? {
+            self.interrupt.used_buffers();
+        }
+        Ok(())
+    }
+
+    fn receive_turn(&mut self) -> Result<(), QueueFault> {
+        let [queue, _] = &mut self.queues[..] else { return Ok(()) };
+        if self.rx.turn(&mut self.net, &self.memory, queue)? == Turn::More {
             queue.kick_again();
         }
         if queue.wants_interrupt()? {
@@ -149,6 +172,9 @@ impl MutEventSubscriber for NetWorker {
             (self.net.rx_limiter.as_raw_fd(), TOKEN_RX_LIMIT, EventSet::IN),
             (self.net.tx_limiter.as_raw_fd(), TOKEN_TX_LIMIT, EventSet::IN),
         ];
+        if let Some(mmds) = &self.net.mmds {
+            watched.push((mmds.as_raw_fd(), TOKEN_MMDS, EventSet::IN));
+        }
         let kicks = self.queues.iter().map(|queue| queue.kick().as_raw_fd());
         watched
             .extend(kicks.zip([TOKEN_RX, TOKEN_TX]).map(|(fd, token)| (fd, token, EventSet::IN)));
@@ -187,7 +213,7 @@ impl Worker for NetWorker {
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::Net(self.net.state())
+        DeviceState::NetV2(self.net.state())
     }
 
     fn stop(self: Box<Self>) -> Stopped {

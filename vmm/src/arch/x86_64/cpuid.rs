@@ -27,6 +27,10 @@ const TSC_DEADLINE: u32 = 1 << 24;
 const HYPERVISOR: u32 = 1 << 31;
 // Leaf 1, EDX.
 const HYPER_THREADING: u32 = 1 << 28;
+// Leaf 6, EAX.
+/// The local timer never stops. A kernel that cannot rely on that, and finds no other timer to be woken by,
+/// keeps its tick in idle and gives up timers finer than it.
+const ALWAYS_RUNNING_TIMER: u32 = 1 << 2;
 // Leaf 0x8000_0001, ECX.
 const CMP_LEGACY: u32 = 1 << 1;
 const NESTED_SVM: u32 = 1 << 2;
@@ -59,7 +63,11 @@ pub fn for_vcpu(supported: &CpuId, id: u32, vcpus: u32) -> Result<CpuId, vmm_sys
                 let cores = if entry.eax & 0x1f == 0 { 0 } else { vcpus - 1 };
                 entry.eax = entry.eax & 0x3fff | shared_by << 14 | cores << 26;
             }
-            THERMAL | PERFORMANCE_MONITOR | SVM => clear(entry),
+            THERMAL => {
+                clear(entry);
+                entry.eax = ALWAYS_RUNNING_TIMER;
+            }
+            PERFORMANCE_MONITOR | SVM => clear(entry),
             EXTENDED_FEATURES => {
                 entry.ecx &= !NESTED_SVM;
                 if vcpus == 1 {
@@ -117,6 +125,7 @@ mod tests {
         CpuId::from_entries(&[
             entry(FEATURES, 0, VMX | MONITOR),
             entry(CACHES, 0x163, 0),
+            entry(THERMAL, 0x77, 9),
             entry(TOPOLOGY, 0, 0),
             entry(0xd, 0, 0),
             entry(EXTENDED_FEATURES, 0, NESTED_SVM),
@@ -136,6 +145,8 @@ mod tests {
         assert_eq!(leaf(&cpuid, FEATURES, 0).ecx & VMX, 0);
         assert_eq!(leaf(&cpuid, EXTENDED_FEATURES, 0).ecx & NESTED_SVM, 0);
         assert_eq!(leaf(&cpuid, SVM, 0).eax, 0);
+        assert_eq!(leaf(&cpuid, THERMAL, 0).eax, ALWAYS_RUNNING_TIMER);
+        assert_eq!(leaf(&cpuid, THERMAL, 0).ecx, 0);
     }
 
     #[test]

@@ -134,7 +134,7 @@ fn client_that_hangs_up_on_a_deaf_guest_is_forgotten_at_the_deadline() {
 fn client_that_reads_after_the_guest_closed_gets_everything() {
     let mut guest = Guest::new();
     let (mut client, ports) = guest.connected_client();
-    let mut sent = Vec::new();
+    let mut sent: Vec<u8> = Vec::new();
     // More than a socket buffer and less than that and a window.
     for chunk in pattern(6 * MAX_PAYLOAD as usize).chunks(MAX_PAYLOAD as usize) {
         guest.send_data(ports, chunk);

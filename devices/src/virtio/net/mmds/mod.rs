@@ -1,0 +1,293 @@
+//! The metadata service: frames that the guest sends to its address are answered here, and never reach the
+//! tap.
+//!
+//! | file | what it answers |
+//! | --- | --- |
+//! | `config.rs` | where the service is, and which version of it |
+//! | `packet.rs` | what of a frame is accepted, and how one is made |
+//! | `tcp.rs` | what happens on one connection |
+//! | `http.rs` | what a request is |
+//! | `answer.rs` | what is said to it |
+//! | `token.rs` | who may ask, in version 2 |
+//!
+//! The guest is hostile and the device thread is everyone's: a frame costs a bounded amount of work, there
+//! are so many connections and no more, each with so many bytes, and nothing waits. TCP is our own because
+//! so little of it is needed: an end that never opens, never reorders, and makes a segment only when there
+//! is room for it. None of it is in a snapshot; a guest that comes back is told that its connections
+//! are no more.
+
+mod answer;
+mod config;
+mod http;
+mod packet;
+mod tcp;
+mod token;
+
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+use vmm_sys_util::timerfd::TimerFd;
+
+pub use config::{MmdsConfig, MmdsVersion};
+pub use packet::{PEEK_LEN, SENT_MAX};
+
+use self::http::{Answer, Found};
+use self::packet::{Frame, Outgoing, Peer, Segment, flag};
+use self::tcp::{Connection, Fate, RECEIVE_MAX};
+use self::token::Tokens;
+use super::wire::ETHERNET_LEN;
+use crate::sys;
+
+/// The longest frame that is looked at: more than the window that the guest is shown.
+pub const RECEIVED_MAX: usize = ETHERNET_LEN + 2 * 60 + RECEIVE_MAX;
+/// The most bytes of content, as JSON.
+pub const CONTENT_MAX: usize = 1 << 20;
+
+const PORT: u16 = 80;
+const CONNECTIONS_MAX: usize = 30;
+/// How long a connection may stay open on which nothing happens.
+const IDLE: Duration = Duration::from_secs(30);
+// Answers to segments that belong to no connection; one more is not sent, and the guest asks again.
+const RESETS_MAX: usize = 8;
+
+/// The metadata service of one card.
+pub struct Mmds {
+    config: MmdsConfig,
+    guest: [u8; 6],
+    content: Arc<Value>,
+    tokens: Tokens,
+    connections: VecDeque<Connection>,
+    // What is owed beside the segments of connections.
+    arp: Option<packet::ArpRequest>,
+    resets: VecDeque<Reset>,
+    next: Option<Vec<u8>>,
+    timer: TimerFd,
+}
+
+struct Reset {
+    peer: Peer,
+    port: u16,
+    seq: u32,
+    ack: Option<u32>,
+}
+
+impl Mmds {
+    /// A service without content, for the card whose driver has the address `guest`.
+    pub fn new(config: MmdsConfig, guest: [u8; 6]) -> io::Result<Self> {
+        Ok(Self {
+            config,
+            guest,
+            content: Arc::new(Value::Null),
+            tokens: Tokens::default(),
+            connections: VecDeque::new(),
+            arp: None,
+            resets: VecDeque::new(),
+            next: None,
+            timer: TimerFd::new()?,
+        })
+    }
+
+    pub fn config(&self) -> MmdsConfig {
+        self.config
+    }
+
+    pub fn set_content(&mut self, content: Arc<Value>) {
+        self.content = content;
+    }
+
+    /// Forgets connections, as for a driver that starts anew. Content and tokens stay.
+    pub fn reset(&mut self) {
+        self.connections.clear();
+        self.resets.clear();
+        (self.arp, self.next) = (None, None);
+        self.clear_timer();
+    }
+
+    /// Whether a frame is for the service, by its first bytes.
+    pub fn is_for_us(&self, ethernet: &[u8; ETHERNET_LEN], payload: &[u8]) -> bool {
+        packet::is_for(self.config.ipv4, ethernet, payload)
+    }
+
+    /// Takes in a frame that is for the service; false if there is nothing in it to answer.
+    pub fn receive(&mut self, frame: &[u8], now: Instant) -> bool {
+        match packet::parse(frame) {
+            Some(Frame::Arp(request)) => self.arp = Some(request),
+            Some(Frame::Tcp(segment)) => self.receive_segment(&segment, now),
+            None => return false,
+        }
+        true
+    }
+
+    fn receive_segment(&mut self, segment: &Segment, now: Instant) {
+        let found = self.connections.iter().position(|one| one.peer() == segment.peer);
+        let known = found.filter(|_| segment.port == PORT);
+        match known.and_then(|at| self.connections.get_mut(at).map(|one| (at, one))) {
+            Some((at, connection)) => {
+                let fate = connection.receive(segment, now);
+                serve(connection, &self.config, &self.content, &mut self.tokens, now);
+                match fate {
+                    Fate::Lives => return,
+                    Fate::Ends => {}
+                    Fate::Reset => self.refuse(segment),
+                }
+                self.connections.remove(at);
+            }
+            None if segment.port == PORT && opens(segment) => self.open(segment, now),
+            None => self.refuse(segment),
+        }
+    }
+
+    /// A new connection. If there are as many as there may be, the one that was quiet for longest goes.
+    fn open(&mut self, syn: &Segment, now: Instant) {
+        let mut iss = [0; 4];
+        if sys::random(&mut iss).is_err() {
+            return;
+        }
+        if self.connections.len() == CONNECTIONS_MAX {
+            let quietest = self.connections.iter().enumerate().min_by_key(|(_, one)| one.heard());
+            if let Some((at, _)) = quietest {
+                self.connections.remove(at);
+            }
+        }
+        self.connections.push_back(Connection::open(syn, u32::from_le_bytes(iss), now));
+    }
+
+    /// Tells the sender of a segment that there is no such connection (RFC 9293 section 3.10.7.1).
+    fn refuse(&mut self, segment: &Segment) {
+        if segment.flags & flag::RST != 0 || self.resets.len() == RESETS_MAX {
+            return;
+        }
+        let (seq, ack) = match segment.flags & flag::ACK != 0 {
+            true => (segment.ack, None),
+            false => {
+                let places = u32::from(segment.flags & flag::SYN != 0)
+                    + u32::from(segment.flags & flag::FIN != 0)
+                    + segment.payload.len() as u32;
+                (0, Some(segment.seq.wrapping_add(places)))
+            }
+        };
+        self.resets.push_back(Reset { peer: segment.peer, port: segment.port, seq, ack });
+    }
+
+    /// Whether there is a frame for the guest; it stays until it is taken.
+    pub fn is_ready(&mut self, now: Instant) -> bool {
+        if self.next.is_none() {
+            self.next = self.make_frame(now);
+        }
+        self.next.is_some()
+    }
+
+    /// The frame that `is_ready` spoke of, at most `SENT_MAX` bytes long.
+    pub fn take_frame(&mut self) -> Option<Vec<u8>> {
+        self.next.take()
+    }
+
+    fn make_frame(&mut self, now: Instant) -> Option<Vec<u8>> {
+        let Self { config, guest, connections, .. } = self;
+        if let Some(request) = self.arp.take() {
+            return Some(packet::arp_reply(config.ipv4, request, *guest));
+        }
+        if let Some(Reset { peer, port, seq, ack }) = self.resets.pop_front() {
+            let flags = if ack.is_some() { flag::RST | flag::ACK } else { flag::RST };
+            let ack = ack.unwrap_or(0);
+            let reset = Outgoing { peer, port, seq, ack, flags, window: 0, payload: &[] };
+            return Some(packet::tcp(config.ipv4, &reset, *guest));
+        }
+        connections.retain_mut(|one| {
+            one.tick(now) && now.saturating_duration_since(one.heard()) < IDLE && !one.is_over()
+        });
+        // Whoever had its turn comes last.
+        for _ in 0..connections.len() {
+            let mut connection = connections.pop_front()?;
+            let frame = connection
+                .next_segment(now)
+                .map(|outgoing| packet::tcp(config.ipv4, &outgoing, *guest));
+            connections.push_back(connection);
+            if frame.is_some() {
+                return frame;
+            }
+        }
+        None
+    }
+
+    /// Sets the timer for whatever has to happen next without a frame of the guest.
+    pub fn arm_timer(&mut self, now: Instant) {
+        let due = |one: &Connection| one.retransmit_at().into_iter().chain([one.heard() + IDLE]);
+        // While a frame waits for room, it is the guest's turn: its next buffers wake the card up.
+        let waits = self.next.is_some();
+        let at = self.connections.iter().flat_map(due).min().filter(|_| !waits);
+        let set = match at {
+            // Zero would disarm it.
+            Some(at) => {
+                let wait = at.saturating_duration_since(now).max(Duration::from_millis(1));
+                self.timer.reset(wait, None)
+            }
+            None => self.timer.clear(),
+        };
+        if let Err(error) = set {
+            log::error!("metadata service: cannot set its timer: {error}");
+        }
+    }
+
+    /// Takes the timer's event, so that the descriptor is no longer readable.
+    pub fn clear_timer(&mut self) {
+        if let Err(error) = self.timer.clear() {
+            log::error!("metadata service: cannot clear its timer: {error}");
+        }
+    }
+}
+
+impl AsRawFd for Mmds {
+    /// Readable when a connection wants to be looked at.
+    fn as_raw_fd(&self) -> RawFd {
+        self.timer.as_raw_fd()
+    }
+}
+
+fn opens(segment: &Segment) -> bool {
+    segment.flags & (flag::SYN | flag::ACK | flag::RST | flag::FIN) == flag::SYN
+}
+
+/// Answers the request that has come in, if all of it has and the one before is done with.
+fn serve(
+    connection: &mut Connection,
+    config: &MmdsConfig,
+    content: &Value,
+    tokens: &mut Tokens,
+    now: Instant,
+) {
+    if !connection.is_idle() {
+        return;
+    }
+    match http::read(connection.received()) {
+        Found::Request(request, len) => {
+            let keep_alive = request.keeps_alive();
+            let answer = answer::answer(config, content, tokens, &request, now);
+            connection.send(answer.encode(keep_alive));
+            connection.take(len);
+            if !keep_alive {
+                connection.close();
+            }
+        }
+        Found::Part if connection.received().len() >= RECEIVE_MAX => {
+            refuse(connection, "the request is too long");
+        }
+        Found::Part if connection.peer_closed() => connection.close(),
+        Found::Part => {}
+        Found::Bad(why) => refuse(connection, why),
+    }
+}
+
+fn refuse(connection: &mut Connection, why: &str) {
+    connection.send(Answer::text(400, why).encode(false));
+    connection.close();
+}
