@@ -27,6 +27,7 @@ mod ports;
 mod refresh;
 mod run;
 mod snapshot;
+mod snapshot_files;
 mod soak;
 mod terminal;
 mod vsock;

@@ -64,6 +64,7 @@ impl Vm {
     /// Lets the guest run.
     pub fn resume(&mut self) -> Result<(), Error> {
         if !self.running {
+            self.open_drives()?;
             self.devices.handle().resume_all()?;
             trace::step("resume devices");
             for vcpu in &self.vcpus {
