@@ -105,6 +105,7 @@ Examples:
     Rm(Rm),
     Template(Template),
     Doctor(Doctor),
+    Firecracker(Firecracker),
     Completions(Completions),
     Man(Man),
 }
@@ -671,6 +672,20 @@ pub struct Doctor {
     /// As JSON
     #[arg(long)]
     pub json: bool,
+}
+
+/// Stand in for Firecracker: its flags, its API socket
+#[derive(Debug, Args)]
+#[command(disable_help_flag = true, help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm firecracker --api-sock /run/fc.sock
+  pvmm firecracker --help
+  ln -s $(command -v pvmm) /usr/local/bin/firecracker     the same, by that name
+")]
+pub struct Firecracker {
+    /// Firecracker's own flags
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    pub words: Vec<OsString>,
 }
 
 /// Print a shell's completion script

@@ -10,6 +10,7 @@ mod commands;
 mod control;
 mod drive;
 mod exit;
+mod firecracker;
 mod log_file;
 mod logger;
 mod machine;
@@ -28,6 +29,9 @@ use clap::Parser;
 
 fn main() {
     end_on_panic();
+    if let Some(words) = firecracker::words(std::env::args_os().collect()) {
+        std::process::exit(firecracker::run(words).into());
+    }
     let result = match cli::Cli::try_parse() {
         Ok(cli) => commands::dispatch(cli),
         Err(error) => cli::refuse(error),

@@ -32,6 +32,21 @@ fn to_pages(mib: u64) -> u32 {
     u32::try_from(mib.saturating_mul(PAGES_PER_MIB)).unwrap_or(u32::MAX)
 }
 
+/// A search for free pages that is under way, or through.
+#[derive(Debug)]
+pub struct Hinting {
+    answer: Receiver<u64>,
+    released: Option<u64>,
+}
+
+impl Hinting {
+    /// How many bytes were released, once the guest is through.
+    pub fn released(&mut self) -> Option<u64> {
+        self.released = self.released.or_else(|| self.answer.try_recv().ok());
+        self.released
+    }
+}
+
 impl Vm {
     /// Asks the guest to give up `target_mib`, or to take back what it gave up beyond that. It follows in
     /// its own time: `balloon_stats` says how far it is.
@@ -47,15 +62,27 @@ impl Vm {
         wait(&answer, timeout, "statistics")
     }
 
+    /// Asks the guest for its free pages, which are released as it names them; [`Hinting::released`] says when it
+    /// is through. [`Self::end_hinting`] must follow: until then the guest does not use those pages.
+    pub fn begin_hinting(&self) -> Result<Hinting, Error> {
+        let (sender, answer) = mpsc::sync_channel(1);
+        self.update_balloon(BalloonUpdate::Hint(sender))?;
+        Ok(Hinting { answer, released: None })
+    }
+
+    /// The guest may use again what it named.
+    pub fn end_hinting(&self) -> Result<(), Error> {
+        self.update_balloon(BalloonUpdate::HintDone)
+    }
+
     /// Asks the guest for its free pages and releases them, waiting up to `timeout` until it is through;
     /// returns how many bytes that was. Best while the guest's workload rests: a page that it takes back
     /// at the same moment, for lack of memory, may be lost to it.
     pub fn hint_free_pages(&self, timeout: Duration) -> Result<u64, Error> {
-        let (sender, answer) = mpsc::sync_channel(1);
-        self.update_balloon(BalloonUpdate::Hint(sender))?;
-        let released = wait(&answer, timeout, "free pages");
+        let hinting = self.begin_hinting()?;
+        let released = wait(&hinting.answer, timeout, "free pages");
         // Through or not, the guest may use them again.
-        self.update_balloon(BalloonUpdate::HintDone)?;
+        self.end_hinting()?;
         released
     }
 

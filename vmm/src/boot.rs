@@ -30,11 +30,17 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
 
     // What the host must supply.
     let socket = config.vsock.as_ref().map(|vsock| vsock.uds_path.as_path());
+    let socket = socket.filter(|_| config.awaits_agent);
     let ready = socket.map(ReadyListener::bind).transpose()?;
     let scratch = Scratch::new(config.scratch_dir.as_deref());
     let Opened { devices, drives, taps, vsock_path } = open_devices(&mut config)?;
     let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;
     let guest = &memory.guest;
+
+    let (track_changes, vcpu_threads) = (config.track_changes, config.vcpu_threads);
+    if config.huge_pages {
+        memory.prefer_huge_pages();
+    }
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
     let host = Arc::new(KvmHost::open()?);
@@ -62,7 +68,8 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         vcpu::configure(vcpu, id, config.vcpus, &host, entry, guest)?;
     }
 
-    let held = Held { drives, taps, scratch, vsock_path, ready, base: None };
+    let held =
+        Held { drives, taps, scratch, vsock_path, ready, base: None, track_changes, vcpu_threads };
     machine.start(vcpus, kvm, memory, held)
 }
 
@@ -84,7 +91,8 @@ fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
         opened.devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
     }
     if config.rng {
-        opened.devices.push(Box::new(Rng::new(RngConfig::default())));
+        let rng = Rng::limited(RngConfig::default(), &config.rng_limits);
+        opened.devices.push(Box::new(rng.map_err(|e| refused(e.into()))?));
     }
     if let Some(wish) = config.balloon {
         let balloon = Balloon::new(balloon::device_config(wish, config.memory_mib));

@@ -55,11 +55,44 @@ pub struct VmConfig {
     pub balloon: Option<Balloon>,
     /// A virtio entropy device.
     pub rng: bool,
+    /// What the guest may take from it per time.
+    pub rng_limits: RateLimiterConfig,
     pub console: Console,
+    /// Listen for the agent's word that it is ready, beside the vsock's socket, for [`crate::Vm::agent`] to wait
+    /// for. Without it that call only connects.
+    pub awaits_agent: bool,
     pub boot_protocol: BootProtocol,
     /// Where nameless files for a machine's own writes are made; the directory for temporary files if not
     /// given.
     pub scratch_dir: Option<PathBuf>,
+    /// Take note, after each [`crate::Vm::save_files`], of what the guest writes, so that the next one of
+    /// [`crate::snapshot::SaveKind::Diff`] holds no more than that. Costs the guest a fault on the first write
+    /// to each page. Without it such a save holds what changed since the machine was made.
+    pub track_changes: bool,
+    /// Back the memory with pages of 2 MiB where the kernel has them at hand: fewer faults, coarser copies.
+    pub huge_pages: bool,
+    /// How the vCPU threads are called.
+    pub vcpu_threads: ThreadNames,
+}
+
+/// What a machine's vCPU threads are called, for those who look for them from outside. The number of the vCPU
+/// follows.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum ThreadNames {
+    /// `pvmm-vcpu-0`.
+    #[default]
+    Pvmm,
+    /// `fc_vcpu 0`, as Firecracker's.
+    Firecracker,
+}
+
+impl ThreadNames {
+    pub(crate) fn vcpu(self, id: u32) -> String {
+        match self {
+            Self::Pvmm => format!("pvmm-vcpu-{id}"),
+            Self::Firecracker => format!("fc_vcpu {id}"),
+        }
+    }
 }
 
 /// An initial RAM disk, in a file or already in memory.
@@ -92,6 +125,9 @@ pub enum DriveSource {
     Path(PathBuf),
     /// An image that is already open, perhaps without a name.
     File(File),
+    /// Opened when the machine is resumed for the first time, unless it was replaced by then. Only for
+    /// machines that go on from a template; one that boots opens it at once.
+    Later(PathBuf),
 }
 
 /// A socket between guest and host.
@@ -149,6 +185,8 @@ pub enum ConfigError {
     Drives(usize),
     #[error("drive: rate limit of {0}")]
     Limits(RateLimiterError),
+    #[error("rng: rate limit of {0}")]
+    RngLimits(RateLimiterError),
     #[error("nets: {0} is more than {MAX_NETS}")]
     Nets(usize),
     #[error("net {index}: {why}")]
@@ -175,9 +213,14 @@ impl VmConfig {
             vsock: None,
             balloon: None,
             rng: true,
+            rng_limits: RateLimiterConfig::default(),
             console: Console::default(),
+            awaits_agent: true,
             boot_protocol: BootProtocol::default(),
             scratch_dir: None,
+            track_changes: false,
+            huge_pages: false,
+            vcpu_threads: ThreadNames::default(),
         }
     }
 
@@ -203,7 +246,7 @@ impl VmConfig {
             no_nul("initrd", path)?;
         }
         for drive in &self.drives {
-            if let DriveSource::Path(path) = &drive.source {
+            if let DriveSource::Path(path) | DriveSource::Later(path) = &drive.source {
                 no_nul("drive", path)?;
             }
             drive.limits.validate().map_err(ConfigError::Limits)?;
@@ -214,6 +257,7 @@ impl VmConfig {
         for (index, net) in self.nets.iter().enumerate() {
             net.validate().map_err(|error| ConfigError::Net { index, why: with_causes(&error) })?;
         }
+        self.rng_limits.validate().map_err(ConfigError::RngLimits)?;
         if let Some(Balloon { target_mib: target, .. }) = self.balloon
             && target > self.memory_mib
         {

@@ -2,7 +2,12 @@
 //!
 //! Files are opened here, on the caller's thread; the device thread only swaps one for another.
 
-use pvmm_devices::virtio::block::{Block, BlockConfig, BlockHandle, BlockUpdate, EngineKind};
+use std::fs::File;
+use std::os::unix::fs::MetadataExt;
+
+use pvmm_devices::virtio::block::{
+    Block, BlockConfig, BlockHandle, BlockUpdate, EngineKind, Source,
+};
 use pvmm_devices::virtio::device_loop::DeviceError;
 use pvmm_devices::virtio::registry::DeviceUpdate;
 
@@ -34,8 +39,18 @@ pub fn open(drive: Drive) -> Result<(Block, HeldDrive), OpenError> {
     Ok((block, held))
 }
 
+/// What a device would be made of that goes on with a drive of `size` bytes. Nothing is opened of a drive
+/// that may come later.
+pub fn prepare_restored(drive: Drive, size: u64) -> Result<(BlockConfig, Storage), OpenError> {
+    let DriveSource::Later(path) = drive.source else { return prepare(drive) };
+    let Drive { read_only, id, cache, engine, direct, limits, .. } = drive;
+    let source = Source::Later { size };
+    let storage = Storage::Later { path, read_only };
+    Ok((BlockConfig { source, read_only, cache, id, engine, direct, limits }, storage))
+}
+
 /// What a device would be made of.
-pub fn prepare(drive: Drive) -> Result<(BlockConfig, Storage), OpenError> {
+fn prepare(drive: Drive) -> Result<(BlockConfig, Storage), OpenError> {
     let Drive { source, read_only, id, cache, engine, direct, limits } = drive;
     let plain = direct || engine == EngineKind::IoUring;
     let (source, storage) = storage::open(source, read_only, !plain)?;
@@ -50,18 +65,34 @@ impl Vm {
 
     /// Puts another image behind drive `index`, with the access that the first one had, and tells the
     /// guest its size. What is under way ends on the old image; requests after that go to the new one.
-    /// Whatever the guest still caches of the old one is its own affair.
+    /// Whatever the guest still caches of the old one is its own affair. The image that is there already
+    /// stays, and only its size is looked at again.
     pub fn replace_drive(&mut self, index: usize, source: DriveSource) -> Result<(), Error> {
         let held = self.held.drives.get(index).ok_or_else(|| self.no_drive(index))?;
         let what = || format!("drive {index}: cannot use another image");
-        let read_only = matches!(held.storage, Storage::Fixed { .. });
-        let (source, storage) = storage::open(source, read_only, false)
+        let (source, storage) = storage::open(source, held.storage.is_read_only(), false)
             .map_err(|error| Error::new(ErrorKind::InvalidConfig, what(), error))?;
+        if let (Some(old), Some(new)) = (held.storage.file(), storage.file())
+            && same_file(old, new)
+        {
+            return self.resize_drive(index);
+        }
         let opened = held.handle.open(source);
         let update = opened.map_err(|error| Error::new(ErrorKind::InvalidConfig, what(), error))?;
         self.update_drive(index, update)?;
         if let Some(held) = self.held.drives.get_mut(index) {
             held.storage = storage;
+        }
+        Ok(())
+    }
+
+    /// Opens the drives that were to be opened when the machine runs.
+    pub(crate) fn open_drives(&mut self) -> Result<(), Error> {
+        for index in 0..self.held.drives.len() {
+            let held = self.held.drives.get(index).map(|held| &held.storage);
+            if let Some(Storage::Later { path, .. }) = held {
+                self.replace_drive(index, DriveSource::Path(path.clone()))?;
+            }
         }
         Ok(())
     }
@@ -90,4 +121,10 @@ impl Vm {
         let act = format!("drive {index}: the machine has {count}, counted from 0");
         Error::plain(ErrorKind::InvalidConfig, act)
     }
+}
+
+/// Whether both are the same image: a lock on one would keep the other away.
+fn same_file(one: &File, other: &File) -> bool {
+    let facts = |file: &File| file.metadata().map(|facts| (facts.dev(), facts.ino())).ok();
+    facts(one).is_some_and(|one| facts(other) == Some(one))
 }

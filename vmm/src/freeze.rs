@@ -97,13 +97,14 @@ impl Vm {
             base: self.held.base.clone(),
             working_set: None,
             without_memory: false,
+            note: Vec::new(),
             pause: Duration::ZERO,
         };
         Ok((template, memory))
     }
 
     /// Registers of vCPUs and devices. Devices before vCPUs: they may still raise an interrupt.
-    fn save_state(&self) -> Result<MachineState, Error> {
+    pub(crate) fn save_state(&self) -> Result<MachineState, Error> {
         let save = |transport: &Arc<pvmm_devices::virtio::mmio::MmioTransport>| transport.save();
         let transports = self.transports.iter().map(save).collect::<Result<_, _>>()?;
         let asked = self.vcpus.iter().map(VcpuThread::save).collect::<Result<Vec<_>, _>>()?;

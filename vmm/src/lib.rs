@@ -6,7 +6,7 @@
 //! | `vm.rs` | what can be done with a running one |
 //! | `freeze.rs`, `restore.rs` | how a running machine becomes a template, and a template a machine |
 //! | `rollback.rs` | how a machine goes back to its checkpoint |
-//! | `snapshot/` | a template in a folder |
+//! | `snapshot/` | a template in a folder, or as two files |
 //! | `config.rs` | what can be asked for |
 //! | `drives.rs`, `nets.rs`, `balloon.rs` | what can be changed about a running machine's devices |
 //! | `trace.rs` | where the time of a restore goes |
@@ -36,12 +36,14 @@ pub mod trace;
 mod vcpu;
 mod vm;
 
+pub use balloon::Hinting;
 pub use config::{
     Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac,
-    MmdsConfig, MmdsVersion, Net, RateLimiterConfig, TapSource, VmConfig, Vsock,
+    MmdsConfig, MmdsVersion, Net, RateLimiterConfig, TapSource, ThreadNames, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
 pub use pvmm_devices::virtio::balloon::BalloonStats;
+pub use snapshot::{NOTE_MAX, SaveKind};
 pub use template::{Overrides, Prefault, Template, Touched};
 pub use vcpu::run::Outcome;
 pub use vm::{CounterValues, DeviceCounters, Vm};

@@ -28,6 +28,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::layout;
 use crate::arch::x86_64::tables::MmioDevice;
+use crate::config::ThreadNames;
 use crate::drives::HeldDrive;
 use crate::error::Error;
 use crate::kvm::routes::KvmRoutes;
@@ -146,7 +147,8 @@ impl Machine {
         let buses = Arc::new(self.buses);
         let report = self.ending.report();
         let start = |(id, vcpu)| {
-            VcpuThread::start(id, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
+            let name = held.vcpu_threads.vcpu(id);
+            VcpuThread::start(id, name, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
         };
         let vcpus = (0..).zip(vcpus).map(start).collect::<Result<Vec<_>, _>>()?;
         Ok(Vm {
@@ -208,6 +210,9 @@ pub struct Held {
     pub ready: Option<ReadyListener>,
     /// The snapshot that the machine's memory lies over.
     pub base: Option<Base>,
+    /// Whether a save as two files is followed by others that hold only what changed.
+    pub track_changes: bool,
+    pub vcpu_threads: ThreadNames,
 }
 
 fn place(index: usize) -> MmioDevice {

@@ -4,6 +4,7 @@
 
 use kvm_ioctls::VcpuFd;
 use pvmm_devices::virtio::balloon::Balloon;
+use pvmm_devices::virtio::block::wire::SECTOR_SIZE;
 use pvmm_devices::virtio::block::{Block, BlockConfig};
 use pvmm_devices::virtio::net::{Net, NetStateV2, TapSource};
 use pvmm_devices::virtio::registry::DeviceState;
@@ -34,6 +35,9 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
         open_devices(template, &mut overrides, &scratch)?;
     trace::step("open devices");
     let memory = Memory::map(template.image.clone())?;
+    if overrides.huge_pages {
+        memory.prefer_huge_pages();
+    }
     trace::step("map memory");
     let mut page_server = connect_page_server(template, &overrides, &memory)?;
 
@@ -58,7 +62,11 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     trace::step("attach devices");
 
     // State: interrupt routes and local APICs before the devices, which raise what was pending.
-    state::load_clock(kvm.fd(), saved.clock)?;
+    let clock = match overrides.catch_up {
+        true => saved.clock.advanced(state::host_time()),
+        false => saved.clock,
+    };
+    state::load_clock(kvm.fd(), clock)?;
     machine.ioapic.restore(&saved.ioapic);
     trace::step("clock and routes");
     for ((id, vcpu), saved) in (0..).zip(&vcpus).zip(&saved.vcpus) {
@@ -83,7 +91,9 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
         server.started(machine.devices.handle().clone(), machine.ending.report())?;
     }
     let base = template.base.clone();
-    let held = Held { drives, taps, scratch, vsock_path, ready: None, base };
+    let Overrides { track_changes, vcpu_threads, .. } = overrides;
+    let ready = None;
+    let held = Held { drives, taps, scratch, vsock_path, ready, base, track_changes, vcpu_threads };
     let mut vm = machine.start(vcpus, kvm, memory, held)?;
     vm.page_server = page_server;
     trace::step("vCPU threads");
@@ -139,9 +149,10 @@ fn open_devices(
             DeviceState::Block(saved) => {
                 let index = opened.drives.len();
                 let refused = refused(format!("drive {index}"));
+                let size = saved.capacity_sectors.saturating_mul(SECTOR_SIZE);
                 let made = match take(&mut overrides.drives, index) {
-                    Some(drive) => drives::prepare(drive),
-                    None => thaw(template, index, scratch),
+                    Some(drive) => drives::prepare_restored(drive, size),
+                    None => thaw(template, index, scratch, size),
                 };
                 let (config, storage) = made.map_err(&refused)?;
                 let block = Block::restore(config, saved).map_err(|e| refused(e.into()))?;
@@ -168,7 +179,12 @@ fn open_devices(
                 let balloon = Balloon::restore(saved).map_err(|e| refused(e.into()))?;
                 opened.devices.push(Box::new(balloon));
             }
-            DeviceState::Rng(_) => opened.devices.push(Box::new(Rng::new(RngConfig::default()))),
+            DeviceState::Rng(_) => {
+                let refused = refused("rng".to_owned());
+                overrides.rng_limits.validate().map_err(|e| refused(e.into()))?;
+                let rng = Rng::limited(RngConfig::default(), &overrides.rng_limits);
+                opened.devices.push(Box::new(rng.map_err(|e| refused(e.into()))?));
+            }
         }
     }
     check_all_used(overrides, &opened)?;
@@ -206,9 +222,10 @@ fn thaw(
     template: &Template,
     index: usize,
     scratch: &Scratch,
+    size: u64,
 ) -> Result<(BlockConfig, Storage), drives::OpenError> {
     let frozen = template.drives.get(index).ok_or("the snapshot has no such disk")?;
-    Ok(frozen.thaw(scratch)?)
+    Ok(frozen.thaw(scratch, size)?)
 }
 
 fn take<T>(overrides: &mut Vec<(usize, T)>, index: usize) -> Option<T> {

@@ -23,13 +23,15 @@ pub enum Storage {
     Layers(LayeredDisk),
     /// A file that the guest writes in place and that outlives the machine.
     InPlace { file: File, path: Option<PathBuf> },
+    /// Opened when the machine is resumed.
+    Later { path: PathBuf, read_only: bool },
 }
 
 /// What the device needs and what the owner keeps. A nameless image that the guest writes becomes layers,
 /// if that is allowed.
 pub fn open(source: DriveSource, read_only: bool, layered: bool) -> io::Result<(Source, Storage)> {
     Ok(match source {
-        DriveSource::Path(path) => {
+        DriveSource::Path(path) | DriveSource::Later(path) => {
             let file = File::open(&path).map_err(|error| {
                 io::Error::new(error.kind(), format!("{}: {error}", path.display()))
             })?;
@@ -62,6 +64,12 @@ pub enum FrozenStorage {
         path: Option<PathBuf>,
     },
     Layers(LayeredDisk),
+    /// The file of this name, in place, opened when a machine runs with it. Without a name every machine must
+    /// be given another.
+    Named {
+        path: Option<PathBuf>,
+        read_only: bool,
+    },
     /// Was a file elsewhere that is gone or changed.
     Missing {
         index: usize,
@@ -90,6 +98,22 @@ impl Storage {
                 }
                 Ok(FrozenStorage::Layers(LayeredDisk::over(copy, scratch.file()?)?))
             }
+            Self::Later { path, read_only } => {
+                Ok(FrozenStorage::Named { path: Some(path.clone()), read_only: *read_only })
+            }
+        }
+    }
+
+    /// Whether the guest may only read it.
+    pub fn is_read_only(&self) -> bool {
+        matches!(self, Self::Fixed { .. } | Self::Later { read_only: true, .. })
+    }
+
+    /// The open file, if there is one and it is one.
+    pub fn file(&self) -> Option<&File> {
+        match self {
+            Self::Fixed { file, .. } | Self::InPlace { file, .. } => Some(file),
+            Self::Layers(_) | Self::Later { .. } => None,
         }
     }
 
@@ -104,16 +128,27 @@ impl Storage {
 
     /// Why it could not be taken back, if that is so.
     pub fn one_way(&self) -> Option<String> {
-        let Self::InPlace { path, .. } = self else { return None };
-        let name = path.as_ref().map_or("it".to_owned(), |path| path.display().to_string());
+        let path = match self {
+            Self::InPlace { path, .. } => path.as_ref(),
+            Self::Later { path, read_only: false } => Some(path),
+            _ => return None,
+        };
+        let name = path.map_or("it".to_owned(), |path| path.display().to_string());
         Some(format!("{name} is written in place and cannot be taken back"))
     }
 }
 
 impl FrozenStorage {
-    /// The same for a machine that goes on from here.
-    pub fn thaw(&self, scratch: &Scratch) -> io::Result<(BlockConfig, Storage)> {
+    /// The same for a machine that goes on from here, in which the drive had `size` bytes.
+    pub fn thaw(&self, scratch: &Scratch, size: u64) -> io::Result<(BlockConfig, Storage)> {
         match self {
+            Self::Named { path: Some(path), read_only } => {
+                let held = Storage::Later { path: path.clone(), read_only: *read_only };
+                Ok((BlockConfig::from_source(Source::Later { size }).read_only(*read_only), held))
+            }
+            Self::Named { path: None, .. } => {
+                Err(io::Error::other("had no path; give one with an override"))
+            }
             Self::Fixed { file, path } => {
                 let held = Storage::Fixed { file: file.try_clone()?, path: path.clone() };
                 Ok((BlockConfig::from_file(file.try_clone()?).read_only(true), held))
@@ -130,7 +165,7 @@ impl FrozenStorage {
     pub fn missing(&self, index: usize) -> SnapshotError {
         let path = match self {
             Self::Missing { path, .. } => path.display().to_string(),
-            Self::Fixed { .. } | Self::Layers(_) => String::new(),
+            _ => String::new(),
         };
         SnapshotError::Drive { index, path }
     }

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::config::{Console, Drive, Net, Vsock};
+use crate::config::{Console, Drive, Net, RateLimiterConfig, ThreadNames, Vsock};
 use crate::error::Error;
 use crate::kvm::vm::KvmHost;
 use crate::memory::{MemoryImage, WorkingSet};
@@ -32,6 +32,8 @@ pub struct Template {
     pub(crate) working_set: Option<Arc<WorkingSet>>,
     /// The memory was left where it is; machines must get theirs from a page server.
     pub(crate) without_memory: bool,
+    /// What the caller left in the snapshot for itself.
+    pub(crate) note: Vec<u8>,
     pub(crate) pause: Duration,
 }
 
@@ -45,10 +47,21 @@ pub struct Overrides {
     /// Other taps and addresses, by their place; without one a card takes the interface of the template's
     /// name.
     pub nets: Vec<(usize, Net)>,
+    /// What the guest may take from the entropy device per time.
+    pub rng_limits: RateLimiterConfig,
     pub console: Console,
     /// As in [`crate::VmConfig`].
     pub scratch_dir: Option<PathBuf>,
+    /// As in [`crate::VmConfig`].
+    pub track_changes: bool,
     pub prefault: Prefault,
+    /// Move the guest's clock on by the time that it did not run, instead of hiding that from it: timers that
+    /// have run out meanwhile fire at once.
+    pub catch_up: bool,
+    /// How its vCPU threads are called.
+    pub vcpu_threads: ThreadNames,
+    /// As in [`crate::VmConfig`]; of memory that comes from a file only what the guest writes can be so.
+    pub huge_pages: bool,
     /// The socket of a process that supplies the memory; see [`Template::fork`].
     pub page_server: Option<PathBuf>,
 }
@@ -104,6 +117,11 @@ impl Template {
     /// How long the machine stood still to become this template.
     pub fn pause(&self) -> Duration {
         self.pause
+    }
+
+    /// What [`Vm::save_files`] was given to keep; nothing in a template that came another way.
+    pub fn note(&self) -> &[u8] {
+        &self.note
     }
 
     pub fn vcpus(&self) -> usize {

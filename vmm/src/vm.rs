@@ -64,6 +64,7 @@ impl Vm {
     /// Lets the guest run.
     pub fn resume(&mut self) -> Result<(), Error> {
         if !self.running {
+            self.open_drives()?;
             self.devices.handle().resume_all()?;
             trace::step("resume devices");
             for vcpu in &self.vcpus {
@@ -102,6 +103,17 @@ impl Vm {
     /// Readable once the guest has ended, to wait for it beside other things.
     pub fn outcome_event(&self) -> &EventFd {
         self.ending.event()
+    }
+
+    /// Types at the guest's serial console: takes what fits and returns how much that was. When it was not all,
+    /// wait for [`Self::serial_room`] before offering the rest.
+    pub fn type_serial(&self, bytes: &[u8]) -> usize {
+        self.serial.feed(bytes)
+    }
+
+    /// Readable when the guest has read from its console and there is room again. Read it empty before typing.
+    pub fn serial_room(&self) -> &EventFd {
+        self.serial.input_room()
     }
 
     /// Gives the guest a new generation identifier, as one does with a machine that lives a second time:

@@ -49,6 +49,8 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Stats(args) => stats::stats(args),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
+        // Usually met in `main` already: its own way to end is part of what it stands in for.
+        Verb::Firecracker(args) => Ok(crate::firecracker::run(args.words)),
         Verb::Completions(args) => completions::completions(args),
         Verb::Man(args) => man::man(args),
     }

@@ -172,6 +172,25 @@ impl Other {
     }
 }
 
+/// Microseconds since the host started, and of CPU time of this process.
+pub fn monotonic_us() -> u64 {
+    clock_us(libc::CLOCK_MONOTONIC)
+}
+
+pub fn cpu_us() -> u64 {
+    clock_us(libc::CLOCK_PROCESS_CPUTIME_ID)
+}
+
+fn clock_us(clock: libc::clockid_t) -> u64 {
+    // SAFETY: all zero is a valid timespec, which the call fills; these clocks always exist.
+    let time = unsafe {
+        let mut time: libc::timespec = std::mem::zeroed();
+        libc::clock_gettime(clock, &mut time);
+        time
+    };
+    time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1000
+}
+
 /// This process's effective user.
 pub fn effective_uid() -> u32 {
     // SAFETY: no pointers, never fails.

@@ -8,6 +8,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::mem::{MaybeUninit, size_of};
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
@@ -54,6 +55,28 @@ pub fn catch_interrupts() {
 /// The signal that was caught, if one was.
 pub fn caught() -> Option<i32> {
     Some(CAUGHT.load(Ordering::Relaxed)).filter(|signal| *signal != 0)
+}
+
+/// From now on each of these signals ends the process at once with its code: those that say that the process
+/// itself is broken, of which nothing can be learned by reading on.
+pub fn end_with(codes: &'static [(i32, u8)]) {
+    static CODES: OnceLock<&'static [(i32, u8)]> = OnceLock::new();
+    extern "C" fn end(signal: libc::c_int) {
+        let codes = CODES.get().copied().unwrap_or_default();
+        let code = codes.iter().find(|(of, _)| *of == signal).map_or(1, |(_, code)| *code);
+        super::process::leave_now(code.into())
+    }
+    // Only the first table counts, and there is one.
+    let _ = CODES.set(codes);
+    for (signal, _) in codes {
+        // SAFETY: all zero is a valid sigaction; the handler reads what was written before and then leaves
+        // without touching anything, which is allowed at any moment.
+        unsafe {
+            let mut action: libc::sigaction = std::mem::zeroed();
+            action.sa_sigaction = end as extern "C" fn(libc::c_int) as libc::sighandler_t;
+            libc::sigaction(*signal, &action, std::ptr::null_mut());
+        }
+    }
 }
 
 /// A set of signals, held back from the process and readable instead.

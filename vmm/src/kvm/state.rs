@@ -5,6 +5,7 @@
 #![allow(unsafe_code)] // The extended save area has a length that only KVM knows.
 
 use std::io;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvm_bindings::{
     CpuId, KVM_MP_STATE_RUNNABLE, Msrs, Xsave, kvm_clock_data, kvm_cpuid_entry2, kvm_debugregs,
@@ -49,6 +50,31 @@ pub struct VcpuStateV1 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClockStateV1 {
     pub nanoseconds: u64,
+}
+
+/// The same, and what time it was then: with that, the time between can be made up for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ClockStateV2 {
+    pub nanoseconds: u64,
+    /// Nanoseconds since 1970 on the host; zero if nobody wrote it down.
+    pub host_time: u64,
+}
+
+impl From<ClockStateV1> for ClockStateV2 {
+    fn from(ClockStateV1 { nanoseconds }: ClockStateV1) -> Self {
+        Self { nanoseconds, host_time: 0 }
+    }
+}
+
+impl ClockStateV2 {
+    /// The clock as if the guest had run since, when the host's time is `now`.
+    pub fn advanced(self, now: u64) -> Self {
+        let away = match self.host_time {
+            0 => 0,
+            then => now.saturating_sub(then),
+        };
+        Self { nanoseconds: self.nanoseconds.saturating_add(away), host_time: now }
+    }
 }
 
 /// What is the same for all vCPUs of a machine and costs a call to find out.
@@ -158,13 +184,19 @@ impl VcpuStateV1 {
     }
 }
 
-pub fn save_clock(vm: &VmFd) -> Result<ClockStateV1, KvmError> {
+pub fn save_clock(vm: &VmFd) -> Result<ClockStateV2, KvmError> {
     let clock = vm.get_clock().map_err(KvmError::Clock)?;
-    Ok(ClockStateV1 { nanoseconds: clock.clock })
+    Ok(ClockStateV2 { nanoseconds: clock.clock, host_time: host_time() })
+}
+
+/// Nanoseconds since 1970.
+pub fn host_time() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
 /// The guest's clock goes on from where it stood: it never sees the time in which it did not run.
-pub fn load_clock(vm: &VmFd, state: ClockStateV1) -> Result<(), KvmError> {
+pub fn load_clock(vm: &VmFd, state: ClockStateV2) -> Result<(), KvmError> {
     let clock = kvm_clock_data { clock: state.nanoseconds, ..Default::default() };
     vm.set_clock(&clock).map_err(KvmError::Clock)
 }

@@ -30,6 +30,8 @@ pub enum MemoryError {
     Scan(#[source] io::Error),
     #[error("cannot keep the pages that the guest has changed")]
     Keep(#[source] io::Error),
+    #[error("cannot write the memory")]
+    Write(#[source] io::Error),
     #[error("cannot drop the pages that the guest has changed")]
     Discard(#[source] io::Error),
     #[error("regions do not fit together")]

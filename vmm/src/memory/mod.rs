@@ -8,12 +8,14 @@
 //! | --- | --- |
 //! | `image.rs` | what lies under a guest's memory, and how it is mapped |
 //! | `pages.rs` | which pages the guest has made its own |
+//! | `flat.rs` | how memory becomes one file, and what changed since it did |
 //! | `donor.rs` | how pages are copied while the guest runs on |
 //! | `working_set.rs` | which pages a first use touches, and how they are made ready |
 //! | `page_server.rs` | how another process supplies the pages |
 //! | `uffd.rs`, `sys.rs` | the system calls |
 
 mod donor;
+mod flat;
 mod image;
 mod page_server;
 mod pages;
@@ -27,6 +29,7 @@ pub use pages::Runs;
 pub(crate) use sys::memfd;
 pub use working_set::WorkingSet;
 
+use flat::Changes;
 use pvmm_devices::GuestMemory;
 use sys::Pages;
 use uffd::Userfault;
@@ -38,14 +41,23 @@ pub const PAGE: u64 = 4096;
 pub struct Memory {
     pub guest: GuestMemory,
     pub image: MemoryImage,
+    changes: Changes,
 }
 
 impl Memory {
     /// Maps `image` for one guest: what it writes stays its own.
     pub fn map(image: MemoryImage) -> Result<Self, MemoryError> {
-        let memory = Self { guest: image.map()?, image };
+        let changes = Changes::since(image.layers().len());
+        let memory = Self { guest: image.map()?, image, changes };
         memory.keep_from_children();
         Ok(memory)
+    }
+
+    /// Asks the kernel for large pages. Only a help: where it has none, small ones do.
+    pub fn prefer_huge_pages(&self) {
+        for run in Runs::all(self.image.size()).iter() {
+            let _ = pages::advise(&self.guest, run, libc::MADV_HUGEPAGE);
+        }
     }
 
     /// Processes that are forked here have no business with a guest, and copying its page tables takes time.
@@ -67,6 +79,10 @@ impl Memory {
         let runs = self.private_runs()?;
         let image = self.image.frozen(&self.guest, &runs)?;
         image.cover_top(&self.guest)?;
+        if image.layers().len() <= self.image.layers().len() {
+            // All layers became one, and what the last save had is no more a part of them.
+            self.changes = Changes::default();
+        }
         self.image = image;
         self.keep_from_children();
         Ok(runs.bytes())
@@ -99,6 +115,8 @@ impl Memory {
     pub fn rewind(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
         image.replace(&self.image, &self.guest)?;
         self.image = image.clone();
+        // What was saved since is not what lies below any more.
+        self.changes = Changes::default();
         self.keep_from_children();
         Ok(())
     }

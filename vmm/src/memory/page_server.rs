@@ -26,6 +26,8 @@ use crate::vcpu::thread::Report;
 
 /// How long a machine may take to come to life from pages that it must ask for.
 const START_TIME: Duration = Duration::from_secs(30);
+/// How long the server may take to supply all of the memory.
+const SAVE_TIME: Duration = Duration::from_secs(600);
 
 /// What went wrong between a machine and its page server.
 #[derive(Debug, thiserror::Error)]
@@ -71,6 +73,8 @@ enum Phase {
     Starting,
     /// Whoever waits for a page can be called off, and the owner hears of the end.
     Running(Report),
+    /// The owner reads all of the memory, and must not wait for ever either.
+    Saving(Report, Instant),
     Lost,
     Over,
 }
@@ -121,6 +125,23 @@ impl PageServer {
         Ok(())
     }
 
+    /// All of the memory is read from here on, by the owner.
+    pub fn save_begins(&self) -> Result<(), PageServerError> {
+        let late = Instant::now() + SAVE_TIME;
+        self.shared.change(|phase| match phase {
+            Phase::Running(report) => Phase::Saving(report, late),
+            other => other,
+        })
+    }
+
+    /// Fails if any of what was read since did not come from the server.
+    pub fn save_ends(&self) -> Result<(), PageServerError> {
+        self.shared.change(|phase| match phase {
+            Phase::Saving(report, _) => Phase::Running(report),
+            other => other,
+        })
+    }
+
     /// Fails once the server is gone: devices may be waiting for a page that never comes.
     pub fn check(&self) -> Result<(), PageServerError> {
         match *self.shared.phase() {
@@ -145,6 +166,16 @@ impl Shared {
         self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn change(&self, to: impl FnOnce(Phase) -> Phase) -> Result<(), PageServerError> {
+        let mut phase = self.phase();
+        // Nobody sees what stands there meanwhile: the lock is held.
+        *phase = to(std::mem::replace(&mut *phase, Phase::Over));
+        let lost = matches!(*phase, Phase::Lost);
+        drop(phase);
+        self.nudge();
+        if lost { Err(PageServerError::Lost) } else { Ok(()) }
+    }
+
     /// Makes the watcher look at the phase.
     fn nudge(&self) {
         // Only a full counter refuses, and that wakes as well.
@@ -156,6 +187,7 @@ impl Shared {
         loop {
             let timeout = match *self.phase() {
                 Phase::Starting => Some(late.saturating_duration_since(Instant::now())),
+                Phase::Saving(_, late) => Some(late.saturating_duration_since(Instant::now())),
                 Phase::Running(_) => None,
                 Phase::Lost | Phase::Over => return,
             };
@@ -183,6 +215,10 @@ impl Shared {
             // The owner may be waiting for a page. It goes on with zeros and is told before it uses them.
             Phase::Starting => self.faults.release(),
             Phase::Running(report) => report(Outcome::MemoryLost),
+            Phase::Saving(report, _) => {
+                self.faults.release();
+                report(Outcome::MemoryLost);
+            }
             Phase::Over => *phase = Phase::Over,
             Phase::Lost => {}
         }

@@ -9,11 +9,12 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
 use pvmm_devices::GuestMemory;
-use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::PAGE;
 use super::sys::{self, Pages};
 
+const PAGEMAP: &str = "/proc/self/pagemap";
 /// Runs taken from the kernel in one call.
 const BATCH: usize = 1024;
 /// Bits of an entry in `/proc/self/pagemap`, for kernels without a scan.
@@ -33,6 +34,19 @@ impl Runs {
         runs
     }
 
+    /// Ranges in any order, which may overlap.
+    pub fn merged(mut parts: Vec<Range<u64>>) -> Self {
+        parts.sort_by_key(|part| part.start);
+        let mut joined: Vec<Range<u64>> = Vec::new();
+        for part in parts.into_iter().filter(|part| part.start < part.end) {
+            match joined.last_mut() {
+                Some(last) if part.start <= last.end => last.end = last.end.max(part.end),
+                _ => joined.push(part),
+            }
+        }
+        Self(joined)
+    }
+
     /// Appends a run that begins at or after the end of the last one.
     pub fn push(&mut self, run: Range<u64>) {
         match self.0.last_mut() {
@@ -44,6 +58,27 @@ impl Runs {
 
     pub fn iter(&self) -> impl Iterator<Item = Range<u64>> + '_ {
         self.0.iter().cloned()
+    }
+
+    /// What is in these runs and not in `other`.
+    #[must_use]
+    pub fn without(&self, other: &Self) -> Self {
+        let mut rest = Self::default();
+        let mut holes = other.0.iter().peekable();
+        for run in &self.0 {
+            let mut at = run.start;
+            while let Some(hole) = holes.next_if(|hole| hole.end <= run.end) {
+                if hole.start > at {
+                    rest.push(at..hole.start);
+                }
+                at = at.max(hole.end);
+            }
+            let end = holes.peek().map_or(run.end, |hole| hole.start.min(run.end));
+            if end > at {
+                rest.push(at..end);
+            }
+        }
+        rest
     }
 
     /// How many runs there are.
@@ -94,7 +129,14 @@ pub fn places(guest: &GuestMemory) -> Vec<(u64, *mut u8, u64)> {
 
 /// The pages of a kind, as ranges of the image.
 pub fn runs(guest: &GuestMemory, wanted: Pages) -> io::Result<Runs> {
-    let pagemap = File::open("/proc/self/pagemap")?;
+    let pagemap = match File::open(PAGEMAP) {
+        Ok(pagemap) => pagemap,
+        // In a jail without /proc every page may be the guest's own, and none is known not to be.
+        Err(error) if error.kind() == io::ErrorKind::NotFound && wanted != Pages::Shared => {
+            return Ok(Runs::all(places(guest).iter().map(|(_, _, len)| len).sum()));
+        }
+        Err(error) => return Err(error),
+    };
     let mut runs = Runs::default();
     for (offset, address, len) in places(guest) {
         let (start, end) = (address as u64, address as u64 + len);
@@ -147,7 +189,9 @@ fn walk(
             let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
             let (present, of_file) = (entry & ENTRY_PRESENT != 0, entry & ENTRY_FILE != 0);
             let is_wanted = match wanted {
-                Pages::Private => (present || entry & ENTRY_SWAPPED != 0) && !of_file,
+                Pages::Private | Pages::PrivateWritten => {
+                    (present || entry & ENTRY_SWAPPED != 0) && !of_file
+                }
                 Pages::Shared => present && of_file,
             };
             if is_wanted {
@@ -239,6 +283,42 @@ pub fn write_run(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Resul
     Ok(())
 }
 
+/// Writes all of a range of guest memory to the same place of a file.
+#[allow(unsafe_code)]
+pub fn write_all(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Result<()> {
+    for (address, part) in host_parts(guest, run) {
+        let len = (part.end - part.start) as usize;
+        // SAFETY: the range is mapped for as long as `guest` is borrowed.
+        unsafe { sys::write_from(file, address, len, part.start)? };
+    }
+    Ok(())
+}
+
+/// The page at an offset of the image.
+pub fn read_page(guest: &GuestMemory, offset: u64) -> io::Result<Vec<u8>> {
+    let mut page = vec![0; PAGE as usize];
+    for (address, _) in guest_parts(guest, offset..offset + PAGE) {
+        guest.read_slice(&mut page, GuestAddress(address)).map_err(io::Error::other)?;
+    }
+    Ok(page)
+}
+
+/// Makes the kernel take note of what is written from now on. The guest must be paused.
+pub fn forget_written(guest: &GuestMemory) -> io::Result<()> {
+    let pagemap = File::open(PAGEMAP)?;
+    for (_, address, len) in places(guest) {
+        let (mut from, end) = (address as u64, address as u64 + len);
+        while from < end {
+            let next = sys::forget_written(&pagemap, (from, end))?;
+            if next <= from {
+                return Err(io::Error::other("the page scan does not advance"));
+            }
+            from = next;
+        }
+    }
+    Ok(())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -252,6 +332,16 @@ mod tests {
     #[test]
     fn runs_that_touch_are_one() {
         assert_eq!(runs(&[(0, 1), (1, 2), (4, 4), (5, 6)]), runs(&[(0, 2), (5, 6)]));
+    }
+
+    #[test]
+    fn runs_without_others_are_what_is_left() {
+        let all = runs(&[(0, 10), (20, 30)]);
+        assert_eq!(all.without(&runs(&[])), all);
+        assert_eq!(all.without(&all), runs(&[]));
+        let left = all.without(&runs(&[(2, 3), (5, 6), (9, 22), (29, 40)]));
+        assert_eq!(left, runs(&[(0, 2), (3, 5), (6, 9), (22, 29)]));
+        assert_eq!(runs(&[(5, 6), (7, 8)]).without(&runs(&[(0, 100)])), runs(&[]));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use vmm_sys_util::ioctl_iowr_nr;
 ioctl_iowr_nr!(PAGEMAP_SCAN, b'f' as u32, 16, ScanArgument);
 
 /// Pages that belong to a file or to shared memory, or to nothing but zeros.
+const IS_WRITTEN: u64 = 1 << 1;
 const IS_FILE: u64 = 1 << 2;
 const IS_PRESENT: u64 = 1 << 3;
 const IS_SWAPPED: u64 = 1 << 4;
@@ -47,8 +48,36 @@ pub struct PageRegion {
 pub enum Pages {
     /// Those that belong to this mapping alone.
     Private,
+    /// Those of them that were written since [`forget_written`].
+    PrivateWritten,
     /// Those of the file below that have an entry in the page tables.
     Shared,
+}
+
+/// What a page must be to belong to a mapping alone: bits that are turned around, that must be set, and one
+/// of which must be.
+const PRIVATE: (u64, u64, u64) = (IS_FILE | IS_ZERO, IS_FILE | IS_ZERO, IS_PRESENT | IS_SWAPPED);
+/// Marks what was found as not written, and fails where the kernel cannot.
+const FORGET: u64 = 1 | 2;
+
+/// Marks the private pages between two host addresses as not written, up to where this call came.
+pub fn forget_written(pagemap: &File, (start, end): (u64, u64)) -> io::Result<u64> {
+    let (category_inverted, category_mask, category_anyof_mask) = PRIVATE;
+    let mut argument = ScanArgument {
+        size: size_of::<ScanArgument>() as u64,
+        flags: FORGET,
+        start,
+        end,
+        category_inverted,
+        category_mask,
+        category_anyof_mask,
+        ..Default::default()
+    };
+    // SAFETY: the kernel has no list to fill; it writes `walk_end` into the argument.
+    match unsafe { ioctl_with_mut_ref(pagemap, PAGEMAP_SCAN(), &mut argument) } {
+        0.. => Ok(argument.walk_end),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Lists pages between two host addresses, as many runs as fit; returns how many there are and where to
@@ -60,7 +89,8 @@ pub fn scan(
     found: &mut [PageRegion],
 ) -> io::Result<(usize, u64)> {
     let (inverted, mask, any) = match wanted {
-        Pages::Private => (IS_FILE | IS_ZERO, IS_FILE | IS_ZERO, IS_PRESENT | IS_SWAPPED),
+        Pages::Private => PRIVATE,
+        Pages::PrivateWritten => (PRIVATE.0, PRIVATE.1 | IS_WRITTEN, PRIVATE.2),
         Pages::Shared => (0, IS_FILE | IS_PRESENT, 0),
     };
     let mut argument = ScanArgument {

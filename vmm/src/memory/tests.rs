@@ -218,3 +218,98 @@ fn working_set_that_claims_everything_is_not_made_ready() {
     assert_eq!(memory.private_runs().unwrap(), Runs::default());
     assert!(trap.guest_ranges(&memory.guest).is_empty());
 }
+
+fn flat(memory: &Memory) -> Vec<u8> {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    memory.write_flat(file.as_file(), &memory.filled(true).unwrap()).unwrap();
+    std::fs::read(file.path()).unwrap()
+}
+
+/// What a file has of `memory`, over `base`.
+fn diff_over(memory: &Memory, base: &[u8]) -> (Vec<u8>, Runs) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), base).unwrap();
+    let changed = memory.changed().unwrap();
+    memory.write_over(file.as_file(), &changed).unwrap();
+    (std::fs::read(file.path()).unwrap(), changed)
+}
+
+#[test]
+fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
+    let memory = fresh();
+    put(&memory, 0x5000, 1);
+    put(&memory, HIGH + 0x1000, 2);
+    let file = tempfile::tempfile().unwrap();
+    memory.write_flat(&file, &memory.filled(true).unwrap()).unwrap();
+    assert!(std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512 < 1 << 20);
+    let bytes = flat(&memory);
+    assert_eq!(bytes.len(), 2 << 20);
+    assert_eq!((bytes[0x5000], bytes[0x101000], bytes[0x6000]), (1, 2, 0));
+
+    // Over an image too, with what is private on top; and mapped again it reads the same.
+    let image = MemoryImage::empty(memory.image.regions().to_vec());
+    let layer = Layer { file, runs: Runs::all(2 << 20) };
+    let again = Memory::map(image.with(layer)).unwrap();
+    put(&again, 0x5000, 3);
+    put(&again, HIGH + 0x1000, 0);
+    let bytes = flat(&again);
+    assert_eq!((bytes[0x5000], bytes[0x101000], bytes[0x6000]), (3, 0, 0));
+}
+
+#[test]
+fn diff_since_a_save_holds_what_was_written_later_and_zeros_too() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    put(&memory, 0x9000, 1);
+    put(&memory, HIGH, 1);
+    let base = flat(&memory);
+    memory.mark_saved();
+    assert_eq!(memory.changed().unwrap(), Runs::default());
+    put(&memory, 0x5000, 0);
+    put(&memory, 0xa000, 4);
+    assert_eq!(get(&memory, 0x9000), 1, "reading changes nothing");
+    let (merged, changed) = diff_over(&memory, &base);
+    assert_eq!(merged, flat(&memory));
+    assert_eq!(changed.bytes(), 2 * PAGE, "{changed:?}");
+
+    // The next one begins where this one ended; a checkpoint between loses nothing.
+    memory.mark_saved();
+    put(&memory, 0x9000, 6);
+    memory.freeze().unwrap();
+    put(&memory, HIGH + 0x3000, 7);
+    let (again, _) = diff_over(&memory, &merged);
+    assert_eq!(again, flat(&memory));
+}
+
+#[test]
+fn diff_without_a_save_holds_all_that_changed_since_the_load() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    memory.freeze().unwrap();
+    let image = memory.image.clone();
+    let base = flat(&memory);
+    let loaded = Memory::map(image.clone()).unwrap();
+    assert_eq!(loaded.changed().unwrap(), Runs::default());
+    put(&loaded, 0x7000, 2);
+    let (merged, changed) = diff_over(&loaded, &base);
+    assert_eq!((merged, changed.bytes()), (flat(&loaded), PAGE));
+    // After a rollback nobody knows what the last save had.
+    let mut loaded = loaded;
+    loaded.rewind(&image).unwrap();
+    assert_eq!(loaded.changed().unwrap(), Runs::all(2 << 20));
+}
+
+#[test]
+fn sample_is_spread_over_the_runs() {
+    let memory = fresh();
+    let all = Runs::all(2 << 20);
+    let sample = memory.sample(&all, 8).unwrap();
+    assert_eq!(sample.len(), 8);
+    assert!(sample.windows(2).all(|two| two[0].0 < two[1].0), "{sample:?}");
+    let mut two = Runs::default();
+    two.push(PAGE..2 * PAGE);
+    two.push(5 * PAGE..6 * PAGE);
+    let offsets: Vec<_> = memory.sample(&two, 8).unwrap().iter().map(|it| it.0).collect();
+    assert_eq!(offsets, [PAGE, 5 * PAGE]);
+    assert!(memory.sample(&Runs::default(), 8).unwrap().is_empty());
+}

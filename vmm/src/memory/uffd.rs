@@ -19,6 +19,7 @@ ioctl_ior_nr!(UFFDIO_UNREGISTER, UFFD, 0x01, Range);
 
 const API_VERSION: u64 = 0xaa;
 const FEATURE_EVENT_REMOVE: u64 = 1 << 3;
+const FEATURE_WP_UNPOPULATED: u64 = 1 << 13;
 const FEATURE_WP_ASYNC: u64 = 1 << 15;
 const MODE_MISSING: u64 = 1 << 0;
 const MODE_WP: u64 = 1 << 1;
@@ -59,6 +60,12 @@ impl Userfault {
     /// Nothing comes to the descriptor; but the kernel maps no neighbours of a page that is read.
     pub fn without_fault_around(guest: &GuestMemory) -> io::Result<Self> {
         Self::new(guest, FEATURE_WP_ASYNC, MODE_WP)
+    }
+
+    /// Nothing comes to the descriptor; but the kernel can tell which pages were written since it was asked
+    /// to forget.
+    pub fn for_written(guest: &GuestMemory) -> io::Result<Self> {
+        Self::new(guest, FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED, MODE_WP)
     }
 
     fn new(guest: &GuestMemory, features: u64, mode: u64) -> io::Result<Self> {

@@ -49,6 +49,11 @@ enum DriveMessage {
     },
     /// A file for each layer: the ranges it has, or none if it has all.
     Layers(Vec<Option<Ranges>>),
+    /// Nothing: each machine opens it by its path.
+    Named {
+        path: Option<PathBuf>,
+        read_only: bool,
+    },
     Missing {
         path: PathBuf,
     },
@@ -67,6 +72,8 @@ impl Template {
             sums: Vec::new(),
             runs: Vec::new(),
             working_set: self.working_set.as_deref().map(WorkingSetV1::of),
+            note: Some(self.note.clone()).filter(|note| !note.is_empty()),
+            sample: None,
         };
         let (state, sections) = sections::encode(&saved)?;
         let mut files = Vec::new();
@@ -89,6 +96,9 @@ impl Template {
                         ranges.push(range);
                     }
                     DriveMessage::Layers(ranges)
+                }
+                FrozenStorage::Named { path, read_only } => {
+                    DriveMessage::Named { path: path.clone(), read_only: *read_only }
                 }
                 FrozenStorage::Missing { path, .. } => DriveMessage::Missing { path: path.clone() },
             });
@@ -153,6 +163,7 @@ impl Template {
                         .map_err(|source| SnapshotError::Read { file: "disk".into(), source })?;
                     FrozenStorage::Layers(disk)
                 }
+                DriveMessage::Named { path, read_only } => FrozenStorage::Named { path, read_only },
                 DriveMessage::Missing { path } => FrozenStorage::Missing { index, path },
             });
         }
@@ -166,6 +177,7 @@ impl Template {
             base: message.base.map(|(id, dir, depth)| Base { id, dir, depth }),
             working_set: working_set.map(Arc::new),
             without_memory: false,
+            note: saved.note.unwrap_or_default(),
             pause: Duration::ZERO,
         })
     }

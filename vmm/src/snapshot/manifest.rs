@@ -11,6 +11,8 @@ use crate::machine::MAX_VIRTIO;
 use crate::memory::{PAGE, Region};
 
 pub const FORMAT: &str = "pvmm-snapshot";
+/// Of the state file of two files; a folder is never mistaken for one.
+pub const FILES_FORMAT: &str = "pvmm-files";
 pub const VERSION: u32 = 1;
 const ID_LEN: usize = 32;
 const MAX_REGIONS: usize = 2;
@@ -78,6 +80,8 @@ pub enum DiskFacts {
     Inside { file: String, size: u64, read_only: bool },
     /// A read-only image elsewhere, and how it looked.
     Outside { path: String, size: u64, modified_ns: i128 },
+    /// A file or device elsewhere, used in place. Only in the state file of two files, which hold no disk.
+    Named { path: Option<String>, read_only: bool },
 }
 
 /// One part of `state.bin`.
@@ -100,6 +104,24 @@ impl Manifest {
 
     /// Reads and checks a text.
     pub fn decode(bytes: &[u8]) -> Result<Self, SnapshotError> {
+        let manifest = Self::decode_as(bytes, FORMAT)?;
+        match manifest.disks.iter().any(|disk| matches!(disk, DiskFacts::Named { .. })) {
+            true => Err(SnapshotError::Manifest("a disk is in no folder".into())),
+            false => Ok(manifest),
+        }
+    }
+
+    /// The same for a state file.
+    pub fn decode_files(bytes: &[u8]) -> Result<Self, SnapshotError> {
+        let manifest = Self::decode_as(bytes, FILES_FORMAT)?;
+        let named = |disk: &DiskFacts| matches!(disk, DiskFacts::Named { .. });
+        match manifest.memory.base.is_none() && manifest.disks.iter().all(named) {
+            true => Ok(manifest),
+            false => Err(SnapshotError::Manifest("has parts that belong to a folder".into())),
+        }
+    }
+
+    fn decode_as(bytes: &[u8], format: &str) -> Result<Self, SnapshotError> {
         // The version first, from whatever else a later format may have.
         #[derive(Deserialize)]
         struct Head {
@@ -107,7 +129,7 @@ impl Manifest {
             version: u32,
         }
         let head: Head = serde_json::from_slice(bytes).map_err(bad)?;
-        if head.format != FORMAT {
+        if head.format != format {
             return Err(SnapshotError::Manifest(format!("is of format {:?}", cut(&head.format))));
         }
         if head.version != VERSION {

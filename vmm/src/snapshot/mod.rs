@@ -7,6 +7,8 @@
 //! | `checksum.rs` | whether a large file is still the one that was written |
 //! | `host.rs` | whether this host can go on with it |
 //! | `write.rs` | how a folder comes to be, whole or not at all |
+//! | `files.rs` | the same as two files of the caller's naming, as Firecracker's clients know it |
+//! | `written_file.rs` | how one file comes to be, whole or not at all |
 //! | `handover.rs` | how a template goes to another process without a folder |
 //! | `read.rs` | how a folder becomes a template again, or is refused by name |
 //!
@@ -14,6 +16,7 @@
 //! before all of it was.
 
 mod checksum;
+mod files;
 mod handover;
 mod host;
 mod manifest;
@@ -21,10 +24,12 @@ mod read;
 mod sections;
 pub(crate) mod state;
 mod write;
+mod written_file;
 
 use std::io;
 use std::path::PathBuf;
 
+pub use files::{NOTE_MAX, SaveKind};
 pub use manifest::{DiskFacts, MachineFacts, Manifest, MemoryFacts};
 pub use read::LoadOptions;
 pub use write::{Durability, WriteOptions};
@@ -79,15 +84,52 @@ pub enum SnapshotError {
     Base { dir: String, reason: String },
     #[error("drive {index}: {path} is not the file it was; give another with an override")]
     Drive { index: usize, path: String },
+    #[error(
+        "drive {index}: is the machine's own and has no path; two files hold no disk, write a folder"
+    )]
+    OwnDisk { index: usize },
+    #[error(
+        "drive {index}: is opened when the machine runs; resume it once before it is written as a folder"
+    )]
+    NotOpened { index: usize },
+    #[error(
+        "{path}: is a snapshot of Firecracker; bake it again with this pvmm, or load it with the VMM that made it"
+    )]
+    Foreign { path: String },
+    #[error(
+        "{path}: is a folder; give the state file of a snapshot, or restore the folder with pvmm restore"
+    )]
+    Folder { path: String },
+    #[error("{path}: is the state file of a snapshot of two files, not of a folder")]
+    TwoFiles { path: String },
+    #[error("{file}: is {size} bytes, the machine has {expected} bytes of memory")]
+    MemorySize { file: String, size: u64, expected: u64 },
+    #[error(
+        "{memory}: is not the memory that {state} was saved with; is it a diff that must be merged first?"
+    )]
+    Mixed { memory: String, state: String },
+    #[error("{file}: {source}")]
+    Of { file: String, source: Box<SnapshotError> },
     #[error("{dir}: exists already")]
     Exists { dir: String },
     #[error("cannot write {file}")]
     Write { file: String, source: io::Error },
 }
 
-impl From<SnapshotError> for Error {
-    fn from(error: SnapshotError) -> Self {
-        let kind = match &error {
+impl SnapshotError {
+    /// The same, with the name of the file that the caller knows.
+    fn of_file(self, file: &str) -> Self {
+        Self::Of { file: file.to_owned(), source: Box::new(self) }
+    }
+
+    fn kind(&self) -> ErrorKind {
+        match self {
+            SnapshotError::Of { source, .. } => source.kind(),
+            SnapshotError::Foreign { .. } => ErrorKind::SnapshotIncompatible,
+            SnapshotError::OwnDisk { .. }
+            | SnapshotError::NotOpened { .. }
+            | SnapshotError::Folder { .. }
+            | SnapshotError::TwoFiles { .. } => ErrorKind::InvalidConfig,
             SnapshotError::Version { .. }
             | SnapshotError::SectionVersion { .. }
             | SnapshotError::Drive { .. }
@@ -98,12 +140,19 @@ impl From<SnapshotError> for Error {
                 ErrorKind::InvalidConfig
             }
             _ => ErrorKind::SnapshotCorrupt,
-        };
-        Self::new(kind, "snapshot", error)
+        }
+    }
+}
+
+impl From<SnapshotError> for Error {
+    fn from(error: SnapshotError) -> Self {
+        Self::new(error.kind(), "snapshot", error)
     }
 }
 
 #[cfg(test)]
 mod crash_tests;
+#[cfg(test)]
+mod files_tests;
 #[cfg(test)]
 mod tests;

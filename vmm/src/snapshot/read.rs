@@ -44,6 +44,9 @@ impl Template {
         host::check(&folder.manifest.machine, &host)?;
         trace::step("ask KVM what it can");
         let saved = folder.state()?;
+        if saved.note.is_some() || saved.sample.is_some() {
+            return Err(SnapshotError::State("has parts that belong to two files".into()).into());
+        }
         host::check_features(&saved.machine, &host)?;
         if saved.machine.vcpus.len() != folder.manifest.machine.vcpus as usize {
             return Err(SnapshotError::State("has another number of vCPUs".into()).into());
@@ -83,6 +86,7 @@ impl Template {
             base: (!options.without_memory).then_some(Base { id, dir, depth }),
             working_set: working_set.map(Arc::new),
             without_memory: options.without_memory,
+            note: Vec::new(),
             pause: Duration::ZERO,
         })
     }
@@ -106,6 +110,7 @@ impl Folder {
     pub(super) fn open(path: &Path) -> Result<Self, SnapshotError> {
         let failed = |source| SnapshotError::Read { file: path.display().to_string(), source };
         let dir = sys::open_dir(path).map_err(failed)?;
+        refuse_foreign_folder(path)?;
         let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX)?;
         Ok(Self { dir, path: path.to_owned(), manifest: Manifest::decode(&bytes)? })
     }
@@ -212,6 +217,10 @@ impl Folder {
                     }
                 }
             }
+            // Not in a folder; the manifest was refused.
+            DiskFacts::Named { path, .. } => {
+                Ok(FrozenStorage::Missing { index, path: path.clone().unwrap_or_default().into() })
+            }
             DiskFacts::Outside { path, size, modified_ns: modified } => {
                 let path = PathBuf::from(path);
                 let found = File::open(&path).ok().filter(|file| {
@@ -229,6 +238,25 @@ impl Folder {
         };
         self.manifest.disks.iter().enumerate().map(open).collect()
     }
+}
+
+/// Tells a folder with two files, pvmm's or Firecracker's, from one that is a snapshot of its own.
+fn refuse_foreign_folder(path: &Path) -> Result<(), SnapshotError> {
+    if path.join(MANIFEST).exists() {
+        return Ok(());
+    }
+    for name in ["vm.state", "snapshot", "snapshot_file", "vmstate", "snap.state"] {
+        let state = path.join(name);
+        let mut head = [0; super::files::HEAD];
+        let read = File::open(&state).and_then(|mut file| file.read_exact(&mut head));
+        if read.is_ok() {
+            super::files::refuse_foreign(&head, &state.display().to_string())?;
+            if head.starts_with(&super::files::MAGIC) {
+                return Err(SnapshotError::TwoFiles { path: state.display().to_string() });
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Whole pages, ascending, within the memory.

@@ -14,10 +14,12 @@ use super::read::check_runs;
 use super::state::MachineState;
 use super::{STATE_MAX, SnapshotError};
 use crate::config::MAX_VCPUS;
+use crate::kvm::state::{ClockStateV1, ClockStateV2};
 use crate::machine::MAX_VIRTIO;
 use crate::memory::{Runs, WorkingSet};
 
 const V1: u32 = 1;
+const V2: u32 = 2;
 
 /// What `state.bin` holds.
 pub struct Saved {
@@ -28,6 +30,10 @@ pub struct Saved {
     pub runs: Vec<(u64, u64)>,
     /// What a first use touches, if that was recorded.
     pub working_set: Option<WorkingSetV1>,
+    /// What the caller keeps there for itself.
+    pub note: Option<Vec<u8>>,
+    /// Offsets and checksums of a few pages, by which a memory file is recognised.
+    pub sample: Option<Vec<(u64, u32)>>,
 }
 
 /// Ranges of memory that a first use writes, and others that it reads.
@@ -53,7 +59,7 @@ impl WorkingSetV1 {
 /// The bytes of `state.bin` and the table of what is where.
 pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotError> {
     let mut writer = Writer::default();
-    writer.add("clock", &saved.machine.clock)?;
+    writer.add_version("clock", V2, &saved.machine.clock)?;
     for vcpu in &saved.machine.vcpus {
         writer.add("vcpu", &**vcpu)?;
     }
@@ -67,6 +73,12 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
     if let Some(working_set) = &saved.working_set {
         writer.add("working_set", working_set)?;
     }
+    if let Some(note) = &saved.note {
+        writer.add_bytes("note", V1, note.clone());
+    }
+    if let Some(sample) = &saved.sample {
+        writer.add("sample", sample)?;
+    }
     Ok((writer.bytes, writer.table))
 }
 
@@ -74,17 +86,25 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
 pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotError> {
     let (mut clock, mut ioapic, mut serial) = (None, None, None);
     let (mut runs, mut sums, mut working_set) = (None, None, None);
+    let (mut note, mut sample) = (None, None);
     let (mut vcpus, mut transports) = (Vec::new(), Vec::new());
     let mut end = 0;
     for section in table {
         let bytes = section_bytes(bytes, section, &mut end)?;
         match (section.kind.as_str(), section.version) {
-            ("clock", V1) => once(&mut clock, section, bytes)?,
+            ("clock", V1) => {
+                let mut first: Option<ClockStateV1> = None;
+                once(&mut first, section, bytes)?;
+                put_once(&mut clock, section, first.map(ClockStateV2::from))?;
+            }
+            ("clock", V2) => once(&mut clock, section, bytes)?,
             ("ioapic", V1) => once(&mut ioapic, section, bytes)?,
             ("serial", V1) => once(&mut serial, section, bytes)?,
             ("runs", V1) => once(&mut runs, section, bytes)?,
             ("checksums", V1) => once(&mut sums, section, bytes)?,
             ("working_set", V1) => once(&mut working_set, section, bytes)?,
+            ("sample", V1) => once(&mut sample, section, bytes)?,
+            ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),
             ("vcpu", V1) => vcpus.push(Arc::new(value(section, bytes)?)),
             ("virtio", V1) => transports.push(value(section, bytes)?),
             (kind, version) => {
@@ -108,6 +128,8 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
         sums: sums.ok_or_else(missing)?,
         runs: runs.ok_or_else(missing)?,
         working_set,
+        note,
+        sample,
     };
     check(&saved)?;
     Ok(saved)
@@ -156,7 +178,15 @@ fn once<T: DeserializeOwned>(
     section: &SectionFacts,
     bytes: &[u8],
 ) -> Result<(), SnapshotError> {
-    match place.replace(value(section, bytes)?) {
+    put_once(place, section, Some(value(section, bytes)?))
+}
+
+fn put_once<T>(
+    place: &mut Option<T>,
+    section: &SectionFacts,
+    value: Option<T>,
+) -> Result<(), SnapshotError> {
+    match std::mem::replace(place, value) {
         None => Ok(()),
         Some(_) => Err(state(&format!("has two sections {}", section.kind))),
     }
@@ -186,16 +216,29 @@ struct Writer {
 
 impl Writer {
     fn add(&mut self, kind: &str, value: &impl Serialize) -> Result<(), SnapshotError> {
+        self.add_version(kind, V1, value)
+    }
+
+    fn add_version(
+        &mut self,
+        kind: &str,
+        version: u32,
+        value: &impl Serialize,
+    ) -> Result<(), SnapshotError> {
         let bytes = rmp_serde::to_vec_named(value)
             .map_err(|error| state(&format!("section {kind} does not encode: {error}")))?;
+        self.add_bytes(kind, version, bytes);
+        Ok(())
+    }
+
+    fn add_bytes(&mut self, kind: &str, version: u32, bytes: Vec<u8>) {
         self.table.push(SectionFacts {
             kind: kind.to_owned(),
-            version: V1,
+            version,
             offset: self.bytes.len() as u64,
             len: bytes.len() as u64,
             crc32: crc32fast::hash(&bytes),
         });
         self.bytes.extend(bytes);
-        Ok(())
     }
 }

@@ -6,12 +6,12 @@ use pvmm_devices::ioapic::IoapicStateV1;
 use pvmm_devices::legacy::SerialStateV1;
 use pvmm_devices::virtio::mmio::TransportStateV1;
 
-use crate::kvm::state::{ClockStateV1, VcpuStateV1};
+use crate::kvm::state::{ClockStateV2, VcpuStateV1};
 
 /// A machine at one instant.
 #[derive(Clone)]
 pub struct MachineState {
-    pub clock: ClockStateV1,
+    pub clock: ClockStateV2,
     pub vcpus: Vec<Arc<VcpuStateV1>>,
     pub ioapic: IoapicStateV1,
     pub serial: SerialStateV1,

@@ -13,7 +13,7 @@ use super::manifest::{BaseFacts, Manifest, SectionFacts};
 use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
 use super::*;
-use crate::kvm::state::{ClockStateV1, VcpuStateV1};
+use crate::kvm::state::{ClockStateV2, VcpuStateV1};
 
 fn vcpu() -> VcpuStateV1 {
     VcpuStateV1 {
@@ -46,7 +46,7 @@ pub fn saved() -> Saved {
         pending: Vec::new(),
     };
     let machine = MachineState {
-        clock: ClockStateV1 { nanoseconds: 7 },
+        clock: ClockStateV2 { nanoseconds: 7, host_time: 9 },
         vcpus: vec![Arc::new(vcpu())],
         ioapic: IoapicStateV1 { select: 0, id: 0, entries: vec![1 << 16; 24] },
         serial,
@@ -54,7 +54,14 @@ pub fn saved() -> Saved {
     };
     let sums = vec![FileSums { file: MEMORY.into(), size: PIECE, sums: vec![1] }];
     let working_set = WorkingSetV1 { written: vec![(0, 4096)], read: vec![(4096, 8192)] };
-    Saved { machine, sums, runs: vec![(0, 4096)], working_set: Some(working_set) }
+    Saved {
+        machine,
+        sums,
+        runs: vec![(0, 4096)],
+        working_set: Some(working_set),
+        note: None,
+        sample: None,
+    }
 }
 
 pub fn manifest(sections: Vec<SectionFacts>) -> Manifest {
@@ -138,7 +145,7 @@ fn h3_unknown_and_doubled_and_missing_sections_are_refused() {
     let error = sections::decode(&bytes, &unknown).err().unwrap();
     assert!(matches!(error, SnapshotError::SectionVersion { .. }), "{error}");
     let mut newer = table.clone();
-    newer[1].version = 2;
+    newer[1].version = 3;
     assert!(sections::decode(&bytes, &newer).is_err());
     let clock = table[0].clone();
     let doubled_bytes = [&bytes[..clock.len as usize], &bytes].concat();

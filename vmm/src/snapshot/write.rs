@@ -21,7 +21,7 @@ use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
 
-const UNFINISHED: &str = ".pvmm-unfinished-";
+pub(super) const UNFINISHED: &str = ".pvmm-unfinished-";
 
 /// What a power cut may take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -120,6 +120,7 @@ impl Contents<'_> {
             let name = disk_file(index);
             let facts = match drive {
                 FrozenStorage::Missing { .. } => return Err(drive.missing(index)),
+                FrozenStorage::Named { .. } => return Err(SnapshotError::NotOpened { index }),
                 FrozenStorage::Fixed { file, path: Some(path) } => outside(file, path, &name)?,
                 FrozenStorage::Fixed { file, path: None } => {
                     let size = file.metadata().map_err(|e| cannot(&name, e))?.size();
@@ -143,7 +144,14 @@ impl Contents<'_> {
 
         let machine = self.machine.clone();
         let working_set = self.working_set.map(WorkingSetV1::of);
-        let (state, sections) = sections::encode(&Saved { machine, sums, runs, working_set })?;
+        let (state, sections) = sections::encode(&Saved {
+            machine,
+            sums,
+            runs,
+            working_set,
+            note: None,
+            sample: None,
+        })?;
         folder.write(STATE, &state)?;
         let manifest = Manifest {
             format: manifest::FORMAT.to_owned(),
@@ -338,12 +346,12 @@ impl Drop for Unfinished {
 }
 
 /// Removes what writers that were killed have left.
-fn sweep(parent: &Path) {
+pub(super) fn sweep(parent: &Path) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
         let ours = entry.file_name().to_string_lossy().starts_with(UNFINISHED);
         if ours && Unfinished::lock(&entry.path()).is_ok() {
-            let _ = fs::remove_dir_all(entry.path());
+            let _ = fs::remove_dir_all(entry.path()).or_else(|_| fs::remove_file(entry.path()));
         }
     }
 }
@@ -359,7 +367,7 @@ pub fn large_files(manifest: &Manifest) -> Vec<String> {
     names
 }
 
-fn random_id() -> io::Result<String> {
+pub(super) fn random_id() -> io::Result<String> {
     let mut bytes = [0; 16];
     sys::fill_random(&mut bytes)?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())

@@ -57,6 +57,7 @@ impl VcpuThread {
     /// Starts the thread, parked.
     pub fn start(
         id: u32,
+        name: String,
         vcpu: VcpuFd,
         shape: Arc<StateShape>,
         buses: Arc<Buses>,
@@ -65,7 +66,7 @@ impl VcpuThread {
         let (commands, mailbox) = mpsc::channel();
         let (ready, started) = mpsc::channel();
         let thread = thread::Builder::new()
-            .name(format!("pvmm-vcpu-{id}"))
+            .name(name)
             .spawn(move || {
                 // From here on a kick cannot do harm; the owner sends none before it hears this.
                 let prepared = sys::block_all_signals()

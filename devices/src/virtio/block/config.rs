@@ -65,6 +65,10 @@ pub enum Source {
     File(File),
     /// Layers that the owner of the disk can freeze, fork and take back.
     Layers(LayeredDisk),
+    /// Nowhere yet: replaced before the machine runs.
+    Later {
+        size: u64,
+    },
 }
 
 impl Source {
@@ -72,7 +76,7 @@ impl Source {
     pub fn name(&self, id: &str) -> String {
         match self {
             Self::Path(path) => path.display().to_string(),
-            Self::File(_) | Self::Layers(_) => format!("of disk {id:?}"),
+            Self::File(_) | Self::Layers(_) | Self::Later { .. } => format!("of disk {id:?}"),
         }
     }
 }
@@ -158,7 +162,8 @@ impl BlockConfig {
         self.source.name(&self.id)
     }
 
-    fn from_source(source: Source) -> Self {
+    /// A writable disk whose bytes are in `source`.
+    pub fn from_source(source: Source) -> Self {
         Self {
             source,
             read_only: false,

@@ -11,13 +11,16 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
 use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, BlockConfig, BlockError, CacheMode, Source};
-use super::io::{Access, Engine, EngineKind, FileDisk, OpenError, Plain, engine};
+use super::io::{Absent, Access, Engine, EngineKind, FileDisk, OpenError, Plain, engine};
 use super::state::BlockStateV1;
 use super::wire::SECTOR_SIZE;
 use super::worker::BlockWorker;
 use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
 
 pub const QUEUE_SIZE: u16 = 256;
+
+/// The largest unit that direct I/O may ask for.
+const PAGE_SIZE: u32 = 4096;
 
 const SEG_MAX: u64 = 1 << 2;
 const RO: u64 = 1 << 5;
@@ -119,6 +122,11 @@ fn open(
                 let (block_size, size) = (SECTOR_SIZE as u32, Ok(layers.size()));
                 let engine: Box<dyn Engine> = Box::new(Plain::new(Box::new(layers)));
                 return Ok((engine, block_size, size));
+            }
+            Source::Later { size } => {
+                let block_size = if mode.access.direct { PAGE_SIZE } else { SECTOR_SIZE as u32 };
+                let engine: Box<dyn Engine> = Box::new(Plain::new(Box::new(Absent { size })));
+                return Ok((engine, block_size, Ok(size)));
             }
             source => source,
         };

@@ -225,6 +225,9 @@ impl Worker for NetWorker {
     }
 
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
-        self.net.change(update)
+        let updated = self.net.change(update);
+        // Frames that waited for the old limits get their turn.
+        self.queues.iter().for_each(VirtQueue::kick_again);
+        updated
     }
 }

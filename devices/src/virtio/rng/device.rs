@@ -1,22 +1,33 @@
 //! The source of randomness while no driver uses it.
 //!
-//! It has no features, no configuration space and no host descriptor.
+//! It has no features, no configuration space, and no host descriptor but the timer of its limits, if it has
+//! any.
+
+use std::io;
 
 use super::super::registry::{DeviceKind, DeviceState};
 use super::super::{Activation, VirtioDevice, Worker};
 use super::config::RngConfig;
 use super::state::RngStateV1;
 use super::worker::RngWorker;
+use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
 
 /// A virtio source of randomness.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Rng {
     pub(super) config: RngConfig,
+    pub(super) limiter: Option<RateLimiter>,
 }
 
 impl Rng {
     pub fn new(config: RngConfig) -> Self {
-        Self { config }
+        Self { config, limiter: None }
+    }
+
+    /// One that gives only so much per time.
+    pub fn limited(config: RngConfig, limits: &RateLimiterConfig) -> io::Result<Self> {
+        let limiter = limits.is_limited().then(|| RateLimiter::new(limits)).transpose()?;
+        Ok(Self { config, limiter })
     }
 }
 

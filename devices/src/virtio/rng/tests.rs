@@ -4,6 +4,7 @@ use super::super::testing::Buffer::{Readable, Writable};
 use super::super::testing::MockDriver;
 use super::super::{conformance, registry::DeviceState};
 use super::{Rng, RngConfig};
+use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
 
 struct Source;
 
@@ -57,4 +58,21 @@ fn a10_request_without_writable_buffer_is_refused_and_counted() {
     assert_eq!(bytes, [vec![5; 64]]);
     assert_eq!(driver.transport.counters().refused, 1);
     assert!(!driver.needs_reset());
+}
+
+#[test]
+fn request_beyond_the_limit_waits_until_the_bucket_has_filled() {
+    let bytes = BucketConfig { size: 64, one_time_burst: 0, refill_time_ms: 300 };
+    let limits = RateLimiterConfig { bytes: Some(bytes), ops: None };
+    let mut driver = MockDriver::ready(Rng::limited(RngConfig::default(), &limits).unwrap());
+    let begun = std::time::Instant::now();
+    assert_eq!(driver.request(0, &[Writable(64)]).0.unwrap().len, 64);
+    let mut second = driver.request(0, &[Writable(64)]).0;
+    while second.is_none() && begun.elapsed().as_secs() < 5 {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+        driver.run();
+        second = driver.used(0);
+    }
+    assert_eq!(second.unwrap().len, 64);
+    assert!(begun.elapsed().as_millis() >= 300, "{:?}", begun.elapsed());
 }

@@ -10,6 +10,7 @@ use super::super::chain::{self, Chain};
 use super::super::registry::DeviceState;
 use super::super::{Activation, Interrupt, QueueFault, Stopped, VirtQueue, VirtioDevice, Worker};
 use super::device::Rng;
+use crate::rate_limiter::Cost;
 use crate::{GuestMemory, sys};
 
 // What one turn serves before the other devices get theirs.
@@ -39,6 +40,14 @@ impl RngWorker {
         for _ in 0..TURN_REQUESTS {
             match queue.pop()? {
                 Some(chain) => {
+                    let wanted = wanted(&chain, self.rng.config.cap());
+                    let limiter = self.rng.limiter.as_mut();
+                    if limiter.is_some_and(|limiter| !limiter.admit(Cost::op(wanted))) {
+                        // Goes on when the limiter's timer says so; until then the driver need not kick.
+                        queue.undo_pop(chain);
+                        more = false;
+                        break;
+                    }
                     let len = fill(&self.memory, &chain, self.rng.config.cap());
                     if len == 0 {
                         queue.counters().add_refused();
@@ -62,9 +71,14 @@ impl RngWorker {
     }
 }
 
+/// How many bytes a request gets.
+fn wanted(chain: &Chain, cap: u32) -> u64 {
+    chain::total_len(chain.writable()).min(u64::from(cap))
+}
+
 /// Fills up to `cap` bytes of what the device may write; returns how many.
 fn fill(memory: &GuestMemory, chain: &Chain, cap: u32) -> u32 {
-    let wanted = chain::total_len(chain.writable()).min(u64::from(cap));
+    let wanted = wanted(chain, cap);
     let (mut done, mut chunk) = (0, [0; CHUNK]);
     while done < wanted {
         let len = (wanted - done).min(CHUNK as u64) as usize;
@@ -83,8 +97,10 @@ fn fill(memory: &GuestMemory, chain: &Chain, cap: u32) -> u32 {
 
 impl MutEventSubscriber for RngWorker {
     fn init(&mut self, ops: &mut EventOps) {
-        for queue in &self.queues {
-            if let Err(error) = ops.add(Events::new(queue.kick(), EventSet::IN)) {
+        let timer = self.rng.limiter.as_ref().map(|limiter| Events::new(limiter, EventSet::IN));
+        let kicks = self.queues.iter().map(|queue| Events::new(queue.kick(), EventSet::IN));
+        for events in kicks.chain(timer) {
+            if let Err(error) = ops.add(events) {
                 self.failed = true;
                 self.interrupt.needs_reset();
                 log::error!("rng: cannot watch its queue: {error}");
@@ -96,6 +112,9 @@ impl MutEventSubscriber for RngWorker {
     }
 
     fn process(&mut self, _events: Events, _ops: &mut EventOps) {
+        if let Some(limiter) = &mut self.rng.limiter {
+            limiter.clear_timer();
+        }
         self.queues.iter().for_each(VirtQueue::clear_kick);
         if self.quiet || self.failed {
             return;

@@ -71,8 +71,8 @@ impl FileDisk {
         let file = match source {
             Source::Path(path) => open(&path, read_only)?,
             Source::File(file) => file,
-            // Layers are a disk of their own.
-            Source::Layers(_) => return Err(OpenError::Kind),
+            // These are disks of their own.
+            Source::Layers(_) | Source::Later { .. } => return Err(OpenError::Kind),
         };
         let failed = |act| move |source| OpenError::Access { act, source };
         let kind = file.metadata().map_err(failed("examine"))?.file_type();

@@ -1,0 +1,356 @@
+//! The machine while it is being described: what may be asked of a process that has none yet.
+//!
+//! Each part is checked when it comes, so that the client that sent it hears of it. Whatever describes a
+//! machine to boot rules out that a snapshot is loaded instead.
+
+use std::fs::{self, File, OpenOptions};
+use std::net::Ipv4Addr;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use pvmm::config::{MAX_DRIVES, MAX_MEMORY_MIB, MAX_NETS, MAX_VCPUS, MIN_MEMORY_MIB};
+use pvmm::{CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, TapSource, VmConfig};
+
+use super::bodies::{
+    Balloon, BootSource, CacheType, Config, CpuTemplate, Drive, Entropy, HugePages, IoEngine,
+    MachineConfig, MmdsConfig, NetworkInterface, Serial, Vsock, limits_of,
+};
+use super::http::Refusal;
+use super::logger;
+
+/// What a kernel is told when its client says nothing.
+const DEFAULT_BOOT_ARGS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux i8042.nomux \
+                                 i8042.dumbkbd swiotlb=noforce";
+
+#[derive(Debug, Default)]
+pub struct BeforeBoot {
+    pub config: Config,
+    pub serial: Serial,
+    has_kernel: bool,
+    /// Something of a machine to boot was said.
+    described: bool,
+}
+
+impl BeforeBoot {
+    pub fn is_described(&self) -> bool {
+        self.described
+    }
+
+    pub fn put_boot_source(&mut self, source: BootSource) -> Result<(), Refusal> {
+        self.described = true;
+        let refuse = |what: &str, path: &str, error| {
+            Refusal::bad(format!("Boot source: {what} {path:?}: {error}"))
+        };
+        let kernel = &source.kernel_image_path;
+        File::open(kernel).map_err(|e| refuse("kernel_image_path", kernel, e))?;
+        if let Some(initrd) = &source.initrd_path {
+            File::open(initrd).map_err(|e| refuse("initrd_path", initrd, e))?;
+        }
+        let args = source.boot_args.as_deref().unwrap_or_default();
+        if !args.is_ascii() || args.contains('\0') || args.len() >= pvmm::config::MAX_CMDLINE {
+            let what = "Boot source: boot_args must be ASCII, without NUL, at most 2047 bytes.";
+            return Err(Refusal::bad(what));
+        }
+        self.config.boot_source = source;
+        self.has_kernel = true;
+        Ok(())
+    }
+
+    pub fn put_machine(&mut self, machine: MachineConfig) -> Result<(), Refusal> {
+        self.described = true;
+        check_machine(&machine)?;
+        let balloon = self.config.balloon.as_ref().map_or(0, |balloon| balloon.amount_mib);
+        if u64::from(balloon) > machine.mem_size_mib {
+            let what = "Machine config: mem_size_mib is less than the balloon's amount_mib.";
+            return Err(Refusal::bad(what));
+        }
+        let none = machine.cpu_template == Some(CpuTemplate::None);
+        let cpu_template = machine.cpu_template.filter(|_| !none);
+        self.config.machine_config = MachineConfig { cpu_template, ..machine };
+        Ok(())
+    }
+
+    pub fn put_drive(&mut self, drive: Drive) -> Result<(), Refusal> {
+        self.described = true;
+        let place = self.config.drives.iter().position(|d| d.drive_id == drive.drive_id);
+        let root = self.config.drives.iter().position(|drive| drive.is_root_device);
+        if drive.is_root_device && root.is_some() && root != place {
+            return Err(Refusal::bad("Drive config: A root block device already exists!"));
+        }
+        if place.is_none() && self.config.drives.len() >= MAX_DRIVES {
+            return Err(Refusal::bad(format!("Drive config: {MAX_DRIVES} drives are the most.")));
+        }
+        check_drive(&drive)?;
+        let is_root = drive.is_root_device;
+        match place {
+            Some(place) => self.config.drives[place] = drive,
+            None => self.config.drives.push(drive),
+        }
+        // The guest's first disk is its root.
+        if is_root {
+            let place = place.unwrap_or(self.config.drives.len() - 1);
+            self.config.drives[..=place].rotate_right(1);
+        }
+        Ok(())
+    }
+
+    pub fn put_net(&mut self, net: NetworkInterface) -> Result<(), Refusal> {
+        self.described = true;
+        let others =
+            || self.config.network_interfaces.iter().filter(|n| n.iface_id != net.iface_id);
+        if let Some(mac) = &net.guest_mac
+            && others().any(|n| n.guest_mac.as_ref().is_some_and(|m| m.eq_ignore_ascii_case(mac)))
+        {
+            let what = format!("Network config: The MAC address is already in use: {mac}");
+            return Err(Refusal::bad(what));
+        }
+        if others().any(|other| other.host_dev_name == net.host_dev_name) {
+            let name = &net.host_dev_name;
+            let what = format!("Network config: host_dev_name {name:?} is another interface's.");
+            return Err(Refusal::bad(what));
+        }
+        net_config(&net)?;
+        let nets = &mut self.config.network_interfaces;
+        match nets.iter().position(|n| n.iface_id == net.iface_id) {
+            Some(place) => nets[place] = net,
+            None if nets.len() >= MAX_NETS => {
+                return Err(Refusal::bad(format!("Network config: {MAX_NETS} are the most.")));
+            }
+            None => nets.push(net),
+        }
+        Ok(())
+    }
+
+    pub fn put_vsock(&mut self, vsock: Vsock) -> Result<(), Refusal> {
+        self.described = true;
+        check_vsock_path(&vsock.uds_path)?;
+        if vsock.guest_cid < 3 || vsock.guest_cid == u32::MAX {
+            let what = "Vsock config: guest_cid must be 3 or more, and less than 4294967295.";
+            return Err(Refusal::bad(what));
+        }
+        self.config.vsock = Some(Vsock { vsock_id: None, ..vsock });
+        Ok(())
+    }
+
+    pub fn put_balloon(&mut self, balloon: Balloon) -> Result<(), Refusal> {
+        self.described = true;
+        if u64::from(balloon.amount_mib) > self.config.machine_config.mem_size_mib {
+            return Err(Refusal::bad("Balloon config: amount_mib is more than the memory."));
+        }
+        self.config.balloon = Some(balloon);
+        Ok(())
+    }
+
+    pub fn put_entropy(&mut self, entropy: Entropy) -> Result<(), Refusal> {
+        self.described = true;
+        limits_of(entropy.rate_limiter)
+            .validate()
+            .map_err(|error| Refusal::bad(format!("Entropy config: rate_limiter {error}")))?;
+        self.config.entropy = Some(entropy);
+        Ok(())
+    }
+
+    pub fn put_mmds_config(&mut self, config: MmdsConfig) -> Result<(), Refusal> {
+        self.described = true;
+        if config.network_interfaces.is_empty() {
+            return Err(Refusal::bad("MMDS config: network_interfaces is empty."));
+        }
+        if !is_link_local(config.address()) {
+            let what = "MMDS config: ipv4_address is not in 169.254.1.0 to 169.254.254.255.";
+            return Err(Refusal::bad(what));
+        }
+        let known = |id: &String| self.config.network_interfaces.iter().any(|n| n.iface_id == *id);
+        if let Some(unknown) = config.network_interfaces.iter().find(|id| !known(id)) {
+            let what = format!("MMDS config: there is no network interface {unknown:?}.");
+            return Err(Refusal::bad(what));
+        }
+        let ipv4_address = Some(config.address());
+        self.config.mmds_config = Some(MmdsConfig { ipv4_address, ..config });
+        Ok(())
+    }
+
+    /// The machine that was described.
+    pub fn machine(&self) -> Result<VmConfig, Refusal> {
+        if !self.has_kernel {
+            let what = "Start microvm error: Cannot start microvm without kernel configuration.";
+            return Err(Refusal::bad(what));
+        }
+        let config = &self.config;
+        let mut machine = VmConfig::new(&config.boot_source.kernel_image_path);
+        machine.initrd = config.boot_source.initrd_path.as_ref().map(|p| Initrd::Path(p.into()));
+        machine.cmdline = command_line(config);
+        machine.memory_mib = config.machine_config.mem_size_mib;
+        machine.vcpus = config.machine_config.vcpu_count.into();
+        machine.drives = config
+            .drives
+            .iter()
+            .map(|drive| drive_config(drive, DriveSource::Path))
+            .collect::<Result<_, _>>()?;
+        machine.nets =
+            config.network_interfaces.iter().map(net_config).collect::<Result<_, _>>()?;
+        machine.vsock = config.vsock.as_ref().map(vsock_config);
+        machine.balloon = config.balloon.as_ref().map(balloon_config);
+        machine.rng = config.entropy.is_some();
+        machine.console = console(&self.serial)?;
+        // Who uses this door may have an agent of another kind, on a port of its own choice.
+        machine.awaits_agent = false;
+        Ok(machine)
+    }
+}
+
+fn check_machine(machine: &MachineConfig) -> Result<(), Refusal> {
+    let vcpus = u32::from(machine.vcpu_count);
+    if vcpus == 0 || vcpus > MAX_VCPUS || machine.smt && vcpus > 1 && vcpus % 2 == 1 {
+        return Err(Refusal::bad(format!(
+            "Machine config: vcpu_count must be 1 to {MAX_VCPUS}, and 1 or even with smt."
+        )));
+    }
+    let whole = machine.huge_pages == HugePages::None || machine.mem_size_mib.is_multiple_of(2);
+    if !(MIN_MEMORY_MIB..=MAX_MEMORY_MIB).contains(&machine.mem_size_mib) || !whole {
+        return Err(Refusal::bad(format!(
+            "Machine config: mem_size_mib must be {MIN_MEMORY_MIB} to {MAX_MEMORY_MIB}, and even \
+             with huge_pages."
+        )));
+    }
+    match machine.cpu_template {
+        None | Some(CpuTemplate::None) => Ok(()),
+        Some(template) => Err(Refusal::bad(format!(
+            "Machine config: cpu_template {template:?} is not supported yet; leave it out."
+        ))),
+    }
+}
+
+fn check_drive(drive: &Drive) -> Result<(), Refusal> {
+    if drive.socket.is_some() {
+        let what = "Drive config: socket: vhost-user is not supported; give path_on_host instead.";
+        return Err(Refusal::bad(what));
+    }
+    let Some(path) = &drive.path_on_host else {
+        return Err(Refusal::bad("Drive config: path_on_host is missing."));
+    };
+    check_image(path, drive.read_only())?;
+    limits_of(drive.rate_limiter)
+        .validate()
+        .map_err(|error| Refusal::bad(format!("Drive config: rate_limiter: {error}")))
+}
+
+/// Refuses what no drive can be, when the client names it.
+pub fn check_image(path: &str, read_only: bool) -> Result<(), Refusal> {
+    let refuse = |why: String| Refusal::bad(format!("Drive config: path_on_host {path:?}: {why}"));
+    let mut options = OpenOptions::new();
+    // A named pipe must not make us wait for its other end.
+    options.read(true).write(!read_only).custom_flags(libc::O_NONBLOCK);
+    let file = options.open(path).map_err(|error| refuse(error.to_string()))?;
+    let kind = file.metadata().map_err(|error| refuse(error.to_string()))?.file_type();
+    match kind.is_file() || kind.is_block_device() {
+        true => Ok(()),
+        false => Err(refuse("is neither a regular file nor a block device".to_owned())),
+    }
+}
+
+pub fn check_vsock_path(path: &str) -> Result<(), Refusal> {
+    // A socket's path has 107 bytes, of which a port takes up to eleven.
+    if path.is_empty() || path.len() > 96 || path.contains('\0') {
+        return Err(Refusal::bad(
+            "Vsock config: uds_path must have 1 to 96 bytes, none of them NUL.",
+        ));
+    }
+    Ok(())
+}
+
+/// The command line that the machine gets: its own words, then what follows from its devices.
+fn command_line(config: &Config) -> String {
+    let given = config.boot_source.boot_args.as_deref().unwrap_or(DEFAULT_BOOT_ARGS);
+    let mut line = given.trim().to_owned();
+    line.push_str(" pci=off");
+    if let Some(root) = config.drives.iter().find(|drive| drive.is_root_device) {
+        match &root.partuuid {
+            Some(uuid) => line.push_str(&format!(" root=PARTUUID={uuid}")),
+            None => line.push_str(" root=/dev/vda"),
+        }
+        line.push_str(if root.read_only() { " ro" } else { " rw" });
+    }
+    line.trim_start().to_owned()
+}
+
+/// A drive of the machine. `source` says when its image is opened.
+pub fn drive_config(
+    drive: &Drive,
+    source: impl FnOnce(PathBuf) -> DriveSource,
+) -> Result<pvmm::Drive, Refusal> {
+    let path = resolved(drive.path_on_host.as_deref().unwrap_or_default());
+    let mut made = pvmm::Drive::writable(path.clone());
+    made.source = source(path);
+    made.read_only = drive.read_only();
+    // What fits into a serial number.
+    made.id = drive.drive_id.chars().filter(char::is_ascii).take(20).collect();
+    made.cache = match drive.cache_type {
+        CacheType::Unsafe => CacheMode::Unsafe,
+        CacheType::Writeback => CacheMode::Writeback,
+    };
+    made.engine = match drive.io_engine.unwrap_or_default() {
+        IoEngine::Sync => EngineKind::Plain,
+        IoEngine::Async => EngineKind::IoUring,
+    };
+    made.limits = limits_of(drive.rate_limiter);
+    Ok(made)
+}
+
+/// What a path leads to: clients of this door name images by links, such as those in /dev/mapper.
+pub fn resolved(path: &str) -> PathBuf {
+    fs::canonicalize(path).unwrap_or_else(|_| Path::new(path).to_owned())
+}
+
+/// A network card of the machine.
+pub fn net_config(net: &NetworkInterface) -> Result<Net, Refusal> {
+    let refuse = |why: String| Refusal::bad(format!("Network config: {}: {why}", net.iface_id));
+    let mac = match &net.guest_mac {
+        Some(text) => {
+            let mac = text.parse::<Mac>();
+            Some(mac.map_err(|error| refuse(format!("guest_mac {text:?}: {error}")))?)
+        }
+        None => None,
+    };
+    let card = Net {
+        mac,
+        mtu: net.mtu,
+        rx_limit: limits_of(net.rx_rate_limiter),
+        tx_limit: limits_of(net.tx_rate_limiter),
+        ..Net::new(TapSource::Name(net.host_dev_name.clone()))
+    };
+    card.validate().map_err(|error| {
+        let why = std::error::Error::source(&error).map(|why| format!(": {why}"));
+        refuse(format!("{error}{}", why.unwrap_or_default()))
+    })?;
+    Ok(card)
+}
+
+pub fn vsock_config(vsock: &Vsock) -> pvmm::Vsock {
+    pvmm::Vsock { guest_cid: vsock.guest_cid, uds_path: vsock.uds_path.clone().into() }
+}
+
+fn balloon_config(balloon: &Balloon) -> pvmm::Balloon {
+    pvmm::Balloon {
+        target_mib: balloon.amount_mib.into(),
+        deflate_on_oom: balloon.deflate_on_oom,
+        free_page_reporting: balloon.free_page_reporting,
+        free_page_hinting: balloon.free_page_hinting,
+    }
+}
+
+/// Where the guest's serial console goes.
+pub fn console(serial: &Serial) -> Result<Console, Refusal> {
+    let Some(path) = &serial.serial_out_path else { return Ok(Console::Stdout) };
+    let file = logger::open(path)
+        .map_err(|error| Refusal::bad(format!("Serial: serial_out_path {path:?}: {error}")))?;
+    Ok(Console::File(file))
+}
+
+fn is_link_local(address: Ipv4Addr) -> bool {
+    let [a, b, c, _] = address.octets();
+    (a, b) == (169, 254) && (1..=254).contains(&c)
+}
+
+#[cfg(test)]
+#[path = "before_boot_tests.rs"]
+mod tests;

@@ -1,0 +1,171 @@
+//! What may be said of a machine before it boots, and what may not.
+
+use std::io::Write;
+
+use tempfile::NamedTempFile;
+
+use super::*;
+
+fn image() -> NamedTempFile {
+    let mut image = NamedTempFile::new().unwrap();
+    image.write_all(&[0; 4096]).unwrap();
+    image
+}
+
+fn drive(id: &str, root: bool, image: &NamedTempFile) -> Drive {
+    let path = image.path().display();
+    let text = format!(r#"{{"drive_id":"{id}","is_root_device":{root},"path_on_host":"{path}"}}"#);
+    serde_json::from_str(&text).unwrap()
+}
+
+fn net(id: &str, tap: &str, mac: &str) -> NetworkInterface {
+    let text = format!(r#"{{"iface_id":"{id}","host_dev_name":"{tap}","guest_mac":"{mac}"}}"#);
+    serde_json::from_str(&text).unwrap()
+}
+
+fn machine(vcpu_count: u8, mem_size_mib: u64) -> MachineConfig {
+    MachineConfig { vcpu_count, mem_size_mib, ..MachineConfig::default() }
+}
+
+fn bad(result: Result<(), Refusal>) -> String {
+    let refusal = result.unwrap_err();
+    assert_eq!(refusal.status, 400);
+    refusal.message
+}
+
+#[test]
+fn machine_of_which_only_a_kernel_and_a_drive_were_said_has_defaults() {
+    let (kernel, root) = (image(), image());
+    let mut before = BeforeBoot::default();
+    before.put_drive(drive("rootfs", true, &root)).unwrap();
+    let kernel_image_path = kernel.path().display().to_string();
+    before.put_boot_source(BootSource { kernel_image_path, ..BootSource::default() }).unwrap();
+    let machine = before.machine().unwrap();
+    assert_eq!((machine.vcpus, machine.memory_mib), (1, 128));
+    assert!(machine.cmdline.starts_with("reboot=k panic=1"), "{}", machine.cmdline);
+    assert!(machine.cmdline.ends_with(" pci=off root=/dev/vda rw"), "{}", machine.cmdline);
+    assert!(!machine.rng && !machine.awaits_agent);
+}
+
+#[test]
+fn machine_without_a_kernel_is_refused() {
+    let mut before = BeforeBoot::default();
+    let message = before.machine().unwrap_err().message;
+    assert!(message.contains("without kernel configuration"));
+    let missing = BootSource { kernel_image_path: "/no/kernel".into(), ..BootSource::default() };
+    assert!(bad(before.put_boot_source(missing)).contains("/no/kernel"));
+    assert!(before.machine().is_err());
+}
+
+#[test]
+fn i3_machine_of_an_impossible_size_is_refused_and_the_old_one_stays() {
+    let mut before = BeforeBoot::default();
+    for (vcpus, memory) in [(0, 128), (33, 128), (255, 128), (1, 0), (1, 31), (1, u64::MAX)] {
+        bad(before.put_machine(machine(vcpus, memory)));
+    }
+    let odd = MachineConfig { huge_pages: HugePages::Hugetlbfs2M, ..machine(1, 129) };
+    bad(before.put_machine(odd));
+    bad(before.put_machine(MachineConfig { smt: true, ..machine(3, 128) }));
+    let template = Some(CpuTemplate::T2);
+    let refused =
+        bad(before.put_machine(MachineConfig { cpu_template: template, ..machine(1, 128) }));
+    assert!(refused.contains("not supported yet"));
+    assert_eq!(before.config.machine_config, MachineConfig::default());
+    before.put_machine(machine(2, 256)).unwrap();
+    // Again, and all of it is replaced.
+    let huge = MachineConfig { huge_pages: HugePages::Hugetlbfs2M, ..machine(2, 512) };
+    before.put_machine(huge.clone()).unwrap();
+    assert_eq!(before.config.machine_config, huge);
+}
+
+#[test]
+fn root_drive_is_the_first_whenever_it_came() {
+    let image = image();
+    let mut before = BeforeBoot::default();
+    for (id, root) in [("a", false), ("b", false), ("rootfs", true), ("c", false)] {
+        before.put_drive(drive(id, root, &image)).unwrap();
+    }
+    let ids = |before: &BeforeBoot| {
+        before.config.drives.iter().map(|drive| drive.drive_id.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(ids(&before), ["rootfs", "a", "b", "c"]);
+    let second = bad(before.put_drive(drive("other", true, &image)));
+    assert!(second.contains("A root block device already exists"));
+    // The same drive again is a change of it, at its place.
+    before.put_drive(drive("b", false, &image)).unwrap();
+    assert_eq!(ids(&before), ["rootfs", "a", "b", "c"]);
+}
+
+#[test]
+fn i4_drive_that_is_no_image_is_refused() {
+    let image = image();
+    let mut before = BeforeBoot::default();
+    for path in ["", "/no/such/file", "/", "/dev/null", "a\0b", &"x".repeat(5000)] {
+        let mut wrong = drive("a", false, &image);
+        wrong.path_on_host = Some(path.to_owned());
+        bad(before.put_drive(wrong));
+    }
+    let mut remote = drive("a", false, &image);
+    remote.socket = Some("/s".to_owned());
+    assert!(bad(before.put_drive(remote)).contains("vhost-user"));
+    for index in 0..MAX_DRIVES {
+        before.put_drive(drive(&format!("d{index}"), false, &image)).unwrap();
+    }
+    bad(before.put_drive(drive("more", false, &image)));
+}
+
+#[test]
+fn drive_behind_a_link_is_the_image_itself() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let image = image();
+    let link = dir.path().join("link");
+    std::os::unix::fs::symlink(image.path(), &link).unwrap();
+    assert_eq!(resolved(link.to_str().unwrap()), fs::canonicalize(image.path()).unwrap());
+}
+
+#[test]
+fn network_card_with_another_ones_address_or_tap_or_an_odd_one_is_refused() {
+    let mut before = BeforeBoot::default();
+    before.put_net(net("1", "tap0", "06:00:AC:10:00:02")).unwrap();
+    let same = bad(before.put_net(net("2", "tap1", "06:00:ac:10:00:02")));
+    assert!(same.contains("The MAC address is already in use"));
+    bad(before.put_net(net("2", "tap0", "06:00:ac:10:00:03")));
+    for (tap, mac) in [
+        ("", "06:00:00:00:00:03"),
+        ("a/b", "06:00:00:00:00:03"),
+        ("tap-of-sixteen-x", "06:00:00:00:00:03"),
+        ("tap1", "06:00"),
+        ("tap1", "01:00:00:00:00:00"),
+    ] {
+        bad(before.put_net(net("2", tap, mac)));
+    }
+    before.put_net(net("1", "tap7", "06:00:ac:10:00:02")).unwrap();
+    assert_eq!(before.config.network_interfaces.len(), 1);
+}
+
+#[test]
+fn vsock_balloon_and_metadata_service_that_cannot_be_are_refused() {
+    let mut before = BeforeBoot::default();
+    let vsock =
+        |guest_cid, uds_path: &str| Vsock { vsock_id: None, guest_cid, uds_path: uds_path.into() };
+    for (cid, path) in [(0, "/v"), (2, "/v"), (u32::MAX, "/v"), (3, ""), (3, &"x".repeat(97))] {
+        bad(before.put_vsock(vsock(cid, path)));
+    }
+    before.put_vsock(vsock(3, "/v")).unwrap();
+    let balloon: Balloon =
+        serde_json::from_str(r#"{"amount_mib":129,"deflate_on_oom":true}"#).unwrap();
+    bad(before.put_balloon(balloon.clone()));
+    before.put_balloon(Balloon { amount_mib: 128, ..balloon }).unwrap();
+    bad(before.put_machine(machine(1, 64)));
+    let service = |body: &str| serde_json::from_str::<MmdsConfig>(body).unwrap();
+    bad(before.put_mmds_config(service(r#"{"network_interfaces":[]}"#)));
+    bad(before.put_mmds_config(service(r#"{"network_interfaces":["1"]}"#)));
+    before.put_net(net("1", "tap0", "06:00:00:00:00:01")).unwrap();
+    for address in ["10.0.0.1", "169.254.0.1", "169.254.255.1"] {
+        let body = format!(r#"{{"network_interfaces":["1"],"ipv4_address":"{address}"}}"#);
+        bad(before.put_mmds_config(service(&body)));
+    }
+    before.put_mmds_config(service(r#"{"network_interfaces":["1"]}"#)).unwrap();
+    let address = before.config.mmds_config.unwrap().ipv4_address;
+    assert_eq!(address, Some(Ipv4Addr::new(169, 254, 169, 254)));
+}

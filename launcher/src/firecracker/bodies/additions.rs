@@ -1,0 +1,71 @@
+//! What pvmm adds under `/pvmm/`: drives at load, forks, commands in the guest.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::{NetworkOverride, SnapshotLoad, VsockOverride, or_default};
+
+/// Another image behind a drive of the snapshot.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct DriveOverride {
+    pub drive_id: String,
+    pub path_on_host: String,
+}
+
+/// `PUT /pvmm/snapshot/load`: the load of Firecracker, and drives.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LoadWithDrives {
+    pub load: SnapshotLoad,
+    #[serde(default, deserialize_with = "or_default")]
+    pub drive_overrides: Vec<DriveOverride>,
+}
+
+/// `PUT /pvmm/fork`: stand still for a moment, and wait on a socket for those who go on from there.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fork {
+    pub socket: PathBuf,
+    /// How many may come.
+    #[serde(default)]
+    pub children: Option<u32>,
+}
+
+/// `PUT /pvmm/fork/load`: go on from what another process froze.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ForkLoad {
+    pub socket: PathBuf,
+    #[serde(default, deserialize_with = "or_default")]
+    pub resume_vm: bool,
+    #[serde(default, deserialize_with = "or_default")]
+    pub network_overrides: Vec<NetworkOverride>,
+    #[serde(default)]
+    pub vsock_override: Option<VsockOverride>,
+    #[serde(default, deserialize_with = "or_default")]
+    pub drive_overrides: Vec<DriveOverride>,
+}
+
+/// `PUT /pvmm/exec`: a command through the agent, as `argv` or as a line for the shell.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Exec {
+    #[serde(default)]
+    pub argv: Option<Vec<String>>,
+    #[serde(default)]
+    pub shell: Option<String>,
+    #[serde(default, deserialize_with = "or_default")]
+    pub env: BTreeMap<String, String>,
+    #[serde(default)]
+    pub cwd: Option<String>,
+    #[serde(default)]
+    pub user: Option<String>,
+    #[serde(default)]
+    pub stdin: Option<String>,
+    /// A minute, unless it says otherwise.
+    #[serde(default)]
+    pub timeout_ms: Option<u64>,
+}

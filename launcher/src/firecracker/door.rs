@@ -1,0 +1,556 @@
+//! The one thread that owns the machine and the API socket: waits for whatever comes first, and answers it.
+//!
+//! Requests are carried out one after another, in the order in which they are whole. What may be asked when is
+//! written here, in two lists: before there is a machine, and after.
+
+use std::io;
+use std::os::fd::AsFd;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use pvmm::{Outcome, Vm};
+use serde_json::json;
+
+use super::args::{Args, VERSION, code};
+use super::before_boot::BeforeBoot;
+use super::bodies::{self, MachineUpdate};
+use super::config_file;
+use super::exec::Execs;
+use super::http::{self, Answer, Refusal};
+use super::keyboard::Keyboard;
+use super::logger;
+use super::metrics::Metrics;
+use super::mmds::Mmds;
+use super::routes::{self, Request};
+use super::running::{Running, refuse};
+use super::server::{ClientId, Server};
+use crate::sys::poll::{self, Want};
+use crate::sys::signals::{self, Signals};
+
+const NOT_BEFORE_BOOT: &str =
+    "The requested operation is not supported before starting the microVM.";
+const NOT_AFTER_BOOT: &str = "The requested operation is not supported after starting the microVM.";
+
+/// How long the machine's threads, its console and the last answers may take to finish.
+const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
+/// Signals that mean that the process itself is broken, and what a supervisor is told of them.
+const BROKEN: &[(i32, u8)] = &[
+    (libc::SIGSYS, code::BAD_SYSCALL),
+    (libc::SIGBUS, code::SIGBUS),
+    (libc::SIGSEGV, code::SIGSEGV),
+    (libc::SIGILL, code::SIGILL),
+];
+const HELD: [i32; 6] =
+    [libc::SIGTERM, libc::SIGINT, libc::SIGQUIT, libc::SIGHUP, libc::SIGXCPU, libc::SIGXFSZ];
+
+/// Why the process ends.
+enum End {
+    Guest(Outcome),
+    Signal(i32),
+    /// A snapshot could not be loaded, and what is left of that is no start for anything.
+    Unusable,
+    Failed(String),
+}
+
+enum State {
+    Before(Box<BeforeBoot>),
+    Running(Box<Running>),
+}
+
+/// What became of a request.
+enum Done {
+    Answer(Answer),
+    /// The answer comes by itself.
+    Later,
+    /// The answer is the last one.
+    Fatal(Answer),
+}
+
+impl From<()> for Done {
+    fn from((): ()) -> Self {
+        Self::Answer(Answer::done())
+    }
+}
+
+impl From<Answer> for Done {
+    fn from(answer: Answer) -> Self {
+        Self::Answer(answer)
+    }
+}
+
+struct Door {
+    id: String,
+    server: Option<Server>,
+    signals: Signals,
+    keyboard: Option<Keyboard>,
+    metrics: Metrics,
+    mmds: Mmds,
+    execs: Execs,
+    state: State,
+}
+
+/// Lives as Firecracker would, and returns the code of the process.
+pub fn run(args: Args) -> u8 {
+    logger::start(&args.id);
+    let opened = Door::open(args);
+    let end = match opened {
+        Ok(mut door) => {
+            let end = door.serve();
+            door.finish();
+            end
+        }
+        Err((code, message)) => {
+            log::error!("{message}");
+            eprintln!("Error: {message}");
+            return code;
+        }
+    };
+    crate::sys::terminal::restore();
+    let code = match end {
+        End::Guest(outcome) => outcome_code(&outcome),
+        End::Signal(signal) => signal_code(signal),
+        End::Unusable => code::GENERIC,
+        End::Failed(message) => {
+            log::error!("{message}");
+            eprintln!("Error: {message}");
+            code::GENERIC
+        }
+    };
+    log::info!("Firecracker exiting. exit_code={code}");
+    code
+}
+
+fn outcome_code(outcome: &Outcome) -> u8 {
+    match outcome {
+        Outcome::Poweroff | Outcome::Reboot | Outcome::TripleFault => code::OK,
+        other => {
+            log::error!("The guest ended: {other:?}");
+            code::GENERIC
+        }
+    }
+}
+
+/// Those with a code of their own, and otherwise the end that the signal brings to any program.
+fn signal_code(signal: i32) -> u8 {
+    log::info!("Received signal {signal}.");
+    match signal {
+        libc::SIGHUP => code::SIGHUP,
+        libc::SIGXCPU => code::SIGXCPU,
+        libc::SIGXFSZ => code::SIGXFSZ,
+        other => {
+            signals::die_of(other);
+            code::GENERIC
+        }
+    }
+}
+
+impl Door {
+    fn open(args: Args) -> Result<Self, (u8, String)> {
+        let generic = |message: String| (code::GENERIC, message);
+        let failed = |what: &'static str| {
+            move |error: io::Error| (code::GENERIC, format!("{what}: {error}"))
+        };
+        logger::configure(&bodies::Logger {
+            log_path: args.log_path.clone(),
+            level: args.level,
+            show_level: args.show_level.then_some(true),
+            show_log_origin: args.show_log_origin.then_some(true),
+            module: args.module.clone(),
+        })
+        .map_err(failed("log-path"))?;
+        log::info!("Running Firecracker v{VERSION}");
+        signals::end_with(BROKEN);
+        let signals = Signals::hold(&HELD).map_err(failed("signals"))?;
+        if args.boot_timer {
+            log::warn!("boot-timer: there is no such device, and nothing will be logged.");
+        }
+        let mut metrics = Metrics::new(&args.id);
+        if let Some(metrics_path) = args.metrics_path.clone() {
+            let wish = bodies::Metrics { metrics_path, emit_id: false, properties: None };
+            metrics.configure(wish).map_err(|refusal| generic(refusal.message))?;
+        }
+        let mut mmds = Mmds::new(args.mmds_max);
+        let read = |path| config_file::read(path).map_err(generic);
+        if let Some(path) = &args.metadata {
+            config_file::metadata(&read(path)?, &mut mmds)
+                .map_err(|refusal| generic(refusal.message))?;
+            log::info!("Successfully added metadata to mmds from file");
+        }
+        let description = args.config_file.as_deref().map(read).transpose()?;
+        let server = match args.no_api {
+            true => None,
+            false => Some(listen(&args)?),
+        };
+        metrics.note_start(args.start_time_us, args.start_time_cpu_us, args.parent_cpu_time_us);
+        let mut door = Self {
+            id: args.id,
+            server,
+            signals,
+            keyboard: None,
+            metrics,
+            mmds,
+            execs: Execs::new().map_err(failed("event"))?,
+            state: State::Before(Box::default()),
+        };
+        if let Some(text) = description {
+            let refused = |code| move |refusal: Refusal| (code, refusal.message);
+            let before = config_file::apply(&text, &mut door.metrics)
+                .map_err(refused(code::BAD_CONFIGURATION))?;
+            if before.config.mmds_config.is_some() {
+                door.mmds.make_present();
+            }
+            door.state = State::Before(Box::new(before));
+            door.start().map_err(refused(code::GENERIC))?;
+            log::info!("Successfully started microvm that was configured from one single json");
+        }
+        Ok(door)
+    }
+
+    /// Waits and answers until there is a reason to end.
+    fn serve(&mut self) -> End {
+        loop {
+            match self.turn() {
+                Ok(None) => {}
+                Ok(Some(end)) => return end,
+                Err(error) => return End::Failed(format!("cannot wait: {error}")),
+            }
+        }
+    }
+
+    fn turn(&mut self) -> io::Result<Option<End>> {
+        let mut wants = vec![
+            (self.signals.as_fd(), Want::Read),
+            (poll::borrowed(&self.execs.event), Want::Read),
+        ];
+        let machine = match &self.state {
+            State::Running(running) => Some(running),
+            State::Before(_) => None,
+        };
+        let machine_at = wants.len();
+        if let Some(running) = machine {
+            wants.push((poll::borrowed(running.vm.outcome_event()), Want::Read));
+        }
+        let keys_at = wants.len();
+        if let (Some(running), Some(keyboard)) = (machine, &self.keyboard) {
+            if keyboard.waits_for_room() {
+                wants.push((poll::borrowed(running.vm.serial_room()), Want::Read));
+            } else if let Some(keys) = keyboard.as_fd() {
+                wants.push((keys, Want::Read));
+            }
+        }
+        let server_at = wants.len();
+        wants.extend(self.server.iter().flat_map(Server::wants));
+        let due = self.server.as_ref().and_then(Server::deadline);
+        let until = [due, self.metrics.due()].into_iter().flatten().min();
+        let patience = until.map(|at| at.saturating_duration_since(Instant::now()));
+        let ready = poll::wait(&wants, patience)?;
+        let has = |at: usize| ready[at].read || ready[at].gone;
+
+        if has(0) {
+            return Ok(Some(End::Signal(self.signals.next()?)));
+        }
+        if machine_at < keys_at && has(machine_at) {
+            return Ok(self.outcome().map(End::Guest));
+        }
+        if keys_at < server_at && has(keys_at) {
+            self.pass_keys_on();
+        }
+        if has(1) {
+            for (client, answer) in self.execs.take_ended() {
+                self.answer(client, &answer);
+            }
+        }
+        if self.metrics.due().is_some_and(|due| due <= Instant::now()) {
+            self.flush_metrics_quietly();
+        }
+        let ready = &ready[server_at..];
+        let now = Instant::now();
+        let mut requests =
+            self.server.as_mut().map(|server| server.advance(ready, now)).unwrap_or_default();
+        while !requests.is_empty() {
+            for (client, request) in requests {
+                if let Some(end) = self.take(client, request) {
+                    return Ok(Some(end));
+                }
+            }
+            let more = self.server.as_mut().map(|server| server.whole_requests(now));
+            requests = more.unwrap_or_default();
+        }
+        Ok(None)
+    }
+
+    fn outcome(&self) -> Option<Outcome> {
+        match &self.state {
+            State::Running(running) => running.vm.wait(Some(STOP_PATIENCE)),
+            State::Before(_) => None,
+        }
+    }
+
+    fn pass_keys_on(&mut self) {
+        if let (State::Running(running), Some(keyboard)) = (&self.state, &mut self.keyboard) {
+            // Emptied before typing, so that room that comes in between is seen.
+            let _ = running.vm.serial_room().read();
+            keyboard.pass_on(&running.vm);
+        }
+    }
+
+    fn answer(&mut self, client: ClientId, answer: &Answer) {
+        match (&answer.body, answer.status) {
+            (Some(body), 400..) => log::error!("Status code: {}. {body}", answer.status),
+            _ => {
+                log::info!("The request was executed successfully. Status code: {}.", answer.status)
+            }
+        }
+        if let Some(server) = &mut self.server {
+            server.answer(client, answer);
+        }
+    }
+
+    /// Carries one request out; an end if it was the last.
+    fn take(&mut self, client: ClientId, request: http::Request) -> Option<End> {
+        let http::Request { method, path, body, .. } = request;
+        describe(method, &path, body.as_deref());
+        let routed = routes::route(method, &path, body.as_deref());
+        let deprecated = routed.as_ref().is_ok_and(|routed| routed.deprecated.is_some());
+        if deprecated {
+            self.metrics.count_deprecated();
+        }
+        let done = routed.and_then(|routed| {
+            if let Some(what) = routed.deprecated {
+                log::warn!("{} {path}: {what} is deprecated.", method.name());
+            }
+            self.perform(client, routed.request)
+        });
+        let (answer, fatal) = match done {
+            Ok(Done::Answer(answer)) => (answer, false),
+            Ok(Done::Fatal(answer)) => (answer, true),
+            Ok(Done::Later) => return None,
+            Err(refusal) => (refusal.into(), false),
+        };
+        self.metrics.count_request(method, &path, answer.status >= 400);
+        self.answer(client, &Answer { deprecated, ..answer });
+        fatal.then_some(End::Unusable)
+    }
+
+    fn perform(&mut self, client: ClientId, request: Request) -> Result<Done, Refusal> {
+        match request {
+            Request::GetInstance => Ok(Answer::json(&self.instance()).into()),
+            Request::GetVersion => {
+                Ok(Answer::json(&json!({ "firecracker_version": VERSION })).into())
+            }
+            Request::Unsupported(what) => Err(what.refusal()),
+            request => match &self.state {
+                State::Before(_) => self.perform_before(request),
+                State::Running(_) => self.perform_running(client, request),
+            },
+        }
+    }
+
+    fn instance(&self) -> serde_json::Value {
+        let state = match &self.state {
+            State::Before(_) => "Not started",
+            State::Running(running) if running.is_paused() => "Paused",
+            State::Running(_) => "Running",
+        };
+        json!({ "id": self.id, "state": state, "vmm_version": VERSION, "app_name": "Firecracker" })
+    }
+
+    /// What may be asked while there is no machine.
+    fn perform_before(&mut self, request: Request) -> Result<Done, Refusal> {
+        let State::Before(before) = &mut self.state else { return Err(after_boot()) };
+        match request {
+            Request::GetMachine => return Ok(Answer::json(&before.config.machine_config).into()),
+            Request::GetConfig => return Ok(Answer::json(&before.config).into()),
+            Request::GetBalloon => {
+                let none = || Refusal::bad("Balloon: the machine has no balloon device.");
+                return Ok(Answer::json(before.config.balloon.as_ref().ok_or_else(none)?).into());
+            }
+            Request::PutBootSource(source) => before.put_boot_source(source)?,
+            Request::PutMachine(machine) => before.put_machine(machine)?,
+            Request::PatchMachine(update) => {
+                let update: MachineUpdate = update;
+                before.put_machine(update.applied_to(&before.config.machine_config))?;
+            }
+            Request::PutDrive(drive) => before.put_drive(drive)?,
+            Request::PutNet(net) => before.put_net(net)?,
+            Request::PutVsock(vsock) => before.put_vsock(vsock)?,
+            Request::PutEntropy(entropy) => before.put_entropy(entropy)?,
+            Request::PutBalloon(balloon) => before.put_balloon(balloon)?,
+            Request::PutMmdsConfig(config) => {
+                before.put_mmds_config(config)?;
+                self.mmds.make_present();
+            }
+            Request::PutSerial(serial) => before.serial = serial,
+            Request::PutLogger(wish) => {
+                logger::configure(&wish).map_err(|error| {
+                    Refusal::bad(format!("Logger: log_path {:?}: {error}", wish.log_path))
+                })?;
+                before.config.logger = Some(wish);
+            }
+            Request::PutMetrics(wish) => {
+                self.metrics.configure(wish.clone())?;
+                before.config.metrics = Some(wish);
+            }
+            Request::GetMmds => {
+                self.mmds.make_present();
+                return Ok(Answer::json(&self.mmds.shown()).into());
+            }
+            Request::PutMmds(content) => self.mmds.put(content)?,
+            Request::PatchMmds(patch) => self.mmds.patch(&patch)?,
+            Request::InstanceStart => self.start()?,
+            Request::LoadSnapshot(_) | Request::LoadFork(_) => {
+                if before.is_described() {
+                    return Err(Refusal::bad(
+                        "Load snapshot error: Loading a microVM snapshot not allowed after \
+                         configuring boot-specific resources.",
+                    ));
+                }
+                let what = "Load snapshot error: not supported yet.";
+                return Ok(Done::Fatal(Refusal::bad(what).into()));
+            }
+            _ => return Err(Refusal::bad(NOT_BEFORE_BOOT)),
+        }
+        Ok(().into())
+    }
+
+    /// What may be asked of a machine.
+    fn perform_running(&mut self, client: ClientId, request: Request) -> Result<Done, Refusal> {
+        let State::Running(running) = &mut self.state else {
+            return Err(Refusal::bad(NOT_BEFORE_BOOT));
+        };
+        let begun = Instant::now();
+        match request {
+            Request::GetMachine => return Ok(Answer::json(&running.config.machine_config).into()),
+            Request::GetConfig => return Ok(Answer::json(&running.config).into()),
+            Request::GetBalloon => return Ok(Answer::json(&running.balloon()?).into()),
+            Request::GetBalloonStats => return Ok(Answer::json(&running.balloon_stats()?).into()),
+            Request::GetHinting => return Ok(Answer::json(&running.hinting_status()?).into()),
+            Request::PatchBalloon(update) => running.patch_balloon(update)?,
+            Request::PatchBalloonStats(update) => running.patch_balloon_stats(update)?,
+            Request::StartHinting(start) => running.start_hinting(start)?,
+            Request::StopHinting => running.stop_hinting()?,
+            Request::PatchDrive(update) => running.patch_drive(update)?,
+            Request::Pause => {
+                running.pause()?;
+                self.metrics.took("pause_vm", begun.elapsed());
+            }
+            Request::Resume => {
+                running.resume()?;
+                self.metrics.took("resume_vm", begun.elapsed());
+            }
+            Request::GetMmds | Request::PutMmds(_) | Request::PatchMmds(_)
+                if !self.mmds.is_present() =>
+            {
+                return Err(Refusal::bad("MMDS: the machine started without a metadata service."));
+            }
+            Request::GetMmds => return Ok(Answer::json(&self.mmds.shown()).into()),
+            Request::PutMmds(content) => self.mmds.put(content)?,
+            Request::PatchMmds(patch) => self.mmds.patch(&patch)?,
+            Request::FlushMetrics => {
+                let flushed = self.metrics.flush(Some(running));
+                flushed.map_err(|error| Refusal::bad(format!("Metrics: {error}")))?;
+            }
+            Request::Checkpoint => running.vm.checkpoint().map_err(refuse("Checkpoint"))?,
+            Request::Rollback => running.vm.rollback().map_err(refuse("Rollback"))?,
+            Request::Exec(_) if running.is_paused() => {
+                return Err(Refusal::bad("exec: the machine is paused; resume it first."));
+            }
+            Request::Exec(exec) => {
+                let socket = running.agent_socket()?.to_owned();
+                self.execs.start(client, socket, exec)?;
+                return Ok(Done::Later);
+            }
+            Request::CreateSnapshot(_)
+            | Request::Fork(_)
+            | Request::PatchNet(_)
+            | Request::SendCtrlAltDel => {
+                return Err(Refusal::bad("Not supported yet."));
+            }
+            _ => return Err(after_boot()),
+        }
+        Ok(().into())
+    }
+
+    /// Makes the machine that was described, and lets it run.
+    fn start(&mut self) -> Result<(), Refusal> {
+        let State::Before(before) = &self.state else { return Err(after_boot()) };
+        let vm = Vm::boot(before.machine()?).map_err(refuse("Start microvm error"))?;
+        let mut running = Running::new(vm, before.config.clone());
+        running.resume()?;
+        self.enter(running);
+        Ok(())
+    }
+
+    /// From here on there is a machine.
+    fn enter(&mut self, running: Running) {
+        let State::Before(before) = &self.state else { return };
+        // A console in a file is not this terminal's.
+        if before.serial.serial_out_path.is_none() {
+            self.keyboard = Some(Keyboard::attach());
+        }
+        self.state = State::Running(Box::new(running));
+    }
+
+    fn flush_metrics_quietly(&mut self) {
+        let machine = match &self.state {
+            State::Running(running) => Some(&**running),
+            State::Before(_) => None,
+        };
+        if let Err(error) = self.metrics.flush(machine) {
+            log::error!("Failed to flush metrics: {error}");
+        }
+    }
+
+    /// Says the last words: metrics, answers, and the end of the guest's console.
+    fn finish(mut self) {
+        self.flush_metrics_quietly();
+        if let Some(server) = &mut self.server {
+            server.flush(STOP_PATIENCE);
+        }
+        self.keyboard = None;
+        let State::Running(running) = self.state else { return };
+        let (done, stopped) = mpsc::channel();
+        let stopping = std::thread::Builder::new().name("stop".to_owned()).spawn(move || {
+            drop(running);
+            let _ = done.send(());
+        });
+        if stopping.is_ok() {
+            let _ = stopped.recv_timeout(STOP_PATIENCE);
+        }
+    }
+}
+
+fn listen(args: &Args) -> Result<Server, (u8, String)> {
+    let path = &args.api_sock;
+    let server = Server::bind(path, args.body_max).map_err(|error| {
+        let message = match error.kind() {
+            io::ErrorKind::AddrInUse => format!(
+                "Failed to open the API socket at: {}. Check that it is not already used.",
+                path.display()
+            ),
+            _ => format!("Failed to bind and run the HTTP server at {}: {error}", path.display()),
+        };
+        (code::GENERIC, message)
+    })?;
+    log::info!("Listening on API socket ({path:?}).");
+    Ok(server)
+}
+
+/// Notes a request in the log; metadata may be secret.
+fn describe(method: http::Method, path: &str, body: Option<&[u8]>) {
+    match body {
+        Some(body) if !path.starts_with("/mmds") => {
+            let body = String::from_utf8_lossy(body);
+            log::info!(
+                "The API server received a {} request on {path:?} with body {body:?}.",
+                method.name()
+            );
+        }
+        _ => log::info!("The API server received a {} request on {path:?}.", method.name()),
+    }
+}
+
+fn after_boot() -> Refusal {
+    Refusal::bad(NOT_AFTER_BOOT)
+}

@@ -1,0 +1,88 @@
+//! Firecracker's door: the binary in the place of `firecracker`, with its flags and its API.
+//!
+//! | file | what it answers |
+//! | --- | --- |
+//! | `args.rs` | what may stand on the command line, and which code the process ends with |
+//! | `http.rs`, `server.rs` | how requests come in, and what a bad client can do |
+//! | `routes.rs`, `bodies/` | which request is which, and what its JSON is |
+//! | `before_boot.rs`, `config_file.rs` | how a machine is described |
+//! | `running.rs` | what may be asked of one that lives |
+//! | `door.rs` | the one thread that owns the machine and the socket |
+//! | `exec.rs` | how a command runs in the guest while others are served |
+//! | `logger.rs`, `metrics.rs`, `mmds.rs`, `keyboard.rs` | what else a client can set, hear and say |
+
+mod args;
+mod before_boot;
+mod bodies;
+mod config_file;
+mod door;
+mod exec;
+mod http;
+mod keyboard;
+mod logger;
+mod metrics;
+mod mmds;
+mod routes;
+mod running;
+mod server;
+
+use std::ffi::OsString;
+use std::path::Path;
+
+use args::{Command, VERSION, Wrong, code};
+
+/// The words for this door, if the program was called by its name or by the verb.
+pub fn words(mut argv: Vec<OsString>) -> Option<Vec<OsString>> {
+    let called = argv.first().and_then(|name| Path::new(name).file_name()?.to_str());
+    if called.is_some_and(|name| name.starts_with("firecracker")) {
+        return Some(argv.split_off(1));
+    }
+    match argv.get(1).is_some_and(|verb| verb == "firecracker") {
+        true => Some(argv.split_off(2)),
+        false => None,
+    }
+}
+
+/// Runs to the end and returns the code of the process.
+pub fn run(words: Vec<OsString>) -> u8 {
+    let words = words.into_iter().map(|word| word.to_string_lossy().into_owned());
+    match args::parse(words) {
+        Ok(Command::Help) => print(&args::help()),
+        Ok(Command::Version) => print(&format!("Firecracker v{VERSION}\n\n")),
+        Ok(Command::SnapshotVersion) => print(&format!("v{}\n", args::SNAPSHOT_VERSION)),
+        Ok(Command::DescribeSnapshot(path)) => {
+            eprintln!("Error: {path:?}: snapshots cannot be described yet");
+            code::GENERIC
+        }
+        Ok(Command::Run(args)) => door::run(*args),
+        Err(Wrong { code, message }) => {
+            eprintln!("Error: {message}\n\nFor more information try --help.");
+            code
+        }
+    }
+}
+
+fn print(text: &str) -> u8 {
+    match crate::output::raw(text.as_bytes()) {
+        Ok(()) => code::OK,
+        Err(_) => code::GENERIC,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words_of(line: &str) -> Option<usize> {
+        words(line.split(' ').map(OsString::from).collect()).map(|words| words.len())
+    }
+
+    #[test]
+    fn door_is_opened_by_name_and_by_verb() {
+        assert_eq!(words_of("/usr/local/bin/firecracker --version"), Some(1));
+        assert_eq!(words_of("firecracker-v1.16.0-x86_64"), Some(0));
+        assert_eq!(words_of("pvmm firecracker --api-sock x"), Some(2));
+        assert_eq!(words_of("/opt/firecracker/pvmm run"), None);
+        assert_eq!(words_of("pvmm run firecracker"), None);
+    }
+}

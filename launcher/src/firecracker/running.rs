@@ -1,0 +1,207 @@
+//! A machine that lives: what may be asked of it, running or paused.
+
+use std::path::Path;
+use std::time::Duration;
+
+use pvmm::{DeviceCounters, DriveSource, ErrorKind, Hinting, Vm};
+
+use super::before_boot;
+use super::bodies::{
+    Balloon, BalloonStats, BalloonUpdate, Config, DriveUpdate, HintingStart, HintingStatus,
+    RateLimiter, StatsUpdate,
+};
+use super::http::Refusal;
+
+/// How long a guest may take to say how its memory is; a client waits, and every other client with it.
+const STATS_PATIENCE: Duration = Duration::from_millis(200);
+/// Commands of the search for free pages: none yet, and the pages of the last one may be used.
+const HINT_STOP: u32 = 0;
+const HINT_DONE: u32 = 1;
+
+pub struct Running {
+    pub vm: Vm,
+    pub config: Config,
+    paused: bool,
+    last_stats: Option<BalloonStats>,
+    hinting: Option<Search>,
+    hint_status: HintingStatus,
+}
+
+/// A search for free pages, and whether it ends by itself.
+struct Search {
+    hinting: Hinting,
+    acknowledge: bool,
+}
+
+impl Running {
+    /// Takes charge of a machine that stands still.
+    pub fn new(vm: Vm, config: Config) -> Self {
+        let hint_status = HintingStatus::default();
+        Self { vm, config, paused: true, last_stats: None, hinting: None, hint_status }
+    }
+
+    pub fn is_paused(&self) -> bool {
+        self.paused
+    }
+
+    pub fn pause(&mut self) -> Result<(), Refusal> {
+        self.vm.pause().map_err(refuse("Pause"))?;
+        self.paused = true;
+        Ok(())
+    }
+
+    pub fn resume(&mut self) -> Result<(), Refusal> {
+        self.vm.resume().map_err(refuse("Resume"))?;
+        self.paused = false;
+        Ok(())
+    }
+
+    /// Another image behind a drive, or the same one again if its size has changed; other limits.
+    pub fn patch_drive(&mut self, update: DriveUpdate) -> Result<(), Refusal> {
+        let DriveUpdate { drive_id, path_on_host, rate_limiter } = update;
+        let place = self.config.drives.iter().position(|drive| drive.drive_id == drive_id);
+        let Some(index) = place else {
+            return Err(Refusal::bad(format!("Drive config: there is no drive {drive_id:?}.")));
+        };
+        if path_on_host.is_none() && rate_limiter.is_none() {
+            let what = "Drive config: neither path_on_host nor rate_limiter is given.";
+            return Err(Refusal::bad(what));
+        }
+        let drive = &mut self.config.drives[index];
+        if let Some(path) = path_on_host {
+            before_boot::check_image(&path, drive.read_only())?;
+            let new = before_boot::resolved(&path);
+            let old = drive.path_on_host.as_deref().map(before_boot::resolved);
+            match old == Some(new.clone()) {
+                true => self.vm.resize_drive(index),
+                false => self.vm.replace_drive(index, DriveSource::Path(new)),
+            }
+            .map_err(refuse("Drive config"))?;
+            drive.path_on_host = Some(path);
+        }
+        if let Some(change) = rate_limiter {
+            let limits = drive.rate_limiter.unwrap_or_default().changed_by(change);
+            self.vm.limit_drive(index, limits.config()).map_err(refuse("Drive config"))?;
+            drive.rate_limiter = shown(limits);
+        }
+        Ok(())
+    }
+
+    pub fn balloon(&self) -> Result<Balloon, Refusal> {
+        self.config.balloon.clone().ok_or_else(no_balloon)
+    }
+
+    pub fn patch_balloon(&mut self, update: BalloonUpdate) -> Result<(), Refusal> {
+        let balloon = self.config.balloon.as_mut().ok_or_else(no_balloon)?;
+        if u64::from(update.amount_mib) > self.config.machine_config.mem_size_mib {
+            return Err(Refusal::bad("Balloon config: amount_mib is more than the memory."));
+        }
+        let target = u64::from(update.amount_mib);
+        self.vm.set_balloon(target).map_err(refuse("Balloon config"))?;
+        balloon.amount_mib = update.amount_mib;
+        Ok(())
+    }
+
+    pub fn patch_balloon_stats(&mut self, update: StatsUpdate) -> Result<(), Refusal> {
+        let balloon = self.config.balloon.as_mut().ok_or_else(no_balloon)?;
+        let (before, after) = (balloon.stats_polling_interval_s, update.stats_polling_interval_s);
+        if (before == 0) != (after == 0) {
+            let what = "Balloon config: statistics cannot be turned on or off after boot.";
+            return Err(Refusal::bad(what));
+        }
+        balloon.stats_polling_interval_s = after;
+        Ok(())
+    }
+
+    /// What the guest says now, or else what it said last.
+    pub fn balloon_stats(&mut self) -> Result<BalloonStats, Refusal> {
+        let balloon = self.config.balloon.as_ref().ok_or_else(no_balloon)?;
+        if balloon.stats_polling_interval_s == 0 {
+            let what =
+                "Balloon: statistics were not enabled; set stats_polling_interval_s before boot.";
+            return Err(Refusal::bad(what));
+        }
+        let target_mib = u64::from(balloon.amount_mib);
+        let none = BalloonStats { target_mib, target_pages: target_mib << 8, ..Default::default() };
+        if !self.paused {
+            match self.vm.balloon_stats(STATS_PATIENCE) {
+                Ok(told) => self.last_stats = Some(told.into()),
+                // It has no driver yet, or takes its time.
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::GuestFault) => {}
+                Err(error) => return Err(refuse("Balloon")(error)),
+            }
+        }
+        Ok(self.last_stats.unwrap_or(none))
+    }
+
+    pub fn start_hinting(&mut self, start: HintingStart) -> Result<(), Refusal> {
+        self.require_hinting()?;
+        let hinting = self.vm.begin_hinting().map_err(refuse("Balloon"))?;
+        self.hinting = Some(Search { hinting, acknowledge: start.acknowledge_on_stop });
+        self.hint_status.host_cmd = self.hint_status.host_cmd.max(HINT_DONE) + 1;
+        Ok(())
+    }
+
+    pub fn hinting_status(&mut self) -> Result<HintingStatus, Refusal> {
+        self.require_hinting()?;
+        if let Some(search) = &mut self.hinting
+            && search.hinting.released().is_some()
+        {
+            self.hint_status.guest_cmd = Some(HINT_STOP);
+            if search.acknowledge {
+                self.stop_hinting()?;
+            }
+        }
+        Ok(self.hint_status)
+    }
+
+    pub fn stop_hinting(&mut self) -> Result<(), Refusal> {
+        self.require_hinting()?;
+        self.vm.end_hinting().map_err(refuse("Balloon"))?;
+        self.hinting = None;
+        self.hint_status.host_cmd = HINT_DONE;
+        Ok(())
+    }
+
+    fn require_hinting(&self) -> Result<(), Refusal> {
+        match self.config.balloon.as_ref().ok_or_else(no_balloon)?.free_page_hinting {
+            true => Ok(()),
+            false => Err(Refusal::bad("Balloon: free_page_hinting was not enabled before boot.")),
+        }
+    }
+
+    /// Each device's counts by the name that metrics have for it.
+    pub fn named_counters(&self) -> Vec<(String, DeviceCounters)> {
+        let mut drives = self.config.drives.iter();
+        let mut nets = self.config.network_interfaces.iter();
+        let name = |counters: &DeviceCounters| match counters.device {
+            "block" => drives.next().map(|drive| format!("block_{}", drive.drive_id)),
+            "net" => nets.next().map(|net| format!("net_{}", net.iface_id)),
+            _ => None,
+        };
+        let counters = self.vm.device_counters();
+        let names: Vec<_> = counters.iter().map(name).collect();
+        let named = names.into_iter().zip(counters);
+        named.map(|(name, of)| (name.unwrap_or_else(|| of.device.to_owned()), of)).collect()
+    }
+
+    /// The socket that leads to the agent.
+    pub fn agent_socket(&self) -> Result<&Path, Refusal> {
+        self.vm.vsock_path().ok_or_else(|| Refusal::bad("The machine has no vsock device."))
+    }
+}
+
+/// A limiter without limits is none.
+fn shown(limits: RateLimiter) -> Option<RateLimiter> {
+    limits.config().is_limited().then_some(limits)
+}
+
+fn no_balloon() -> Refusal {
+    Refusal::bad("Balloon: the machine has no balloon device.")
+}
+
+/// An error of the machine in one line.
+pub fn refuse(what: &'static str) -> impl Fn(pvmm::Error) -> Refusal {
+    move |error| Refusal::bad(format!("{what}: {error}"))
+}

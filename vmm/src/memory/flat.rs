@@ -1,0 +1,131 @@
+//! Guest memory as one flat file: every byte at its place, and holes where nothing but zeros is.
+//!
+//! A flat file is what other programs know how to copy, serve and map. All of memory goes into an empty file;
+//! what changed since the last save can also go over an older one.
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+
+use pvmm_devices::sparse;
+
+use super::sys::Pages;
+use super::uffd::Userfault;
+use super::{Memory, MemoryError, PAGE, Runs, pages};
+
+/// Since when pages count as changed.
+#[derive(Default)]
+pub struct Changes {
+    /// How many layers of the image the last save, or the load, had. None if that is not known any more:
+    /// then everything counts as changed.
+    layers: Option<usize>,
+    /// Keeps the kernel's notes of which private pages were written since the last save.
+    written: Option<Userfault>,
+}
+
+impl Changes {
+    /// As of an image with so many layers.
+    pub fn since(layers: usize) -> Self {
+        Self { layers: Some(layers), written: None }
+    }
+}
+
+impl Memory {
+    /// The ranges that may hold anything but zeros. With `all_here` false, pages may still have to come from
+    /// elsewhere, so all of them may.
+    pub fn filled(&self, all_here: bool) -> Result<Runs, MemoryError> {
+        if !all_here {
+            return Ok(Runs::all(self.image.size()));
+        }
+        let mut parts: Vec<Range<u64>> = self.private_runs()?.iter().collect();
+        for layer in self.image.layers() {
+            for run in layer.runs.iter() {
+                match sparse::data(&layer.file, run.clone()) {
+                    Ok(data) => parts.extend(data.into_iter().map(whole_pages)),
+                    // A block device has no holes to tell of.
+                    Err(_) => parts.push(run),
+                }
+            }
+        }
+        Ok(Runs::merged(parts))
+    }
+
+    /// The pages that differ from the last save, or from the image if there was none; perhaps a few more.
+    pub fn changed(&self) -> Result<Runs, MemoryError> {
+        let Some(layers) = self.changes.layers else { return Ok(Runs::all(self.image.size())) };
+        let wanted = match self.changes.written {
+            Some(_) => Pages::PrivateWritten,
+            None => Pages::Private,
+        };
+        let private = pages::runs(&self.guest, wanted).map_err(MemoryError::Scan)?;
+        let above = self.image.runs_from(layers).into_iter().map(|(start, end)| start..end);
+        Ok(Runs::merged(above.chain(private.iter()).collect()))
+    }
+
+    /// From now on only what is written later counts as changed, where the kernel can tell. The guest must be
+    /// paused.
+    pub fn mark_saved(&mut self) {
+        if self.changes.written.is_none() {
+            self.changes.written = Userfault::for_written(&self.guest).ok();
+        }
+        let marked = self.changes.written.is_some() && pages::forget_written(&self.guest).is_ok();
+        match marked {
+            true => self.changes.layers = Some(self.image.layers().len()),
+            // What counted as changed before goes on to: more than needed, and right.
+            false => self.changes.written = None,
+        }
+    }
+
+    /// Writes all of memory, which is zero but in `filled`, into `file`, which is empty. The guest must be
+    /// paused.
+    pub fn write_flat(&self, file: &File, filled: &Runs) -> Result<(), MemoryError> {
+        let size = self.image.size();
+        if self.share_with(file) {
+            let changed = self.private_runs()?;
+            file.set_len(size).map_err(MemoryError::Write)?;
+            return self.write_over(file, &changed);
+        }
+        let write = || -> io::Result<()> {
+            file.set_len(size)?;
+            filled.iter().try_for_each(|run| pages::write_run(&self.guest, run, file))
+        };
+        write().map_err(MemoryError::Write)
+    }
+
+    /// Lets `file` have the blocks of the image, where it is one file and its file system can share them.
+    fn share_with(&self, file: &File) -> bool {
+        let [layer] = self.image.layers() else { return false };
+        let whole = layer.runs == Runs::all(self.image.size());
+        whole && sparse::clone(&layer.file, file).is_ok()
+    }
+
+    /// Writes `runs` of memory over what `file` has there, zeros too. The guest must be paused.
+    pub fn write_over(&self, file: &File, runs: &Runs) -> Result<(), MemoryError> {
+        runs.iter()
+            .try_for_each(|run| pages::write_all(&self.guest, run, file))
+            .map_err(MemoryError::Write)
+    }
+
+    /// The checksums of a few pages of `runs`, spread over them.
+    pub fn sample(&self, runs: &Runs, count: u64) -> Result<Vec<(u64, u32)>, MemoryError> {
+        let total = runs.bytes() / PAGE;
+        let mut sample = Vec::new();
+        let mut seen = 0;
+        let mut next = 0;
+        for run in runs.iter() {
+            let pages = (run.end - run.start) / PAGE;
+            while sample.len() < count as usize && next < seen + pages {
+                let offset = run.start + (next - seen) * PAGE;
+                let page = pages::read_page(&self.guest, offset).map_err(MemoryError::Keep)?;
+                sample.push((offset, crc32fast::hash(&page)));
+                next += (total / count).max(1);
+            }
+            seen += pages;
+        }
+        Ok(sample)
+    }
+}
+
+fn whole_pages(range: Range<u64>) -> Range<u64> {
+    range.start / PAGE * PAGE..range.end.next_multiple_of(PAGE)
+}

@@ -1,0 +1,352 @@
+//! A snapshot as two files of the caller's naming: one of state, one of memory.
+//!
+//! This is the shape that Firecracker's clients know. The memory is one flat file that other programs copy,
+//! serve page by page, or put on a block device; disks are not part of it, and are named again by whoever goes
+//! on with the machine. The state file holds what a folder keeps in `manifest.json` and `state.bin`, and a
+//! note of the caller's own.
+
+use std::fs::{self, File};
+use std::io::{Read, Seek, SeekFrom};
+use std::os::unix::fs::{FileExt, FileTypeExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use super::manifest::{self, Manifest, MemoryFacts};
+use super::sections::{self, Saved};
+use super::write::random_id;
+use super::written_file::WrittenFile;
+use super::{DiskFacts, MANIFEST_MAX, STATE_MAX, SnapshotError, host};
+use crate::error::{Error, ErrorKind};
+use crate::memory::{Layer, Memory, MemoryImage, PAGE, Runs};
+use crate::storage::{FrozenStorage, Storage};
+use crate::template::Template;
+use crate::trace;
+use crate::vm::Vm;
+
+/// How the state file begins.
+pub(super) const MAGIC: [u8; 8] = *b"pvmm-vm\n";
+const HEADER: usize = MAGIC.len() + 4;
+/// The number in the first bytes of Firecracker's, on x86_64 and on aarch64. Later versions have a byte before
+/// it that says how it is packed.
+const FIRECRACKER: [u64; 2] = [0x0710_1984_8664_0000, 0x0710_1984_aaaa_0000];
+/// The longest note that a caller may leave in the state file.
+pub const NOTE_MAX: usize = 256 << 10;
+/// The pages by which memory is recognised as the state's own.
+const SAMPLE_PAGES: u64 = 8;
+
+/// How much of the memory is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SaveKind {
+    /// All of it.
+    Full,
+    /// What changed since the last save, or since the load: over a memory file of the right size if there is
+    /// one of that name, otherwise into a file that is empty in between.
+    Diff,
+}
+
+impl Vm {
+    /// Writes the machine, which must be paused, as two files. Each gets its name when all of it is on the
+    /// disk, memory first; files of these names are replaced. Drives are remembered by their paths and not
+    /// copied, so whoever wants to go back keeps them too.
+    ///
+    /// `note` is the caller's own, at most [`NOTE_MAX`] bytes; [`Template::note`] gives it back.
+    pub fn save_files(
+        &mut self,
+        state: &Path,
+        memory: &Path,
+        kind: SaveKind,
+        note: &[u8],
+    ) -> Result<(), Error> {
+        let refuse = |what: &str| Err(Error::plain(ErrorKind::InvalidConfig, what));
+        if self.running {
+            return refuse("save: the machine is running; pause it first");
+        }
+        if note.len() > NOTE_MAX {
+            return refuse("save: the note is longer than 256 KiB");
+        }
+        if state == memory {
+            return refuse("save: state and memory cannot be one file");
+        }
+        let disks = self.disk_facts()?;
+        let machine = self.save_state()?;
+        trace::step("state saved");
+        let all_here = match &self.page_server {
+            Some(server) => {
+                server.save_begins()?;
+                false
+            }
+            None => true,
+        };
+        let written = write_memory(&self.memory, memory, kind, all_here);
+        if let Some(server) = &self.page_server {
+            // What came after the server's end was zeros.
+            server.save_ends()?;
+        }
+        let (memory_file, sample) = written?;
+        trace::step("memory written");
+        let saved = Saved {
+            machine,
+            sums: Vec::new(),
+            runs: Vec::new(),
+            working_set: None,
+            note: Some(note.to_vec()),
+            sample: Some(sample),
+        };
+        let bytes = self.encode(&saved, disks)?;
+        let mut state_file = WrittenFile::create(state)?;
+        state_file.write_all(&bytes)?;
+        memory_file.publish()?;
+        state_file.publish()?;
+        trace::step("files published");
+        if self.held.track_changes {
+            self.memory.mark_saved();
+        }
+        Ok(())
+    }
+
+    fn encode(&self, saved: &Saved, disks: Vec<DiskFacts>) -> Result<Vec<u8>, SnapshotError> {
+        let (sections, table) = sections::encode(saved)?;
+        let size = self.memory.image.size();
+        let failed = |source| SnapshotError::Write { file: "state".into(), source };
+        let manifest = Manifest {
+            format: manifest::FILES_FORMAT.to_owned(),
+            version: manifest::VERSION,
+            id: random_id().map_err(failed)?,
+            created_by: concat!("pvmm ", env!("CARGO_PKG_VERSION")).to_owned(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
+            machine: host::facts(self.kvm.host(), self.vcpus.len() as u32, size >> 20),
+            memory: MemoryFacts {
+                size,
+                regions: self.memory.image.regions().iter().map(|r| (r.address, r.len)).collect(),
+                base: None,
+            },
+            disks,
+            taps: self.held.taps.clone(),
+            vsock_path: self.held.vsock_path.as_ref().map(|path| path.display().to_string()),
+            sections: table,
+            checksum: 0,
+        };
+        join(&manifest.encode()?, &sections)
+    }
+
+    /// The drives by their paths. A disk without one would be lost.
+    fn disk_facts(&self) -> Result<Vec<DiskFacts>, SnapshotError> {
+        let facts = |(index, storage): (usize, &Storage)| match storage {
+            Storage::Layers(_) => Err(SnapshotError::OwnDisk { index }),
+            Storage::Fixed { path, .. } | Storage::InPlace { path, .. } => Ok(DiskFacts::Named {
+                path: path.as_ref().map(|path| absolute(path)),
+                read_only: storage.is_read_only(),
+            }),
+            Storage::Later { path, read_only } => {
+                Ok(DiskFacts::Named { path: Some(absolute(path)), read_only: *read_only })
+            }
+        };
+        self.held.drives.iter().map(|drive| &drive.storage).enumerate().map(facts).collect()
+    }
+}
+
+/// Where a file is, whatever the folder that the next process runs in.
+fn absolute(path: &Path) -> String {
+    std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
+}
+
+/// Writes the memory, not yet under its name, and what it is recognised by.
+fn write_memory(
+    memory: &Memory,
+    path: &Path,
+    kind: SaveKind,
+    all_here: bool,
+) -> Result<(WrittenFile, Vec<(u64, u32)>), Error> {
+    let size = memory.image.size();
+    let all = Runs::all(size);
+    let (changed, filled) = (memory.changed()?, memory.filled(all_here)?);
+    let file = match kind {
+        SaveKind::Full => {
+            let file = WrittenFile::create(path)?;
+            match file.in_place() {
+                // Its old bytes are there, and may be what this very machine lies over: nothing is cleared.
+                true => {
+                    file.check_size(size)?;
+                    memory.write_over(file.file(), &all)
+                }
+                false => memory.write_flat(file.file(), &filled),
+            }
+            .map_err(|error| file.failed(error))?;
+            file
+        }
+        SaveKind::Diff => {
+            let file = WrittenFile::over(path, size)?;
+            memory.write_over(file.file(), &changed).map_err(|error| file.failed(error))?;
+            file
+        }
+    };
+    file.sync()?;
+    // Of both, for a diff without its base has the first, and the base without the diff the second.
+    let mut sample = memory.sample(&changed, SAMPLE_PAGES / 2)?;
+    sample.extend(memory.sample(&filled.without(&changed), SAMPLE_PAGES / 2)?);
+    Ok((file, sample))
+}
+
+impl Template {
+    /// Reads what [`Vm::save_files`] has written. The memory is mapped, not read, so the file must stay as it
+    /// is while machines live that were made of it; it may be a block device. Without `memory` every machine
+    /// must be given a page server.
+    ///
+    /// Drives are opened when a machine is resumed, at their old paths and in place, unless it was given others.
+    pub fn load_files(state: &Path, memory: Option<&Path>) -> Result<Self, Error> {
+        let (manifest, saved) = read_state(state)?;
+        trace::step("state file");
+        let size = manifest.memory.size;
+        let mut image = MemoryImage::empty(manifest.regions());
+        if let Some(path) = memory {
+            let file = open_memory(path, size)?;
+            check_sample(&file, path, state, saved.sample.as_deref().unwrap_or_default())?;
+            image = image.with(Layer { file, runs: Runs::all(size) });
+        }
+        trace::step("memory file");
+        let host = Self::host()?;
+        host::check(&manifest.machine, &host)?;
+        host::check_features(&saved.machine, &host)?;
+        let named = |disk: &DiskFacts| match disk {
+            DiskFacts::Named { path, read_only } => FrozenStorage::Named {
+                path: path.as_ref().map(PathBuf::from),
+                read_only: *read_only,
+            },
+            // `Manifest::decode` has seen that there are none.
+            _ => FrozenStorage::Named { path: None, read_only: true },
+        };
+        Ok(Self {
+            host,
+            machine: Arc::new(saved.machine),
+            image,
+            drives: manifest.disks.iter().map(named).collect(),
+            taps: manifest.taps.clone(),
+            vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
+            base: None,
+            working_set: None,
+            without_memory: memory.is_none(),
+            note: saved.note.unwrap_or_default(),
+            pause: Duration::ZERO,
+        })
+    }
+}
+
+/// The bytes of a state file.
+pub(super) fn join(manifest: &[u8], sections: &[u8]) -> Result<Vec<u8>, SnapshotError> {
+    let len = u32::try_from(manifest.len()).map_err(|_| bad_state("has too long a manifest"))?;
+    Ok([&MAGIC, &len.to_le_bytes()[..], manifest, sections].concat())
+}
+
+/// All of a state file, checked.
+pub(super) fn decode(bytes: &[u8]) -> Result<(Manifest, Saved), SnapshotError> {
+    let (header, rest) =
+        bytes.split_at_checked(HEADER).ok_or_else(|| bad_state("is shorter than its header"))?;
+    if header.get(..MAGIC.len()) != Some(&MAGIC) {
+        return Err(bad_state("is not a state file of pvmm"));
+    }
+    let len = header.get(MAGIC.len()..).and_then(|len| len.try_into().ok()).unwrap_or_default();
+    let (manifest, sections) = rest
+        .split_at_checked(u32::from_le_bytes(len) as usize)
+        .ok_or_else(|| bad_state("is shorter than its manifest"))?;
+    let manifest = Manifest::decode_files(manifest)?;
+    let saved = sections::decode(sections, &manifest.sections)?;
+    let sane = saved.sums.is_empty()
+        && saved.runs.is_empty()
+        && saved.working_set.is_none()
+        && saved.note.as_ref().is_some_and(|note| note.len() <= NOTE_MAX);
+    if !sane {
+        return Err(bad_state("has parts that belong to a folder"));
+    }
+    if saved.machine.vcpus.len() != manifest.machine.vcpus as usize {
+        return Err(bad_state("has another number of vCPUs"));
+    }
+    let sample = saved.sample.as_deref().ok_or_else(|| bad_state("a section is missing"))?;
+    let end = manifest.memory.size - PAGE;
+    let fits = |(offset, _): &(u64, u32)| *offset <= end && offset.is_multiple_of(PAGE);
+    match sample.len() as u64 <= SAMPLE_PAGES && sample.iter().all(fits) {
+        true => Ok((manifest, saved)),
+        false => Err(bad_state("sample of memory is impossible")),
+    }
+}
+
+fn read_state(path: &Path) -> Result<(Manifest, Saved), SnapshotError> {
+    let name = path.display().to_string();
+    let failed = |source| SnapshotError::Read { file: name.clone(), source };
+    let facts = fs::metadata(path).map_err(failed)?;
+    if facts.is_dir() {
+        return Err(SnapshotError::Folder { path: name });
+    }
+    // A pipe or a device would keep whoever opens it waiting.
+    if !facts.is_file() {
+        return Err(SnapshotError::Kind { file: name });
+    }
+    let max = HEADER as u64 + MANIFEST_MAX + STATE_MAX;
+    if facts.len() > max {
+        let mut head = [0; HEAD];
+        File::open(path).and_then(|file| file.read_exact_at(&mut head, 0)).map_err(failed)?;
+        refuse_foreign(&head, &name)?;
+        return Err(SnapshotError::TooBig { file: name, size: facts.len(), max });
+    }
+    let mut bytes = Vec::with_capacity(facts.len() as usize);
+    File::open(path).and_then(|file| file.take(max).read_to_end(&mut bytes)).map_err(failed)?;
+    refuse_foreign(&bytes, &name)?;
+    decode(&bytes).map_err(|error| error.of_file(&name))
+}
+
+/// As many bytes as tell whose a state file is.
+pub(super) const HEAD: usize = 9;
+
+/// Tells a state of Firecracker's by its first bytes.
+pub(super) fn refuse_foreign(bytes: &[u8], name: &str) -> Result<(), SnapshotError> {
+    let number = |at: usize| {
+        let bytes = bytes.get(at..at + 8).and_then(|bytes| bytes.try_into().ok());
+        bytes.map(u64::from_le_bytes)
+    };
+    match [number(0), number(1)].into_iter().flatten().any(|it| FIRECRACKER.contains(&it)) {
+        true => Err(SnapshotError::Foreign { path: name.to_owned() }),
+        false => Ok(()),
+    }
+}
+
+/// Opens a flat memory file or block device, which must be as large as the memory.
+fn open_memory(path: &Path, expected: u64) -> Result<File, SnapshotError> {
+    let name = || path.display().to_string();
+    let failed = |source| SnapshotError::Read { file: name(), source };
+    let kind = fs::metadata(path).map_err(failed)?.file_type();
+    let block = kind.is_block_device();
+    if !kind.is_file() && !block {
+        return Err(SnapshotError::Kind { file: name() });
+    }
+    let mut file = File::open(path).map_err(failed)?;
+    // The one way to learn the size of both kinds.
+    let size = file.seek(SeekFrom::End(0)).map_err(failed)?;
+    // A device comes in whatever sizes devices come.
+    match size == expected || block && size > expected {
+        true => Ok(file),
+        false => Err(SnapshotError::MemorySize { file: name(), size, expected }),
+    }
+}
+
+/// Refuses memory of another moment or another machine: a guest that goes on with it is lost, slowly.
+fn check_sample(
+    file: &File,
+    path: &Path,
+    state: &Path,
+    sample: &[(u64, u32)],
+) -> Result<(), SnapshotError> {
+    let name = |path: &Path| path.display().to_string();
+    for (offset, sum) in sample {
+        let mut page = vec![0; PAGE as usize];
+        file.read_exact_at(&mut page, *offset)
+            .map_err(|source| SnapshotError::Read { file: name(path), source })?;
+        if crc32fast::hash(&page) != *sum {
+            return Err(SnapshotError::Mixed { memory: name(path), state: name(state) });
+        }
+    }
+    Ok(())
+}
+
+fn bad_state(what: &str) -> SnapshotError {
+    SnapshotError::State(what.to_owned())
+}
