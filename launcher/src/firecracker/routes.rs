@@ -277,3 +277,7 @@ fn unknown(method: Method, path: &str) -> Refusal {
 #[cfg(test)]
 #[path = "routes_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "openapi_tests.rs"]
+mod openapi;
