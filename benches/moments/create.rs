@@ -18,15 +18,14 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
         let snapshot = baking.snapshot.clone();
         let job = Job::Restore { snapshot, socket: dir.join("v"), tap };
         let begun = sys::monotonic_ns();
-        let (_process, report) = start(&stage.pvmm.program, &job)?;
-        let ended = sys::monotonic_ns();
+        let (_process, ended, report) = start(&stage.pvmm.program, &job)?;
         let mut steps = vec![("process start".to_owned(), begun, report.began_ns)];
         let mut from = report.began_ns;
         for (name, done) in report.steps {
             steps.push((name, from, done));
             from = done;
         }
-        steps.push(("report to the caller".to_owned(), from, ended));
+        steps.push(("word to the caller".to_owned(), from, ended));
         let ms = |ns: u64| ns as f64 / 1e6;
         let mut steps: Vec<_> = steps.into_iter().map(|(n, a, b)| (n, ms(b - a))).collect();
         steps.push(("(minor faults of the process)".to_owned(), report.minor_faults as f64));

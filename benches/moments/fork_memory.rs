@@ -21,7 +21,7 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     measure(board, "pvmm, a process each", count, |index| {
         let socket = stage.dir()?.join("v");
         let (snapshot, tap) = (baking.snapshot.clone(), tap(index + 1));
-        let (process, _) = start(&stage.pvmm.program, &Job::Restore { snapshot, socket, tap })?;
+        let (process, ..) = start(&stage.pvmm.program, &Job::Restore { snapshot, socket, tap })?;
         Ok((process.pid(), process))
     })?;
 

@@ -10,7 +10,7 @@ use pvmm::{Template, trace};
 
 use crate::board::{Board, Failure, Outcome, Unit, durations, millis, timed};
 use crate::guest::{TAPS, deadline, shell, tap};
-use crate::peers::firecracker::{self, Baked, Firecracker};
+use crate::peers::firecracker::{self, Baked, Firecracker, SOCKET};
 use crate::peers::pvmm::live;
 use crate::peers::{Machine, Peer};
 use crate::stage::{Baking, Stage};
@@ -20,16 +20,17 @@ const DIRTY: &str = "yes $RANDOM | head -c 67108864 > /dev/shm/dirty";
 const PAUSE: &str = "live fork: parent's pause";
 const ANSWERED: &str = "live fork: children answered";
 
-pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
-    let (mut vm, agent) = stage.parent()?;
-    let socket = vm.vsock_path().ok_or("no vsock")?.to_owned();
-    drop(agent);
-    let peer = match &stage.firecracker {
-        Some(peer) => {
-            let spec = stage.spec(TAPS - 1)?;
-            Some((peer, peer.boot(&spec)?.0, spec))
+pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
+    // Parents that went on from a template themselves, as most do: what they changed since is what is new.
+    let socket = stage.dir()?.join("v");
+    let (mut vm, _) = live(&baking.template, socket.clone(), tap(0).as_deref())?;
+    let peer = match (&stage.firecracker, &baking.firecracker) {
+        (Some(peer), Some(baked)) => {
+            let dir = stage.dir()?;
+            let machine = peer.restore(baked, &dir, tap(TAPS - 1).as_deref())?;
+            Some((peer, machine, dir))
         }
-        None => None,
+        _ => None,
     };
     let counts = board.counts;
     board.say(&format!("live fork: {} rounds of {} children", counts.slow, counts.children));
@@ -39,20 +40,21 @@ pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
         shell(&Agent::connect(&socket, deadline())?, DIRTY)?;
         let begun = Instant::now();
         let (template, steps) = trace::record(|| vm.freeze());
-        let pause = millis(begun.elapsed());
+        let frozen = millis(begun.elapsed());
         let template = template?;
         let (machines, children_took) =
             timed(|| all(children, |index| child(stage, &template, index + 1)))?;
         drop(machines);
         if round > 0 {
-            board.add(PAUSE, "pvmm", Unit::Millis, pause)?;
-            board.add(ANSWERED, "pvmm", Unit::Millis, pause + children_took)?;
+            board.add(PAUSE, "pvmm", Unit::Millis, millis(template.pause()))?;
+            board.add(ANSWERED, "pvmm", Unit::Millis, frozen + children_took)?;
             board.trace("a parent's pause", &durations(begun, &steps))?;
         }
         drop(template);
-        if let Some((peer, machine, spec)) = &peer {
-            shell(&machine.agent, DIRTY)?;
-            let (pause, total) = fork_firecracker(stage, peer, &spec.dir, children)?;
+        if let Some((peer, _machine, dir)) = &peer {
+            // A snapshot cuts connections there.
+            shell(&Agent::connect(&dir.join(SOCKET), deadline())?, DIRTY)?;
+            let (pause, total) = fork_firecracker(stage, peer, dir, children)?;
             if round > 0 {
                 board.add(PAUSE, peer.name(), Unit::Millis, pause)?;
                 board.add(ANSWERED, peer.name(), Unit::Millis, total)?;

@@ -18,7 +18,7 @@ use crate::guest::{MEMORY_MIB, PATIENCE, Spec, deadline, exec_true};
 
 /// Between two looks for the API socket.
 const POLL: Duration = Duration::from_millis(1);
-const SOCKET: &str = "v";
+pub const SOCKET: &str = "v";
 
 pub struct Firecracker {
     program: PathBuf,

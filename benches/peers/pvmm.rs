@@ -16,6 +16,9 @@ use crate::board::Outcome;
 use crate::guest::{self, Spec, deadline, exec_true};
 use crate::sys;
 
+/// The word that makes this program such a process.
+pub const VERB: &str = "vmm";
+
 /// What a process is to do with its life.
 #[derive(Serialize, Deserialize)]
 pub enum Job {
@@ -23,7 +26,7 @@ pub enum Job {
     Restore { snapshot: PathBuf, socket: PathBuf, tap: Option<String> },
 }
 
-/// What it says once its guest has answered.
+/// What it says of itself once its guest has answered and it has told so.
 #[derive(Serialize, Deserialize)]
 pub struct Report {
     /// When `main` began; nanoseconds of the clock that processes share.
@@ -45,6 +48,8 @@ pub fn work(job: &str) -> Outcome<()> {
         Job::Restore { snapshot, socket, tap } => restore(&snapshot, socket, tap.as_deref()),
     });
     let vm = vm?;
+    // Here the clock stops: the caller's wish is met, and the report is only for those who measure.
+    std::io::stdout().write_all(b"\n")?;
     let at = |step: &Step| began.1 + step.done.duration_since(began.0).as_nanos() as u64;
     let (minor_faults, major_faults, system, user) = sys::usage();
     let report = Report {
@@ -101,17 +106,20 @@ pub fn overrides(socket: PathBuf, tap: Option<&str>) -> Overrides {
     }
 }
 
-/// Starts a process and waits until its guest has answered.
-pub fn start(program: &Path, job: &Job) -> Outcome<(Process, Report)> {
+/// Starts a process and waits until its guest has answered, which was at the time that is returned.
+pub fn start(program: &Path, job: &Job) -> Outcome<(Process, u64, Report)> {
     let mut command = Command::new(program);
-    command.arg("vmm").arg(serde_json::to_string(job)?);
+    command.arg(VERB).arg(serde_json::to_string(job)?);
     let child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn()?;
     let mut process = Process(child);
     let mut line = String::new();
-    let stdout = process.0.stdout.take().ok_or("no stdout")?;
-    BufReader::new(stdout).read_line(&mut line)?;
+    let mut stdout = BufReader::new(process.0.stdout.take().ok_or("no stdout")?);
+    stdout.read_line(&mut line)?;
+    let answered = sys::monotonic_ns();
+    line.clear();
+    stdout.read_line(&mut line)?;
     let report = serde_json::from_str(&line).map_err(|_| "the process ended before its guest")?;
-    Ok((process, report))
+    Ok((process, answered, report))
 }
 
 pub struct Pvmm {
@@ -125,9 +133,9 @@ impl Peer for Pvmm {
     }
 
     fn boot(&self, spec: &Spec) -> Outcome<(Machine, f64)> {
-        let begun = Instant::now();
-        let (process, _) = start(&self.program, &Job::Boot(spec.clone()))?;
-        let took = crate::board::millis(begun.elapsed());
+        let begun = sys::monotonic_ns();
+        let (process, answered, _) = start(&self.program, &Job::Boot(spec.clone()))?;
+        let took = (answered - begun) as f64 / 1e6;
         let agent = Agent::connect(&spec.socket(), deadline())?;
         Ok((Machine { process, agent, way: Way::Unix(spec.socket()) }, took))
     }

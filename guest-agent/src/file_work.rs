@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use pvmm_guest_agent::archive::ArchiveError;
 use pvmm_guest_agent::message::{
     Answer, ByteBuf, Code, Entry, Failure, FileKind, Metadata, Outcome, ReadFile, Remove, Request,
     Symlink, WriteFile,
@@ -19,7 +20,7 @@ use pvmm_guest_agent::message::{
 use pvmm_guest_agent::sparse::{Piece, Segment, SegmentDecoder};
 
 use crate::pool::{Report, Reporter};
-use crate::{sys, watch};
+use crate::{sys, tree_work, watch};
 
 const CHUNK: usize = 64 << 10;
 /// Names tried for a temporary file before giving up.
@@ -39,6 +40,15 @@ struct Fault {
     error: io::Error,
     path: PathBuf,
     doing: &'static str,
+}
+
+impl From<ArchiveError> for Fault {
+    fn from(error: ArchiveError) -> Self {
+        // The kernel's own word, where there is one.
+        let source = error.errno().map(io::Error::from_raw_os_error);
+        let ArchiveError { act, path, source: other } = error;
+        Self { path, doing: act, error: source.unwrap_or(other) }
+    }
 }
 
 type Result<T> = std::result::Result<T, Fault>;
@@ -81,6 +91,18 @@ pub fn carry_out(request: Request, mut context: Context, reporter: &Reporter) {
             sys::rename(from, to, request.no_replace).at(from, "rename").map(|()| Answer::Done {})
         }
         (Request::Symlink(request), _) => symlink(&request, id).map(|()| Answer::Done {}),
+        (Request::ReadTar(request), Some(pipe)) => {
+            let root = path(&request.path);
+            tree_work::check(root).at(root, "read").and_then(|facts| {
+                reporter.send(Report::Started(id, metadata(root, &facts)));
+                tree_work::read(root, pipe).map(Answer::Transferred).map_err(Fault::from)
+            })
+        }
+        (Request::WriteTar(request), Some(pipe)) => {
+            tree_work::write(&request, path(&request.path), pipe, &context.committed)
+                .map(Answer::Transferred)
+                .map_err(Fault::from)
+        }
         (Request::Watch(request), Some(pipe)) => {
             let root = path(&request.path);
             let begun = || reporter.send(Report::Begun(id));

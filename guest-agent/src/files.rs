@@ -28,6 +28,8 @@ pub fn paths(request: &Request) -> Vec<&[u8]> {
         Request::Move(it) => vec![&it.from, &it.to],
         Request::Symlink(it) => vec![&it.path],
         Request::Watch(it) => vec![&it.path],
+        Request::ReadTar(it) => vec![&it.path],
+        Request::WriteTar(it) => vec![&it.path],
         Request::Freeze(_) | Request::Refresh(_) | Request::Thaw {} => vec![],
         Request::Processes {} | Request::Attach(_) | Request::Metrics {} => vec![],
         Request::SignalProcess(_) | Request::ForgetProcess(_) => vec![],
@@ -68,14 +70,14 @@ impl Server {
         };
         let mut context = Context { id, pipe: None, committed: Arc::new(AtomicBool::new(false)) };
         match &request {
-            Request::ReadFile(_) | Request::List(_) | Request::Watch(_) => {
+            Request::ReadFile(_) | Request::ReadTar(_) | Request::List(_) | Request::Watch(_) => {
                 let (ours, theirs) = sys::pipe()?;
                 sys::set_nonblocking(&ours)?;
                 self.watch(&ours, Token::Output(id))?;
                 job.sources.push(Source::new(Channel::Output, ours, None));
                 context.pipe = Some(theirs.into());
             }
-            Request::WriteFile(_) => {
+            Request::WriteFile(_) | Request::WriteTar(_) => {
                 let (theirs, ours) = sys::pipe()?;
                 sys::set_nonblocking(&ours)?;
                 self.watch(&ours, Token::Input(id))?;

@@ -1,8 +1,10 @@
 //! The wire protocol between a host and the agent in its guest: frames, messages, windows, limits.
-//! It is a library of its own because both ends must agree on it byte for byte; it does no I/O.
+//! It is a library of its own because both ends must agree on it byte for byte; it does no I/O but for
+//! `archive`, with which either end packs and unpacks trees.
 //!
 //! `docs/agent-protocol.md` describes the same thing for other clients.
 
+pub mod archive;
 pub mod codec;
 pub mod frame;
 pub mod limits;

@@ -31,6 +31,7 @@ mod stdio;
 mod sys;
 mod terminal;
 mod token;
+mod tree_work;
 mod users;
 mod watch;
 

@@ -64,6 +64,8 @@ pub enum Request {
     Move(Move),
     Symlink(Symlink),
     Watch(Watch),
+    ReadTar(ReadTar),
+    WriteTar(WriteTar),
     Connect(Connect),
     OpenSession(OpenSession),
     RunCode(RunCode),
@@ -294,6 +296,21 @@ pub enum Change {
     Gone,
     #[serde(other)]
     Other,
+}
+
+/// Sends the tree at a directory as a tar archive on the output channel.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadTar {
+    pub path: ByteBuf,
+}
+
+/// Unpacks a tar archive from the input channel into a directory, which is made if it is missing.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WriteTar {
+    pub path: ByteBuf,
+    /// Files belong to whom the archive says; without it, to the agent's user.
+    #[serde(default)]
+    pub owners: bool,
 }
 
 /// Renames within one filesystem.

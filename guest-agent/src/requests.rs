@@ -149,7 +149,7 @@ impl Server {
 
     pub fn welcome(&self) -> Welcome {
         let mut capabilities =
-            vec!["exec", "files", "info", "connect", "pty", "detach", "code", "metrics"];
+            vec!["exec", "files", "info", "connect", "pty", "detach", "code", "metrics", "tar"];
         if self.settings.control.is_some() {
             capabilities.push("refresh");
         }

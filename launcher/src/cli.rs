@@ -349,6 +349,9 @@ pub struct Cp {
     // Folders are always copied whole; the flag is taken because fingers type it.
     #[arg(short, long, hide = true)]
     pub recursive: bool,
+    /// Keep owners, by their numbers; out of a VM that takes root
+    #[arg(short, long)]
+    pub archive: bool,
     /// Path here, or VM:PATH
     #[arg(value_name = "SOURCE", value_hint = ValueHint::AnyPath, value_parser = OsStringValueParser::new().try_map(|text| args::place(&text)))]
     pub source: Place,

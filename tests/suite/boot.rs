@@ -36,6 +36,22 @@ fn boot_of_eight_vcpus_has_them_all_at_work() {
 }
 
 #[test]
+#[ignore = "make soak"]
+fn soak_boot_of_32_vcpus_has_them_all_at_work() {
+    let begun = std::time::Instant::now();
+    let guest = Guest::boot_with(|config| {
+        config.vcpus = 32;
+        config.memory_mib = 512;
+    });
+    println!("boot: 32 vCPUs answer after {:?}", begun.elapsed());
+    assert_eq!(guest.prints("nproc"), "32");
+    let pinned = "for cpu in $(seq 0 31); do \
+                  taskset -c $cpu sh -c 'set -- $(cat /proc/self/stat); echo ${39}'; done";
+    let expected: Vec<String> = (0..32).map(|cpu| cpu.to_string()).collect();
+    assert_eq!(guest.prints(pinned), expected.join("\n"));
+}
+
+#[test]
 fn boot_with_memory_above_the_hole_has_all_of_it() {
     let guest = Guest::boot_with(|config| config.memory_mib = 4096);
     let mib: u64 = guest.prints("free -m | awk '/Mem:/{print $2}'").parse().unwrap();

@@ -10,6 +10,7 @@ mod code;
 mod detached;
 mod drives;
 mod exec;
+mod files;
 mod firecracker;
 mod fork;
 mod generation;

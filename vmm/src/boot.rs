@@ -68,8 +68,17 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         vcpu::configure(vcpu, id, config.vcpus, &host, entry, guest)?;
     }
 
-    let held =
-        Held { drives, taps, scratch, vsock_path, ready, base: None, track_changes, vcpu_threads };
+    let held = Held {
+        drives,
+        taps,
+        scratch,
+        vsock_path,
+        ready,
+        base: None,
+        working_set: None,
+        track_changes,
+        vcpu_threads,
+    };
     machine.start(vcpus, kvm, memory, held)
 }
 

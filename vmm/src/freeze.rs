@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 use crate::kvm::state;
-use crate::memory::{Freezing, Memory, MemoryError};
+use crate::memory::{Freezing, Memory, MemoryError, WorkingSet};
 use crate::snapshot::state::MachineState;
 use crate::template::Template;
 use crate::trace;
@@ -59,6 +59,7 @@ impl Vm {
         let (mut template, memory) = frozen?;
         if let FrozenMemory::Begun(freezing) = memory {
             template.image = freezing.finish()?;
+            trace::step("memory copied");
         }
         template.pause = pause;
         Ok(template)
@@ -86,6 +87,11 @@ impl Vm {
         trace::step("disks frozen");
         let memory = freeze(&mut self.memory)?;
         trace::step("memory frozen");
+        let written = match &memory {
+            FrozenMemory::Begun(freezing) => freezing.runs(),
+            FrozenMemory::InPlace => self.memory.image.top_runs(),
+        };
+        let working_set = WorkingSet::guess(written, self.held.working_set.as_deref());
         let template = Template {
             // Not asked again: that would take longer than all the registers.
             host: self.kvm.host().clone(),
@@ -95,7 +101,7 @@ impl Vm {
             taps: self.held.taps.clone(),
             vsock_path: self.held.vsock_path.clone(),
             base: self.held.base.clone(),
-            working_set: None,
+            working_set: Some(Arc::new(working_set)),
             without_memory: false,
             note: Vec::new(),
             pause: Duration::ZERO,

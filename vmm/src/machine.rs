@@ -33,7 +33,7 @@ use crate::drives::HeldDrive;
 use crate::error::Error;
 use crate::kvm::routes::KvmRoutes;
 use crate::kvm::vm::{KvmError, KvmVm};
-use crate::memory::Memory;
+use crate::memory::{Memory, WorkingSet};
 use crate::scratch::Scratch;
 use crate::snapshot::Base;
 use crate::sys;
@@ -177,6 +177,7 @@ impl Machine {
             held,
             checkpoint: None,
             running: false,
+            prefault: None,
             page_server: None,
             kvm,
             memory,
@@ -223,6 +224,8 @@ pub struct Held {
     pub ready: Option<ReadyListener>,
     /// The snapshot that the machine's memory lies over.
     pub base: Option<Base>,
+    /// What a first use of the template touched.
+    pub working_set: Option<Arc<WorkingSet>>,
     /// Whether a save as two files is followed by others that hold only what changed.
     pub track_changes: bool,
     pub vcpu_threads: ThreadNames,

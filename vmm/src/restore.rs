@@ -2,7 +2,8 @@
 //!
 //! It never calls `boot.rs`; both walk through the steps of `machine.rs` in the same order.
 
-use kvm_ioctls::VcpuFd;
+use std::sync::Arc;
+
 use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::block::wire::SECTOR_SIZE;
 use pvmm_devices::virtio::block::{Block, BlockConfig};
@@ -25,6 +26,7 @@ use crate::scratch::Scratch;
 use crate::storage::Storage;
 use crate::template::{Overrides, Prefault, Template};
 use crate::trace;
+use crate::vcpu::thread::Preparation;
 use crate::vm::Vm;
 
 /// Makes a machine of a template, paused.
@@ -81,21 +83,23 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     machine.generation.renew()?;
     trace::step("serial and generation");
 
-    if page_server.is_none()
-        && let Some(set) = &template.working_set
-    {
-        prefault(set, overrides.prefault, &memory, &template.host, vcpus.first());
-    }
-    trace::step("working set");
+    let prefault = match (&template.working_set, &page_server) {
+        (Some(set), None) => prefault(set, overrides.prefault, &memory, &template.host),
+        _ => None,
+    };
     if let Some(server) = &mut page_server {
         server.started(machine.devices.handle().clone(), machine.ending.report())?;
     }
-    let base = template.base.clone();
+    let (base, working_set) = (template.base.clone(), template.working_set.clone());
     let Overrides { track_changes, vcpu_threads, .. } = overrides;
     let ready = None;
-    let held = Held { drives, taps, scratch, vsock_path, ready, base, track_changes, vcpu_threads };
+    #[rustfmt::skip]
+    let held = Held {
+        drives, taps, scratch, vsock_path, ready, base, working_set, track_changes, vcpu_threads,
+    };
     let mut vm = machine.start(vcpus, kvm, memory, held)?;
     vm.page_server = page_server;
+    vm.prefault = prefault;
     trace::step("vCPU threads");
     Ok(vm)
 }
@@ -120,21 +124,24 @@ fn connect_page_server(
     }
 }
 
-/// Makes the pages of a first use ready. The vCPU must have its state: KVM asks it how memory is walked.
+/// What makes the pages of a first use ready, on the first vCPU's thread: KVM asks a vCPU how memory is
+/// walked, and meanwhile the owner dials.
 fn prefault(
-    set: &WorkingSet,
+    set: &Arc<WorkingSet>,
     wish: Prefault,
     memory: &Memory,
-    host: &KvmHost,
-    vcpu: Option<&VcpuFd>,
-) {
+    host: &Arc<KvmHost>,
+) -> Option<Preparation> {
     if wish == Prefault::Nothing {
-        return;
+        return None;
     }
-    set.prefault(&memory.guest);
-    if let (Prefault::InKvm, true, Some(vcpu)) = (wish, host.pre_faults(), vcpu) {
-        vcpu::pre_fault(vcpu, &set.guest_ranges(&memory.guest));
-    }
+    let (set, guest, host) = (set.clone(), memory.guest.clone(), host.clone());
+    Some(Box::new(move |vcpu| {
+        set.prefault(&guest);
+        if wish == Prefault::InKvm && host.pre_faults() {
+            vcpu::pre_fault(vcpu, &set.guest_ranges(&guest));
+        }
+    }))
 }
 
 /// Opens what stands behind the devices. Overrides come first: nothing that was replaced is opened.

@@ -24,7 +24,7 @@ use crate::memory::{Memory, PageServer};
 use crate::template::Template;
 use crate::trace;
 use crate::vcpu::run::{Buses, Outcome};
-use crate::vcpu::thread::VcpuThread;
+use crate::vcpu::thread::{Preparation, VcpuThread};
 
 /// What one device has counted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,6 +53,8 @@ pub struct Vm {
     pub(crate) held: Held,
     pub(crate) checkpoint: Option<Template>,
     pub(crate) running: bool,
+    /// Makes the pages of a first use ready. Left until the guest runs: a copy that never does costs no page.
+    pub(crate) prefault: Option<Preparation>,
     pub(crate) kvm: KvmVm,
     pub(crate) memory: Memory,
 }
@@ -67,6 +69,9 @@ impl Vm {
     pub fn resume(&mut self) -> Result<(), Error> {
         if !self.running {
             self.open_drives()?;
+            if let (Some(prefault), Some(first)) = (self.prefault.take(), self.vcpus.first()) {
+                first.prepare(prefault)?;
+            }
             self.devices.handle().resume_all()?;
             trace::step("resume devices");
             for vcpu in &self.vcpus {

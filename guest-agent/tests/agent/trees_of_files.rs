@@ -182,3 +182,64 @@ fn watch_that_nobody_reads_tells_what_was_lost() {
         }
     }
 }
+
+#[test]
+fn tree_travels_as_an_archive_both_ways() {
+    use pvmm::agent::trees::{self, Unpack};
+
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    let here = fixture.path("here");
+    fs::create_dir_all(here.join("sub/empty")).unwrap();
+    for number in 0..300 {
+        fs::write(here.join(format!("sub/{number}")), format!("file {number}")).unwrap();
+    }
+    symlink("sub/1", here.join("link")).unwrap();
+    fs::hard_link(here.join("sub/2"), here.join("two")).unwrap();
+    sparse_file(&here.join("sparse"));
+
+    let there = fixture.path("there");
+    let mut writer = agent.open_write_tar(&there, false).unwrap();
+    let sent = trees::pack(&here, &mut writer, &mut |_| {}).unwrap();
+    writer.finish().unwrap();
+    let back = fixture.path("back");
+    let mut reader = agent.open_read_tar(&there).unwrap();
+    let options = Unpack { owners: false, modes: 0o777 };
+    let received = trees::unpack(&mut reader, &back, options, &mut |_| {}).unwrap();
+    assert_eq!((sent, received), (306, 306));
+    for copy in [&there, &back] {
+        assert_eq!(fs::read(copy.join("sub/299")).unwrap(), b"file 299");
+        assert_eq!(fs::read_link(copy.join("link")).unwrap().to_str(), Some("sub/1"));
+        let inode = |name: &str| fs::metadata(copy.join(name)).unwrap().ino();
+        assert_eq!(inode("two"), inode("sub/2"));
+        same_data(&here.join("sparse"), &copy.join("sparse"));
+        assert!(fs::metadata(copy.join("sparse")).unwrap().blocks() * 512 < 8 << 20);
+        assert!(fs::read_dir(copy.join("sub/empty")).unwrap().next().is_none());
+    }
+    // A tree that is not there, and one that is a file.
+    let missing = agent.open_read_tar(fixture.path("missing")).err().unwrap();
+    assert_eq!(missing.errno(), Some(libc::ENOENT));
+    let file = agent.open_read_tar(here.join("two")).err().unwrap();
+    assert_eq!(file.errno(), Some(libc::ENOTDIR));
+}
+
+#[test]
+fn archive_that_is_dropped_or_wants_out_changes_nothing_outside() {
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    let there = fixture.path("there");
+    let mut writer = agent.open_write_tar(&there, false).unwrap();
+    // Half a header, and then the client is gone.
+    writer.write_all(&[b'x'; 300]).unwrap();
+    drop(writer);
+    let mut header = tar::Header::new_gnu();
+    header.as_old_mut().name[..8].copy_from_slice(b"../theft");
+    header.set_size(1);
+    header.set_cksum();
+    let mut writer = agent.open_write_tar(&there, false).unwrap();
+    writer.write_all(header.as_bytes()).unwrap();
+    writer.write_all(&[0; 1536]).unwrap();
+    assert_eq!(writer.finish().unwrap_err().errno(), Some(libc::EINVAL));
+    assert!(!fixture.path("theft").exists());
+    wait_for("scratch to be gone", || fs::read_dir(&there).unwrap().next().is_none());
+}

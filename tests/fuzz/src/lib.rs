@@ -4,6 +4,7 @@
 //! | --- | --- |
 //! | `transport.rs` | a sequence of register accesses, ring writes, kicks, resets and snapshots |
 //! | `disk.rs` | a sequence of disk requests, checked against a model of the disk |
+//! | `net.rs` | a sequence of frames and buffers on both ends of a network card, checked frame by frame |
 //! | `ports.rs` | accesses to the devices that are not virtio |
 //! | `frames.rs` | the agent's protocol, as either end reads it |
 //!
@@ -16,6 +17,7 @@
 mod disk;
 mod frames;
 mod input;
+mod net;
 mod ports;
 mod transport;
 
@@ -23,10 +25,12 @@ mod transport;
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 8] = [
+pub const TARGETS: [(&str, Target); 10] = [
     ("transport_rng", transport::rng),
     ("transport_block", transport::block),
+    ("transport_net", transport::net),
     ("block", disk::requests),
+    ("net", net::frames),
     ("vsock", pvmm_devices::virtio::vsock::testing::walk),
     ("mmds", pvmm_devices::virtio::net::mmds::testing::walk),
     ("ports", ports::accesses),
@@ -96,7 +100,9 @@ mod tests {
     tests! {
         transport_rng 3000
         transport_block 2000
+        transport_net 2000
         block 1500
+        net 2000
         vsock 3000
         mmds 2000
         ports 3000

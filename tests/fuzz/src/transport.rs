@@ -4,12 +4,15 @@
 //! as registers written after the device was started. After each sequence the device must come to rest,
 //! hold no chain that it was not asked to fail over, be saved and restored, and work after a reset.
 
+use std::cell::RefCell;
 use std::io::Write;
 
 use pvmm_devices::bus::BusDevice;
 use pvmm_devices::virtio::VirtioDevice;
 use pvmm_devices::virtio::block::{Block, BlockConfig};
 use pvmm_devices::virtio::mmio::offset;
+use pvmm_devices::virtio::net::testing::{MAC, NO_HEADER, RX, TX, wired};
+use pvmm_devices::virtio::net::wire::HEADER_LEN;
 use pvmm_devices::virtio::rng::Rng;
 use pvmm_devices::virtio::testing::Buffer::{Readable, Writable};
 use pvmm_devices::virtio::testing::{HOLE_START, MEMORY_START, MockDriver};
@@ -18,8 +21,35 @@ use crate::input::Input;
 
 /// On the simplest device there is.
 pub fn rng(bytes: &[u8]) {
-    sequence(bytes, &|| Rng::default(), &|driver| {
+    sequence(bytes, 0, &|| Rng::default(), &|driver| {
         assert_eq!(driver.request(0, &[Writable(8)]).0.unwrap().len, 8);
+    });
+}
+
+/// On a network card, whose receive queue is served by the host's frames and not by kicks alone.
+pub fn net(bytes: &[u8]) {
+    let peer = RefCell::new(None);
+    let card = || {
+        let (net, other_end) = wired();
+        other_end.offer(&[5; 3000]);
+        other_end.offer(&[6; 60]);
+        peer.replace(Some(other_end));
+        net
+    };
+    let queue = usize::from(bytes.first().is_some_and(|byte| byte & 1 == 1));
+    sequence(bytes, queue, &card, &|driver| {
+        let peer = peer.borrow();
+        let peer = peer.as_ref().unwrap();
+        while peer.receive().is_some() {}
+        let frame = [&[0xff; 6][..], &MAC.0, &[8; 50]].concat();
+        assert!(driver.request(TX, &[Readable(&NO_HEADER), Readable(&frame)]).0.is_some());
+        assert_eq!(peer.receive().unwrap()[HEADER_LEN..], frame);
+        assert!(peer.offer(&frame));
+        // The two that the wire began with may still be there.
+        (0..3).for_each(|_| drop(driver.send(RX, &[Writable(4096)])));
+        driver.run();
+        let last = std::iter::from_fn(|| driver.used(RX)).last();
+        assert_eq!(last.unwrap().len as usize, HEADER_LEN + frame.len());
     });
 }
 
@@ -31,7 +61,7 @@ pub fn block(bytes: &[u8]) {
         let file = file.try_clone().unwrap();
         Block::new(BlockConfig::from_file(file)).unwrap()
     };
-    sequence(bytes, &disk, &|driver| {
+    sequence(bytes, 0, &disk, &|driver| {
         let buffers = [Readable(&[0; 16]), Writable(512), Writable(1)];
         assert_eq!(driver.request(0, &buffers).0.unwrap().len, 513);
     });
@@ -40,6 +70,7 @@ pub fn block(bytes: &[u8]) {
 
 fn sequence<D: VirtioDevice + 'static>(
     bytes: &[u8],
+    queue: usize,
     device: &dyn Fn() -> D,
     exercise: &dyn Fn(&mut MockDriver),
 ) {
@@ -77,7 +108,7 @@ fn sequence<D: VirtioDevice + 'static>(
                 let len =
                     if input.u8() & 1 == 0 { input.u8().into() } else { input.number() as u32 };
                 driver.descriptor(
-                    0,
+                    queue,
                     at,
                     address,
                     len,
@@ -86,10 +117,11 @@ fn sequence<D: VirtioDevice + 'static>(
                 );
             }
             6 => {
-                driver.offer(0, if input.u8() < 200 { input.below(8).into() } else { input.u16() })
+                let head = if input.u8() < 200 { input.below(8).into() } else { input.u16() };
+                driver.offer(queue, head);
             }
-            7 => driver.set_avail_index(0, input.u16()),
-            8 => driver.set_used_event(0, input.u16()),
+            7 => driver.set_avail_index(queue, input.u16()),
+            8 => driver.set_used_event(queue, input.u16()),
             9 => driver.start(),
             10 => driver.reset(),
             _ => {

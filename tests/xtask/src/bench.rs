@@ -35,10 +35,8 @@ pub fn run(options: &Options) -> ExitCode {
 }
 
 fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
-    // Together with the launcher, so that the libraries below both are built once.
-    cargo::run(&["build", "--release", "--package", "pvmm-benches", "--package", "pvmm-launcher"])?;
+    let program = cargo::ship("pvmm-benches", "pvmm-bench")?;
     artifacts::prepare()?;
-    let program = cargo::target_dir().join("release/pvmm-bench");
     let verb = if options.native { "native" } else { "run" };
     let command = |out: &Path| {
         let mut argv = vec![program.clone().into_os_string(), verb.into()];

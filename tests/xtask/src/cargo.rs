@@ -41,6 +41,15 @@ pub fn run(arguments: &[&str]) -> Result<(), CargoError> {
     Err(CargoError::Failed { command: arguments.join(" "), status })
 }
 
+/// Builds a program as it is shipped and returns where it is: optimised as a whole, and static, so that it
+/// starts without a loader and runs in an empty jail. Only its own link is told so: build scripts and
+/// procedural macros cannot be static.
+pub fn ship(package: &str, name: &str) -> Result<PathBuf, CargoError> {
+    let arguments = ["rustc", "--profile", "shipped", "--package", package, "--bin", name];
+    run(&[&arguments[..], &["--", "-C", "target-feature=+crt-static"]].concat())?;
+    Ok(target_dir().join("shipped").join(name))
+}
+
 /// Builds the test target `name` of `package` in release and returns its program.
 pub fn build_test(package: &str, name: &str) -> Result<PathBuf, CargoError> {
     // Together with the launcher, so that the libraries below both are built once.

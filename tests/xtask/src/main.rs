@@ -60,6 +60,8 @@ enum Verb {
     },
     /// Boot a guest, run a line of Python in it, say what it took
     Demo,
+    /// Build what is shipped: static, optimised as a whole
+    Build,
     /// Build the guest kernel
     Kernel {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -95,6 +97,7 @@ fn main() -> ExitCode {
         Verb::Bench(options) => bench::run(&options),
         Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),
         Verb::Demo => demo::run(),
+        Verb::Build => build(),
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),
         Verb::Host(verb) => host::run(verb),
@@ -108,6 +111,19 @@ fn main() -> ExitCode {
             }
         },
         Verb::NestedBackground => host::serve(),
+    }
+}
+
+fn build() -> ExitCode {
+    match cargo::ship("pvmm-launcher", "pvmm") {
+        Ok(program) => {
+            println!("{}", program.display());
+            ExitCode::SUCCESS
+        }
+        Err(e) => {
+            eprintln!("build: {}", report::chain(&e));
+            ExitCode::FAILURE
+        }
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use pvmm_guest_agent::decode;
 use pvmm_guest_agent::limits::{MAX_ENTRY, MAX_PATH};
 use pvmm_guest_agent::message::{
-    self, Answer, ByteBuf, Entry, Metadata, Outcome, Owner, ReadFile, Request,
+    self, Answer, ByteBuf, Entry, Metadata, Outcome, Owner, ReadFile, Request, Started,
 };
 
 use super::error::{AgentError, Lost};
@@ -58,15 +58,7 @@ impl Agent {
             sparse: false,
         }))?;
         let started = stream.started(Some(Instant::now() + ANSWER_TIME))?;
-        let metadata = started.and_then(|started| started.metadata);
-        let mut reader =
-            FileReader { stream, metadata, chunk: Vec::new(), taken: 0, total: 0, ended: false };
-        if reader.metadata.is_none() {
-            // It is over without having begun: the outcome says why.
-            reader.fill()?;
-            return Err(AgentError::WrongAnswer);
-        }
-        Ok(reader)
+        FileReader::begin(stream, started)
     }
 
     /// Reads a whole file of at most `limit` bytes.
@@ -108,7 +100,7 @@ impl Agent {
             sync: options.sync,
             sparse,
         });
-        Ok(FileWriter { stream: self.open(&request)?, sent: 0 })
+        Ok(FileWriter::begin(self.open(&request)?))
     }
 
     /// Writes a whole file.
@@ -247,6 +239,18 @@ pub struct FileReader {
 }
 
 impl FileReader {
+    pub(super) fn begin(stream: StreamRef, started: Option<Started>) -> Result<Self, AgentError> {
+        let metadata = started.and_then(|started| started.metadata);
+        let mut reader =
+            Self { stream, metadata, chunk: Vec::new(), taken: 0, total: 0, ended: false };
+        if reader.metadata.is_none() {
+            // It is over without having begun: the outcome says why.
+            reader.fill()?;
+            return Err(AgentError::WrongAnswer);
+        }
+        Ok(reader)
+    }
+
     /// What the file was when it was opened.
     pub fn metadata(&self) -> Option<&Metadata> {
         self.metadata.as_ref()
@@ -290,6 +294,10 @@ pub struct FileWriter {
 }
 
 impl FileWriter {
+    pub(super) fn begin(stream: StreamRef) -> Self {
+        Self { stream, sent: 0 }
+    }
+
     /// Completes the file; how many bytes were written.
     pub fn finish(self) -> Result<u64, AgentError> {
         let sent = self.sent;

@@ -15,6 +15,7 @@ mod refresh;
 mod sparse;
 mod stream;
 mod tcp;
+pub mod trees;
 mod watch;
 
 #[cfg(test)]

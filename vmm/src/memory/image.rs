@@ -12,10 +12,13 @@ use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::donor::Donor;
-use super::{PAGE, Runs, pages, sys};
+use super::{PAGE, Pages, Runs, pages, sys};
 
 /// The most pieces of one layer: a process may have 65,530 mappings in all.
 pub const MAX_RUNS: usize = 2048;
+/// How much of what a guest has written it is expected to write again at once: more than a first command
+/// does, and little enough to keep.
+pub const AGAIN_MAX: u64 = 2 << 20;
 /// How much is copied between two reports of progress.
 const COPY_STEP: u64 = 32 << 20;
 /// The most layers of one image.
@@ -107,10 +110,27 @@ impl MemoryImage {
     /// anything. The guest must be paused.
     pub fn replace(&self, from: &Self, guest: &GuestMemory) -> Result<(), MemoryError> {
         if self.is(from) {
-            return pages::discard_private(guest).map_err(MemoryError::Discard);
+            return self.take_back(guest).map_err(MemoryError::Discard);
         }
         pages::clear(guest).map_err(MemoryError::Discard)?;
         self.layers.iter().try_for_each(|layer| layer.cover(guest))
+    }
+
+    /// Undoes what `guest` has written. Short runs are what its kernel and its agent keep writing: they get
+    /// their old bytes where they are, which saves the guest a fault on each. Long ones are somebody's data,
+    /// and are dropped.
+    fn take_back(&self, guest: &GuestMemory) -> io::Result<()> {
+        let private = pages::runs(guest, Pages::Private)?;
+        let (mut again, dropped) = private.shortest(AGAIN_MAX);
+        pages::discard(guest, &dropped.at_most(MAX_RUNS))?;
+        for layer in self.layers.iter().rev() {
+            for run in again.within(&layer.runs).iter() {
+                pages::read_run(guest, run, &layer.file)?;
+            }
+            again = again.without(&layer.runs);
+        }
+        again.iter().for_each(|run| pages::zero_run(guest, run));
+        Ok(())
     }
 
     /// A private view for one guest.
@@ -177,6 +197,12 @@ impl MemoryImage {
         }
         sys::seal(&file)?;
         Ok(Self::empty(self.regions.to_vec()).with(Layer { file, runs: Runs::all(self.size()) }))
+    }
+
+    /// The ranges that the top layer speaks for.
+    pub fn top_runs(&self) -> &Runs {
+        const NONE: &Runs = &Runs::NONE;
+        self.layers.last().map_or(NONE, |layer| &layer.runs)
     }
 
     /// Puts the top layer over what `guest` has there; it must be what `guest` has there already.
@@ -253,6 +279,11 @@ pub struct Freezing {
 }
 
 impl Freezing {
+    /// The ranges that are being copied.
+    pub fn runs(&self) -> &Runs {
+        &self.layer.runs
+    }
+
     /// The image, once all of it is there.
     pub fn finish(self) -> Result<MemoryImage, MemoryError> {
         let finish = || -> io::Result<()> {

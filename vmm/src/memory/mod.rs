@@ -23,7 +23,7 @@ mod sys;
 mod uffd;
 mod working_set;
 
-pub use image::{Freezing, Layer, MAX_RUNS, MemoryError, MemoryImage, Region};
+pub use image::{AGAIN_MAX, Freezing, Layer, MAX_RUNS, MemoryError, MemoryImage, Region};
 pub use page_server::{PageServer, PageServerError};
 pub use pages::Runs;
 pub(crate) use sys::memfd;

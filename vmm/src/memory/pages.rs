@@ -27,6 +27,8 @@ const ENTRY_FILE: u64 = 1 << 61;
 pub struct Runs(Vec<Range<u64>>);
 
 impl Runs {
+    pub const NONE: Self = Self(Vec::new());
+
     /// One run of everything.
     pub fn all(size: u64) -> Self {
         let mut runs = Self::default();
@@ -79,6 +81,26 @@ impl Runs {
             }
         }
         rest
+    }
+
+    /// What is in both.
+    #[must_use]
+    pub fn within(&self, other: &Self) -> Self {
+        self.without(&self.without(other))
+    }
+
+    /// The shortest runs that have `budget` bytes together at most, and the others.
+    pub fn shortest(&self, budget: u64) -> (Self, Self) {
+        let mut by_length: Vec<_> = self.0.clone();
+        by_length.sort_unstable_by_key(|run| run.end - run.start);
+        let mut taken = 0;
+        let fits = |run: &&Range<u64>| {
+            taken += run.end - run.start;
+            taken <= budget
+        };
+        let count = by_length.iter().take_while(fits).count();
+        let longer = by_length.split_off(count);
+        (Self::merged(by_length), Self::merged(longer))
     }
 
     /// How many runs there are.
@@ -230,13 +252,29 @@ pub fn guest_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(u64, Range<u64>
     parts
 }
 
-/// Clean pages between two changed ones that are cheaper to drop than to leave out.
-const DISCARD_GAP: u64 = 8 * PAGE;
+/// Drops pages that the guest has made its own: they read as the image again. The guest must be paused.
+pub fn discard(guest: &GuestMemory, runs: &Runs) -> io::Result<()> {
+    runs.iter().try_for_each(|run| advise(guest, run, libc::MADV_DONTNEED))
+}
 
-/// Drops the pages that the guest has made its own: they read as the image again. Clean ones stay mapped.
-pub fn discard_private(guest: &GuestMemory) -> io::Result<()> {
-    let private = runs(guest, Pages::Private)?;
-    private.joined(DISCARD_GAP).iter().try_for_each(|run| advise(guest, run, libc::MADV_DONTNEED))
+/// Reads a range of a file to the same place of guest memory. The guest must be paused.
+#[allow(unsafe_code)]
+pub fn read_run(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Result<()> {
+    for (address, part) in host_parts(guest, run) {
+        let len = (part.end - part.start) as usize;
+        // SAFETY: the range is mapped for as long as `guest` is borrowed, and nobody reads it by reference.
+        unsafe { sys::read_to(file, address, len, part.start)? };
+    }
+    Ok(())
+}
+
+/// Puts zeros into a range of guest memory. The guest must be paused.
+#[allow(unsafe_code)]
+pub fn zero_run(guest: &GuestMemory, run: Range<u64>) {
+    for (address, part) in host_parts(guest, run) {
+        // SAFETY: as above.
+        unsafe { address.write_bytes(0, (part.end - part.start) as usize) };
+    }
 }
 
 /// Puts zeros in place of everything. The guest must be paused.

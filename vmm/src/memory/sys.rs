@@ -210,6 +210,31 @@ pub unsafe fn write_from(
     Ok(())
 }
 
+/// Reads `len` bytes of a file to guest memory at `address`; the file must have them.
+///
+/// # Safety
+/// The range must be mapped for the whole call, and nobody may hold a reference into it.
+pub unsafe fn read_to(file: &File, address: *mut u8, len: usize, offset: u64) -> io::Result<()> {
+    let mut done = 0;
+    while done < len {
+        let at = libc::off_t::try_from(offset + done as u64).map_err(io::Error::other)?;
+        // SAFETY: the kernel writes to the range that the caller keeps mapped.
+        let read =
+            unsafe { libc::pread(file.as_raw_fd(), address.add(done).cast(), len - done, at) };
+        match read {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            1.. => done += read as usize,
+            _ => {
+                let error = io::Error::last_os_error();
+                if error.kind() != io::ErrorKind::Interrupted {
+                    return Err(error);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
 /// Whether a page of guest memory holds nothing but zeros.
 ///
 /// # Safety

@@ -62,6 +62,35 @@ fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
 }
 
 #[test]
+fn rewind_of_short_runs_leaves_the_pages_and_of_long_ones_drops_them() {
+    let regions = vec![Region { address: 0, len: 16 << 20 }];
+    let mut memory = Memory::map(MemoryImage::empty(regions)).unwrap();
+    let layers = [(0x5000, 1), (0x9000, 2), (8 << 20, 3)];
+    for (address, value) in layers {
+        put(&memory, address, value);
+        memory.freeze().unwrap();
+    }
+    let then = memory.image.clone();
+    for address in [0x5000, 0x9000, 0xd000].into_iter().chain((8 << 20..12 << 20).step_by(0x1000)) {
+        put(&memory, address, 9);
+    }
+    memory.rewind(&then).unwrap();
+    let left: Vec<_> = memory.private_runs().unwrap().iter().collect();
+    assert_eq!(left, [0x5000..0x6000, 0x9000..0xa000, 0xd000..0xe000]);
+    assert!(layers.iter().all(|(address, value)| get(&memory, *address) == *value));
+    assert_eq!((get(&memory, 0xd000), get(&memory, 9 << 20)), (0, 0));
+}
+
+#[test]
+fn shortest_runs_are_taken_until_the_budget_is_spent() {
+    let runs = Runs::merged(vec![0..0x4000, 0x5000..0x6000, 0x8000..0xa000, 0xb000..0xc000]);
+    let (short, long) = runs.shortest(0x4000);
+    assert_eq!(short.iter().collect::<Vec<_>>(), [0x5000..0x6000, 0x8000..0xa000, 0xb000..0xc000]);
+    assert_eq!(long, Runs::all(0x4000));
+    assert_eq!(runs.shortest(0).0, Runs::default());
+}
+
+#[test]
 fn rewind_goes_back_over_what_was_frozen_since() {
     let mut memory = fresh();
     put(&memory, 0x5000, 1);
@@ -206,6 +235,16 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
     assert!(shared.iter().any(|run| run.contains(&0x40_000)), "{shared:?}");
     assert_eq!((get(&second, 0x60_000), get(&second, 0x40_000)), (1, 1));
     assert_eq!(touched.guest_ranges(&second.guest), [(0x60_000, PAGE), (0x40_000, PAGE)]);
+}
+
+#[test]
+fn working_set_of_children_is_short_runs_as_written_and_the_parents_own_as_read() {
+    let runs = |parts: &[(u64, u64)]| Runs::merged(parts.iter().map(|(a, b)| *a..*b).collect());
+    let own =
+        WorkingSet::new(&runs(&[(0, 0x2000), (0x80000, 0x81000)]), &runs(&[(0x3000, 0x4000)]));
+    let guess = WorkingSet::guess(&runs(&[(0, 0x2000), (0x80_0000, 0x120_0000)]), Some(&own));
+    assert_eq!(guess.written, runs(&[(0, 0x2000)]));
+    assert_eq!(guess.read, runs(&[(0x3000, 0x4000), (0x80000, 0x81000)]));
 }
 
 #[test]

@@ -5,7 +5,7 @@
 
 use pvmm_devices::GuestMemory;
 
-use super::{MAX_RUNS, Runs, pages};
+use super::{AGAIN_MAX, MAX_RUNS, Runs, pages};
 
 /// The most that is made ready: a list that claims more is a mistake or a trap.
 const PREFAULT_MAX: u64 = 128 << 20;
@@ -22,6 +22,16 @@ pub struct WorkingSet {
 impl WorkingSet {
     pub fn new(written: &Runs, read: &Runs) -> Self {
         Self { written: written.at_most(MAX_RUNS), read: read.joined(READ_GAP).at_most(MAX_RUNS) }
+    }
+
+    /// What the children of a machine will touch first, as far as one can know it: what its own first use
+    /// touched, and of the pages that it has `written` the short runs, which its kernel and its agent write
+    /// again and again.
+    pub fn guess(written: &Runs, own: Option<&Self>) -> Self {
+        let (written, _) = written.shortest(AGAIN_MAX);
+        let own = own.into_iter().flat_map(|own| own.written.iter().chain(own.read.iter()));
+        let read = Runs::merged(own.collect()).without(&written);
+        Self::new(&written, &read)
     }
 
     /// Makes the pages ready: those that are written get their copy, the others their place in the page

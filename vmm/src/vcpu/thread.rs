@@ -26,10 +26,14 @@ const ANSWER: Duration = Duration::from_secs(10);
 
 enum Command {
     Resume,
+    Prepare(Preparation),
     Pause(Sender<()>),
     Save(Sender<Result<Box<VcpuStateV1>, KvmError>>),
     Load(Arc<VcpuStateV1>, Sender<Result<(), KvmError>>),
 }
+
+/// What a vCPU does once, before it first runs.
+pub type Preparation = Box<dyn FnOnce(&VcpuFd) + Send>;
 
 /// What went wrong with a vCPU thread.
 #[derive(Debug, thiserror::Error)]
@@ -82,6 +86,11 @@ impl VcpuThread {
             Ok(Err(error)) => Err(ThreadError::Start(error)),
             Err(_) => Err(ThreadError::Gone),
         }
+    }
+
+    /// Leaves a parked vCPU something to do; its owner goes on meanwhile.
+    pub fn prepare(&self, preparation: Preparation) -> Result<(), ThreadError> {
+        self.send(Command::Prepare(preparation))
     }
 
     /// Lets the guest run.
@@ -175,6 +184,7 @@ fn work(mut own: Parked, mailbox: &Receiver<Command>, buses: &Arc<Buses>, report
             true => mailbox.try_recv(),
         };
         match command {
+            Ok(Command::Prepare(preparation)) => preparation(&own.vcpu),
             Ok(Command::Resume) => running = true,
             Ok(Command::Pause(done)) => {
                 running = false;

@@ -10,6 +10,7 @@
 //! | `wire.rs` | the bytes before a frame, and which of them are accepted |
 //! | `tap.rs` | the host's interface, which knows nothing of rings |
 //! | `mmds/` | the metadata service, which answers in place of the network |
+//! | `testing.rs` | a card on a wire instead of a tap |
 //!
 //! There is one pair of queues and no control queue. Checksums and TCP segmentation are left to the host's
 //! kernel in both directions; UDP fragmentation is obsolete, and USO would tie a snapshot to new hosts.
@@ -23,6 +24,8 @@ mod rx;
 mod state;
 mod sys;
 mod tap;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 mod tx;
 pub mod wire;
 mod worker;

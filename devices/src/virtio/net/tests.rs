@@ -5,12 +5,6 @@ mod metadata;
 mod offloads;
 mod taps;
 
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::net::UnixDatagram;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
-
 use super::super::conformance::{self, Specimen};
 use super::super::mmio::VERSION_1;
 use super::super::registry::DeviceState;
@@ -19,78 +13,9 @@ use super::super::testing::MockDriver;
 use super::config::{Mac, NetConfig, TapSource};
 use super::device::{Net, feature};
 use super::state::NetStateV2;
-use super::tap::Link;
+use super::testing::{MAC, NO_HEADER, Peer, RX, TX, limited, wired};
 use super::wire::{ETHERNET_LEN, HEADER_LEN};
-use crate::rate_limiter::{BucketConfig, RateLimiter, RateLimiterConfig};
-
-const RX: usize = 0;
-const TX: usize = 1;
-const MAC: Mac = Mac([2, 0, 0, 0, 0, 9]);
-const NO_HEADER: [u8; HEADER_LEN] = [0; HEADER_LEN];
-
-/// A datagram socket, which keeps frames apart as a tap does.
-struct Wire {
-    socket: UnixDatagram,
-    offload: Arc<AtomicU32>,
-}
-
-impl Link for Wire {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.socket.as_fd()
-    }
-
-    fn set_offload(&mut self, offload: u32) -> io::Result<()> {
-        self.offload.store(offload, Ordering::SeqCst);
-        Ok(())
-    }
-
-    fn name(&self) -> &str {
-        "wire"
-    }
-}
-
-/// The host's end of the wire.
-struct Peer {
-    socket: UnixDatagram,
-    offload: Arc<AtomicU32>,
-}
-
-impl Peer {
-    fn send(&self, frame: &[u8]) {
-        self.socket.send(&[&NO_HEADER, frame].concat()).unwrap();
-    }
-
-    /// The next frame from the guest, with its header.
-    fn receive(&self) -> Option<Vec<u8>> {
-        let mut bytes = vec![0; 70_000];
-        let len = self.socket.recv(&mut bytes).ok()?;
-        bytes.truncate(len);
-        Some(bytes)
-    }
-}
-
-fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
-    let (near, far) = UnixDatagram::pair().unwrap();
-    near.set_nonblocking(true).unwrap();
-    far.set_nonblocking(true).unwrap();
-    let offload = Arc::new(AtomicU32::new(0));
-    let link = Box::new(Wire { socket: near, offload: offload.clone() });
-    let net = Net {
-        mac: MAC,
-        mtu: None,
-        link,
-        rx_limiter: RateLimiter::new(&rx).unwrap(),
-        tx_limiter: RateLimiter::new(&tx).unwrap(),
-        mmds: None,
-        used_before: false,
-        host_errors: 0,
-    };
-    (net, Peer { socket: far, offload })
-}
-
-fn wired() -> (Net, Peer) {
-    limited(RateLimiterConfig::default(), RateLimiterConfig::default())
-}
+use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
 
 /// A frame from the guest's own address, `len` bytes long.
 fn frame(len: usize) -> Vec<u8> {

@@ -17,7 +17,7 @@ pub struct Pair {
 }
 
 /// How far a connection has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// A host client wants the guest; `told` once the guest has the request.
     Requested { told: bool },
@@ -47,7 +47,7 @@ pub enum Verdict {
 }
 
 /// The state of one connection.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Connection {
     pub pair: Pair,
     pub phase: Phase,
@@ -77,6 +77,13 @@ impl Connection {
         let mut connection = Self::new(pair, Phase::Accepting, window);
         connection.credit.update(request.buf_alloc, request.fwd_cnt);
         connection
+    }
+
+    /// As if `start` bytes had gone in each direction.
+    #[cfg(test)]
+    pub fn starting_at(self, start: u32) -> Self {
+        let (credit, window) = (SendCredit::starting_at(start), self.window.starting_at(start));
+        Self { credit, window, ..self }
     }
 
     fn new(pair: Pair, phase: Phase, window: u32) -> Self {

@@ -4,7 +4,7 @@
 //! 2^32, as on the wire; only differences mean anything.
 
 /// What the guest lets the host send on one connection.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SendCredit {
     sent: u32,
     peer_alloc: u32,
@@ -13,6 +13,12 @@ pub struct SendCredit {
 }
 
 impl SendCredit {
+    /// As if `start` bytes had come and gone.
+    #[cfg(test)]
+    pub fn starting_at(start: u32) -> Self {
+        Self { sent: start, peer_forwarded: start, ..Self::default() }
+    }
+
     /// Takes the credit fields of a packet from the guest.
     ///
     /// A driver may queue packets in another order than it filled them in, so a count that went back
@@ -55,7 +61,7 @@ impl SendCredit {
 }
 
 /// What the host lets the guest send on one connection.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ReceiveWindow {
     size: u32,
     received: u32,
@@ -70,6 +76,12 @@ pub struct Overrun;
 impl ReceiveWindow {
     pub fn new(size: u32) -> Self {
         Self { size, received: 0, forwarded: 0, reported: 0 }
+    }
+
+    /// As if `start` bytes had come and gone.
+    #[cfg(test)]
+    pub fn starting_at(self, start: u32) -> Self {
+        Self { received: start, forwarded: start, reported: start, ..self }
     }
 
     pub fn size(&self) -> u32 {
@@ -101,7 +113,8 @@ impl ReceiveWindow {
     /// Half a window is rare enough to be cheap and soon enough: while less than that is unreported,
     /// either the guest still has credit or bytes are held whose passing on will make it half.
     pub fn wants_report(&self) -> bool {
-        self.forwarded.wrapping_sub(self.reported) >= self.size / 2
+        // Of a window of one byte, half is one too: news of nothing would never end.
+        self.forwarded.wrapping_sub(self.reported) >= self.size.div_ceil(2)
     }
 
     /// The credit fields for a packet to the guest, which thereby is told.

@@ -4,6 +4,7 @@
 
 mod bad_clients;
 mod bad_packets;
+mod credit_model;
 mod guest;
 mod limits;
 mod restore;

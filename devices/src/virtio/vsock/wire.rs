@@ -50,7 +50,7 @@ impl Op {
 }
 
 /// A packet header; `kind` and `op` are kept as numbers because the guest may invent some.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Header {
     pub src_cid: u64,
     pub dst_cid: u64,

@@ -1,18 +1,16 @@
-//! Copying from a guest to the host.
+//! Copying a file from a guest to the host, and where a file or folder goes here.
 //!
-//! Everything here is the guest's choice: names, kinds, modes, links. So no link below the target is
-//! ever followed, a file appears under its name only when it is whole, and no set-id bit arrives.
+//! Everything here is the guest's choice. So a link in the file's place is replaced and not followed, a file
+//! appears under its name only when it is whole, and no set-id bit arrives.
 
-use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
 use pvmm::agent::{FileKind, Metadata, SparseError};
 
-use super::{Copy, destination, ends_with_slash, in_guest, on_host};
+use super::{Copy, destination, ends_with_slash, in_guest, on_host, tree};
 use crate::exit::Failure;
 use crate::sys::process;
 
@@ -38,47 +36,9 @@ pub fn copy(copy: &mut Copy, source: &Path, target: &Path) -> Result<(), Failure
         let message = format!("{} in the VM is neither a file nor a folder", source.display());
         return Err(Failure::usage(message));
     }
-    entry(copy, source, &to, &metadata)
-}
-
-fn entry(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<(), Failure> {
-    copy.stop_if_interrupted()?;
     match metadata.kind {
-        FileKind::Directory => directory(copy, from, to, metadata),
-        FileKind::File => file(copy, from, to, metadata),
-        FileKind::Symlink => symlink(to, metadata.target.as_ref().map_or(&[], |target| target)),
-        _ => {
-            let what = from.display();
-            copy.transfer.remark(&format!("left out {what}: not a file, folder or link"));
-            Ok(())
-        }
-    }
-}
-
-fn directory(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<(), Failure> {
-    make_directory(to)?;
-    for child in copy.agent.list(from).map_err(in_guest("list", from))? {
-        // The library refuses names that lead anywhere else.
-        let name = OsStr::from_bytes(&child.name);
-        entry(copy, &from.join(name), &to.join(name), &child.metadata)?;
-    }
-    // Last: a folder that may not be written to must be filled first.
-    set_mode(to, metadata)
-}
-
-/// A directory of our own; one that is there already may be used, a link to one may not.
-fn make_directory(path: &Path) -> Result<(), Failure> {
-    match fs::create_dir(path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            let there = fs::symlink_metadata(path).map_err(on_host("look at", path))?;
-            match there.is_dir() {
-                true => Ok(()),
-                false => {
-                    Err(Failure::usage(format!("{} is in the way of a folder", path.display())))
-                }
-            }
-        }
-        made => made.map_err(on_host("make", path)),
+        FileKind::Directory => tree::out_of_guest(copy, source, &to),
+        _ => file(copy, source, &to, &metadata),
     }
 }
 
@@ -103,18 +63,12 @@ fn file(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<
         at += count;
         copy.transfer.add(count);
     }
+    if copy.owners {
+        fchown(&temporary.file, Some(metadata.uid), Some(metadata.gid))
+            .map_err(on_host("give away", to))?;
+    }
     set_mode(&temporary.path, metadata)?;
     temporary.become_file(to)
-}
-
-/// A link replaces a link or a file of that name, never a directory.
-fn symlink(to: &Path, points_to: &[u8]) -> Result<(), Failure> {
-    let temporary = temporary_name(to)?;
-    let made = std::os::unix::fs::symlink(OsStr::from_bytes(points_to), &temporary);
-    made.and_then(|()| fs::rename(&temporary, to)).map_err(|error| {
-        let _ = fs::remove_file(&temporary);
-        on_host("make the link", to)(error)
-    })
 }
 
 /// A name beside `path` that nobody has.
@@ -157,16 +111,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directory_where_a_link_stands_is_refused() {
-        let dir = tempfile::tempdir().unwrap();
-        let link = dir.path().join("link");
-        std::os::unix::fs::symlink("/etc", &link).unwrap();
-        assert!(make_directory(&link).is_err());
-        make_directory(&dir.path().join("new")).unwrap();
-        make_directory(&dir.path().join("new")).unwrap();
-    }
-
-    #[test]
     fn file_where_a_link_stands_replaces_the_link() {
         let dir = tempfile::tempdir().unwrap();
         let (outside, link) = (dir.path().join("outside"), dir.path().join("link"));
@@ -185,14 +129,5 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         drop(Temporary::beside(&dir.path().join("x")).unwrap());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn symlink_over_a_file_replaces_it() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("x");
-        fs::write(&path, "old").unwrap();
-        symlink(&path, b"elsewhere").unwrap();
-        assert_eq!(fs::read_link(&path).unwrap(), Path::new("elsewhere"));
     }
 }

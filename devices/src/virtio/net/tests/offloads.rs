@@ -16,7 +16,7 @@ fn offload_follows_the_agreed_features_on_each_activation() {
     ];
     for (features, offload) in cases {
         driver.start_with(features);
-        assert_eq!(peer.offload.load(Ordering::SeqCst), offload, "{features:#x}");
+        assert_eq!(peer.offload(), offload, "{features:#x}");
     }
 }
 

@@ -1,0 +1,100 @@
+//! A card on a wire: a datagram socket where the tap would be, whose other end a test or fuzz target keeps.
+//!
+//! A socket keeps frames apart as a tap does, needs no rights, and is gone with its test.
+#![allow(clippy::unwrap_used, reason = "a wire that cannot be laid should end its test")]
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixDatagram;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::config::Mac;
+use super::device::Net;
+use super::tap::Link;
+use super::wire::HEADER_LEN;
+use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
+
+/// The queues.
+pub const RX: usize = 0;
+pub const TX: usize = 1;
+/// The card's address.
+pub const MAC: Mac = Mac([2, 0, 0, 0, 0, 9]);
+/// The header of a frame that leaves nothing to be done.
+pub const NO_HEADER: [u8; HEADER_LEN] = [0; HEADER_LEN];
+
+struct Wire {
+    socket: UnixDatagram,
+    offload: Arc<AtomicU32>,
+}
+
+impl Link for Wire {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+
+    fn set_offload(&mut self, offload: u32) -> io::Result<()> {
+        self.offload.store(offload, Ordering::SeqCst);
+        Ok(())
+    }
+
+    fn name(&self) -> &str {
+        "wire"
+    }
+}
+
+/// The host's end of the wire.
+pub struct Peer {
+    pub(super) socket: UnixDatagram,
+    offload: Arc<AtomicU32>,
+}
+
+impl Peer {
+    /// What the card said that the tap may leave undone.
+    pub fn offload(&self) -> u32 {
+        self.offload.load(Ordering::SeqCst)
+    }
+
+    /// Puts a frame on the wire; false if that is full.
+    pub fn offer(&self, frame: &[u8]) -> bool {
+        self.socket.send(&[&NO_HEADER, frame].concat()).is_ok()
+    }
+
+    /// Puts a frame on the wire, which must have room.
+    pub fn send(&self, frame: &[u8]) {
+        assert!(self.offer(frame), "the wire is full");
+    }
+
+    /// The next frame from the guest, with its header.
+    pub fn receive(&self) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; 70_000];
+        let len = self.socket.recv(&mut bytes).ok()?;
+        bytes.truncate(len);
+        Some(bytes)
+    }
+}
+
+/// A card and the other end of its wire.
+pub fn wired() -> (Net, Peer) {
+    limited(RateLimiterConfig::default(), RateLimiterConfig::default())
+}
+
+/// The same, held to rates.
+pub fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
+    let (near, far) = UnixDatagram::pair().unwrap();
+    near.set_nonblocking(true).unwrap();
+    far.set_nonblocking(true).unwrap();
+    let offload = Arc::new(AtomicU32::new(0));
+    let link = Box::new(Wire { socket: near, offload: offload.clone() });
+    let net = Net {
+        mac: MAC,
+        mtu: None,
+        link,
+        rx_limiter: RateLimiter::new(&rx).unwrap(),
+        tx_limiter: RateLimiter::new(&tx).unwrap(),
+        mmds: None,
+        used_before: false,
+        host_errors: 0,
+    };
+    (net, Peer { socket: far, offload })
+}

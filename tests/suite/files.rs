@@ -1,0 +1,160 @@
+//! Large files into a guest and out of it: every byte, and memory that does not follow their size.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use pvmm::agent::{Agent, WriteOptions};
+use pvmm_tests::cli::User;
+use sha2::{Digest, Sha256};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const MIB: u64 = 1 << 20;
+/// What memory may grow by, whatever the file's size.
+const SLACK_KIB: u64 = 8 << 10;
+
+/// Bytes that no two places of a file share.
+fn block(number: u64) -> Vec<u8> {
+    let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let words = (0..MIB / 8).flat_map(|_| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state.to_le_bytes()
+    });
+    words.collect()
+}
+
+/// What a process has of its own, guest memory not counted: mappings of 64 MiB and more are that.
+fn own_kib(pid: i64) -> u64 {
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+    let field = |line: &str, name: &str| -> Option<u64> {
+        line.strip_prefix(name)?.split_whitespace().next()?.parse().ok()
+    };
+    let (mut is_guest, mut sum) = (false, 0);
+    for line in smaps.lines() {
+        if let Some(size) = field(line, "Size:") {
+            is_guest = size >= 64 << 10;
+        }
+        sum += field(line, "Rss:").filter(|_| !is_guest).unwrap_or(0);
+    }
+    sum
+}
+
+/// The most that the agent, the guest's first process, ever had.
+fn agent_peak_kib(agent: &Agent) -> u64 {
+    let status = agent.read_file("/proc/1/status", MIB).unwrap();
+    let status = String::from_utf8(status).unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// Streams a file in and out and hashes it in three places: here, in the guest, here again.
+fn copies_match(mib: u64, disk: &str) {
+    let user = User::new();
+    let vm = user.detached(&["--disk-size", disk]);
+    let listed = user.pvmm(["ps", "--json"]);
+    let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let pid = listed[0]["pid"].as_i64().unwrap();
+    let socket = user.runtime().join(&vm).join("vsock.sock");
+    let agent = Agent::connect(&socket, Instant::now() + PATIENCE).unwrap();
+    // What is made once is made now.
+    copy(&agent, 8, &mut || {});
+    let (vmm, inside) = (own_kib(pid), agent_peak_kib(&agent));
+    let mut most = vmm;
+    let begun = Instant::now();
+    copy(&agent, mib, &mut || most = most.max(own_kib(pid)));
+    let took = begun.elapsed();
+    let peak = agent_peak_kib(&agent);
+    println!(
+        "files: {mib} MiB in and out in {took:?}; VMM {vmm} KiB, at most {most}; agent {inside} KiB, at most {peak}"
+    );
+    assert!(most <= vmm + SLACK_KIB, "the VMM had {vmm} KiB and then {most}");
+    assert!(peak <= inside + SLACK_KIB, "the agent had {inside} KiB and then {peak}");
+    assert_eq!(user.pvmm(["kill", &vm]).code, Some(0));
+}
+
+fn copy(agent: &Agent, mib: u64, look: &mut dyn FnMut()) {
+    let path = Path::new("/root/large");
+    let mut writer = agent.open_write(path, &WriteOptions::default()).unwrap();
+    let mut sent = Sha256::new();
+    for number in 0..mib {
+        let bytes = block(number);
+        sent.update(&bytes);
+        writer.write_all(&bytes).unwrap();
+        if number % 16 == 0 {
+            look();
+        }
+    }
+    assert_eq!(writer.finish().unwrap(), mib * MIB);
+    let mut reader = agent.open_read(path, None).unwrap();
+    let (mut received, mut buffer, mut total) = (Sha256::new(), vec![0; MIB as usize], 0);
+    loop {
+        let count = reader.read(&mut buffer).unwrap();
+        if count == 0 {
+            break;
+        }
+        received.update(&buffer[..count]);
+        total += count as u64;
+        if total % (16 * MIB) < count as u64 {
+            look();
+        }
+    }
+    assert_eq!(total, mib * MIB);
+    assert_eq!(sent.finalize(), received.finalize());
+}
+
+#[test]
+fn large_file_in_and_out_matches_with_flat_memory() {
+    copies_match(128, "1G");
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_file_of_2_gb_in_and_out_matches_with_flat_memory() {
+    copies_match(2048, "3G");
+}
+
+#[test]
+fn folder_in_and_out_keeps_what_a_folder_is() {
+    let user = User::new();
+    let vm = user.detached(&[]);
+    let place = tempfile::TempDir::new().unwrap();
+    let at = |name: &str| place.path().join(name);
+    let text = |path: &Path| path.to_str().unwrap().to_owned();
+    let make =
+        "mkdir -p in/empty in/deep/er; echo hello > in/deep/er/file; chmod 750 in/deep/er/file
+        ln in/deep/er/file in/same; ln -s deep/er/file in/link; ln -s /etc/passwd in/away
+        truncate -s 300M in/sparse; echo end >> in/sparse; chmod 555 in/empty
+        for i in $(seq 200); do echo $i > in/deep/$i; done; touch in/$(printf '%0200d' 7)
+        mkfifo in/fifo";
+    let made = std::process::Command::new("sh").args(["-c", make]).current_dir(&place).status();
+    assert!(made.unwrap().success());
+    let said = user.pvmm(["cp", "-r", &text(&at("in")), &format!("{vm}:/srv")]);
+    assert_eq!(said.code, Some(0), "{said:?}");
+    assert!(said.stderr.contains("left out") && said.stderr.contains("fifo"), "{said:?}");
+
+    let look = "cd /srv/in; stat -c '%a %u %h' same; readlink link away; stat -c %a empty; \
+                ls deep | wc -l; [ $(stat -c %b sparse) -lt 1000 ] && tail -c 4 sparse; \
+                [ same -ef deep/er/file ] && cat link; ls | wc -l; chown 1000:1000 same";
+    let looked = user.pvmm(["exec", &vm, "--", "sh", "-c", look]);
+    let expected = "750 0 2\ndeep/er/file\n/etc/passwd\n555\n201\nend\nhello\n7";
+    assert_eq!(looked.text(), expected, "{looked:?}");
+
+    // Back, with owners; and over what is there.
+    for _ in 0..2 {
+        let said = user.pvmm(["cp", "-a", &format!("{vm}:/srv/in/."), &text(&at("out"))]);
+        assert_eq!(said.code, Some(0), "{said:?}");
+    }
+    let look = "cd out; stat -c '%a %u %h' same; readlink link away; stat -c %a empty; \
+                ls deep | wc -l; [ $(stat -c %b sparse) -lt 1000 ] && tail -c 4 sparse; \
+                [ same -ef deep/er/file ] && cat link; ls | wc -l; ls -A | grep -c pvmm";
+    let out = std::process::Command::new("sh").args(["-c", look]).current_dir(&place).output();
+    let out = String::from_utf8(out.unwrap().stdout).unwrap();
+    assert_eq!(out, expected.replace("750 0 2", "750 1000 2") + "\n0\n");
+
+    let missing = user.pvmm(["cp", &format!("{vm}:/nowhere"), &text(&at("x"))]);
+    assert_eq!(missing.code, Some(2), "{missing:?}");
+    assert_eq!(user.pvmm(["kill", &vm]).code, Some(0));
+}
