@@ -73,7 +73,7 @@ impl Counts {
         slow: 20,
         children: 10,
         sustained: Duration::from_secs(30),
-        stream_mib: 128,
+        stream_mib: 32,
     };
     pub const QUICK: Self = Self {
         warm_ups: 1,

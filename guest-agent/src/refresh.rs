@@ -27,20 +27,6 @@ const MACHINE_ID: &str = "/etc/machine-id";
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 const RESOLVER: &str = "/etc/resolv.conf";
 
-/// The order is a promise: nothing that draws random numbers or looks at the time comes before
-/// those are fresh, and the workload comes last.
-const ORDER: [Step; 9] = [
-    Step::Entropy,
-    Step::Clock,
-    Step::Hostname,
-    Step::MachineId,
-    Step::BootId,
-    Step::Addresses,
-    Step::Generation,
-    Step::Env,
-    Step::Thaw,
-];
-
 /// What the last refresh left for later execs.
 #[derive(Default)]
 pub struct Identity {
@@ -121,10 +107,7 @@ impl Server {
     /// stands still, whatever it did before.
     pub(crate) fn refresh(&mut self, request: &Refresh) -> Refreshed {
         let mut report = Refreshed::default();
-        for step in ORDER {
-            if !is_wanted(step, request) {
-                continue;
-            }
+        for step in request.steps() {
             if let Err(error) = self.take_step(step, request) {
                 if let Some(cgroups) = &mut self.settings.cgroups {
                     cgroups.hold();
@@ -195,19 +178,6 @@ impl Server {
             file.write_all(value)?;
         }
         Ok(())
-    }
-}
-
-fn is_wanted(step: Step, request: &Refresh) -> bool {
-    match step {
-        Step::Entropy | Step::Generation | Step::Env => true,
-        Step::Clock => request.unix_ns.is_some(),
-        Step::Hostname => request.hostname.is_some(),
-        Step::MachineId => request.machine_id.is_some(),
-        Step::BootId => request.boot_id.is_some(),
-        Step::Addresses => !request.interfaces.is_empty() || request.dns.is_some(),
-        Step::Thaw => request.thaw,
-        Step::Other => false,
     }
 }
 

@@ -4,13 +4,11 @@
 //! anything is made.
 
 use std::ffi::{OsStr, OsString};
-use std::net::Ipv4Addr;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
-use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB, MacError};
-use pvmm::{Mac, Net, TapSource};
+use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
 use pvmm_sandbox::overlay;
 
 /// The longest `--timeout`: thirty days.
@@ -41,6 +39,11 @@ fn size_mib(text: &str) -> Result<u64, String> {
 /// `--memory`: MiB, within what a machine may have.
 pub fn memory_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, MIN_MEMORY_MIB, MAX_MEMORY_MIB)
+}
+
+/// How much a guest is to give up: MiB, none of it included.
+pub fn balloon_mib(text: &str) -> Result<u64, String> {
+    in_range(size_mib(text)?, 0, MAX_MEMORY_MIB)
 }
 
 /// `--disk-size`: MiB.
@@ -85,73 +88,6 @@ pub fn duration(text: &str) -> Result<Duration, String> {
         return Err("use at most 30d".to_owned());
     }
     Ok(length)
-}
-
-/// A network card on a tap of this host.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NetCard {
-    pub tap: String,
-    pub mac: Option<Mac>,
-    pub mtu: Option<u16>,
-    /// What the guest gives its card: address, length of the prefix, and gateway.
-    pub address: Option<(Ipv4Addr, u8)>,
-    pub gateway: Option<Ipv4Addr>,
-}
-
-/// `--net`: `tap=NAME[,mac=MAC][,mtu=N][,ip=ADDRESS/PREFIX[,gw=ADDRESS]]`.
-pub fn net(text: &str) -> Result<NetCard, String> {
-    let mut card =
-        NetCard { tap: String::new(), mac: None, mtu: None, address: None, gateway: None };
-    for word in text.split(',') {
-        let (key, value) = word.split_once('=').unwrap_or((word, ""));
-        let bad = |why: &str| format!("{key}: {why}");
-        match key {
-            "tap" => card.tap = value.to_owned(),
-            "mac" => {
-                card.mac = Some(value.parse().map_err(|e: MacError| bad(&e.to_string()))?);
-            }
-            "mtu" => card.mtu = Some(value.parse().map_err(|_| bad("use 68 to 65535"))?),
-            "ip" => card.address = Some(prefix(value).map_err(bad)?),
-            "gw" => card.gateway = Some(value.parse().map_err(|_| bad(NO_ADDRESS))?),
-            _ => return Err(format!("unknown word '{key}'; use tap, mac, mtu, ip and gw")),
-        }
-    }
-    if card.tap.is_empty() {
-        return Err("the tap is missing; write tap=NAME".to_owned());
-    }
-    if card.gateway.is_some() && card.address.is_none() {
-        return Err("gw without ip; write ip=ADDRESS/PREFIX,gw=ADDRESS".to_owned());
-    }
-    card.config().validate().map_err(|error| {
-        let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
-        format!("{error}{}", cause.unwrap_or_default())
-    })?;
-    Ok(card)
-}
-
-const NO_ADDRESS: &str = "write an IPv4 address, such as 10.0.0.1";
-
-fn prefix(text: &str) -> Result<(Ipv4Addr, u8), &'static str> {
-    let why = "write an IPv4 address and the length of its prefix, such as 10.0.0.2/24";
-    let (address, length) = text.split_once('/').ok_or(why)?;
-    let length = length.parse().ok().filter(|length| (1..=32).contains(length)).ok_or(why)?;
-    Ok((address.parse().map_err(|_| why)?, length))
-}
-
-impl NetCard {
-    /// The card as the library wants it.
-    pub fn config(&self) -> Net {
-        let tap = TapSource::Name(self.tap.clone());
-        Net { mac: self.mac, mtu: self.mtu, ..Net::new(tap) }
-    }
-
-    /// How the kernel is told of its address, if it is to have one.
-    pub fn kernel_words(&self) -> Option<String> {
-        let (address, length) = self.address?;
-        let mask = Ipv4Addr::from_bits(u32::MAX << (32 - u32::from(length)));
-        let gateway = self.gateway.map(|gateway| gateway.to_string()).unwrap_or_default();
-        Some(format!("ip={address}::{gateway}:{mask}::eth0:off"))
-    }
 }
 
 /// One variable for the guest's command.
@@ -272,6 +208,14 @@ pub fn place(text: &OsStr) -> Result<Place, String> {
     Ok(Place::Guest { vm: vm.to_owned(), path: PathBuf::from(path) })
 }
 
+/// A path in a VM, and nowhere else.
+pub fn guest_place(text: &OsStr) -> Result<(String, PathBuf), String> {
+    match place(text)? {
+        Place::Guest { vm, path } => Ok((vm, path)),
+        Place::Host(_) => Err("write VM:PATH, as in web:/srv".to_owned()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -282,41 +226,6 @@ mod tests {
             assert_eq!(memory_mib(text), Ok(mib), "{text}");
         }
         assert_eq!(memory_mib("64MiB"), Ok(64));
-    }
-
-    #[test]
-    fn net_with_every_word_is_a_card_and_a_kernel_parameter() {
-        let card = net("tap=t0,ip=10.0.0.2/24,gw=10.0.0.1,mac=02:00:00:00:00:01,mtu=1400").unwrap();
-        assert_eq!(card.kernel_words().unwrap(), "ip=10.0.0.2::10.0.0.1:255.255.255.0::eth0:off");
-        assert_eq!((card.tap.as_str(), card.mtu), ("t0", Some(1400)));
-        assert_eq!(net("tap=t0").unwrap().kernel_words(), None);
-        let words = net("tap=t0,ip=10.0.0.2/32").unwrap().kernel_words();
-        assert_eq!(words.unwrap(), "ip=10.0.0.2:::255.255.255.255::eth0:off");
-    }
-
-    #[test]
-    fn d11_net_with_a_bad_word_is_refused_by_name() {
-        let wrong = [
-            ("", "unknown word ''"),
-            ("tap=", "the tap is missing"),
-            ("ip=10.0.0.2/24", "the tap is missing"),
-            ("tap=t%d", "a name has"),
-            ("tap=t0,mtu=67", "mtu 67"),
-            ("tap=t0,mtu=x", "mtu: "),
-            ("tap=t0,mac=1", "mac: "),
-            ("tap=t0,mac=01:00:00:00:00:01", "group address"),
-            ("tap=t0,ip=10.0.0.2", "ip: "),
-            ("tap=t0,ip=10.0.0.2/0", "ip: "),
-            ("tap=t0,ip=10.0.0.2/33", "ip: "),
-            ("tap=t0,ip=10.0.0.256/24", "ip: "),
-            ("tap=t0,gw=10.0.0.1", "gw without ip"),
-            ("tap=t0,ip=10.0.0.2/24,gw=host", "gw: "),
-            ("tap=t0,speed=1", "unknown word 'speed'"),
-        ];
-        for (text, why) in wrong {
-            let refused = net(text).unwrap_err();
-            assert!(refused.contains(why), "{text}: {refused}");
-        }
     }
 
     #[test]

@@ -2,6 +2,9 @@
 //!
 //! Help, shell completions and man pages all come from these definitions, so they cannot disagree.
 
+mod balloon;
+mod watch;
+
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,11 +13,15 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, Parser, Subcommand, ValueHint};
 
-use crate::args::{self, EnvVar, NetCard, Place, ProcessName};
+use crate::args::{self, EnvVar, Place, ProcessName};
 use crate::drive::{self, DriveFlag};
 use crate::exit::{Failure, Outcome, USAGE};
+use crate::net_card::{self, NetCard};
 use crate::ports::{self, PortSpec};
 use crate::sys::signals::{FORWARDED, WITH_TERMINAL};
+
+pub use balloon::Balloon;
+pub use watch::Watch;
 
 const TEMPLATE: &str =
     "{about-with-newline}\n{before-help}{usage-heading} {usage}\n\n{all-args}{after-help}";
@@ -64,6 +71,7 @@ pub enum Verb {
     Code(Code),
     Attach(Attach),
     Cp(Cp),
+    Watch(Watch),
     Port(Port),
     Fork(Fork),
     Snapshot(Snapshot),
@@ -100,6 +108,7 @@ Examples:
     Resume(OneVm),
     Ps(Ps),
     Stats(Stats),
+    Balloon(Balloon),
     Logs(Logs),
     Kill(Kill),
     Rm(Rm),
@@ -146,9 +155,12 @@ pub struct Run {
     /// Another disk, /dev/vdc and on: PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]
     #[arg(long, value_name = "DRIVE", value_parser = drive::parse)]
     pub drive: Vec<DriveFlag>,
-    /// Network card on a tap of this host [default: none]: tap=NAME[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,mac=MAC][,mtu=N]
-    #[arg(long, value_name = "CARD", value_parser = args::net)]
+    /// Network card on a tap of this host [default: none]: tap=NAME[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC][,mtu=N][,bps=SIZE][,pps=N]
+    #[arg(long, value_name = "CARD", value_parser = net_card::parse)]
     pub net: Option<NetCard>,
+    /// Let the guest give memory back: what it frees, and more when `pvmm balloon` asks
+    #[arg(long)]
+    pub balloon: bool,
     #[command(flatten)]
     pub command: CommandFlags,
     /// End the run this long after the VM was started: 30s, 500ms, 5m

@@ -11,6 +11,7 @@ use std::time::Duration;
 use pvmm::Template;
 use serde::{Deserialize, Serialize};
 
+use crate::commands::balloon::BalloonSize;
 use crate::exit::Failure;
 use crate::sys::passing;
 use crate::vm_dir::{Entry, State};
@@ -34,6 +35,12 @@ pub enum Request {
     Rollback,
     Pause,
     Resume,
+    /// Ask the guest to give up so much memory.
+    SetBalloon {
+        target_mib: u64,
+    },
+    /// How far it is.
+    Balloon,
 }
 
 /// One line of JSON back.
@@ -41,6 +48,7 @@ pub enum Request {
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
     Done,
+    Balloon(BalloonSize),
     /// As many bytes follow, and this line came with files.
     Template {
         bytes: u64,
@@ -56,6 +64,14 @@ pub enum Reply {
 pub fn ask(vm: &Entry, request: Request) -> Result<(), Failure> {
     match exchange(vm, request)? {
         (Reply::Done, ..) => Ok(()),
+        _ => Err(nonsense(vm)),
+    }
+}
+
+/// How far the VM's balloon is.
+pub fn balloon(vm: &Entry) -> Result<BalloonSize, Failure> {
+    match exchange(vm, Request::Balloon)? {
+        (Reply::Balloon(size), ..) => Ok(size),
         _ => Err(nonsense(vm)),
     }
 }

@@ -74,7 +74,7 @@ pub fn parse(text: &str) -> Result<DriveFlag, String> {
 }
 
 /// `500`, `20K`, `100M`, `1G`: so many each second.
-fn per_second(word: &str, text: &str) -> Result<BucketConfig, String> {
+pub fn per_second(word: &str, text: &str) -> Result<BucketConfig, String> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
     let shift = match unit.to_ascii_lowercase().as_str() {

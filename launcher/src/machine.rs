@@ -2,10 +2,10 @@
 //!
 //! In one place because a warm template must be the very machine that a run would boot.
 
-use pvmm::{Drive, Initrd, VmConfig};
+use pvmm::{Balloon, Drive, Initrd, VmConfig};
 
-use crate::args::NetCard;
 use crate::drive::DriveFlag;
+use crate::net_card::NetCard;
 use crate::prepare::Parts;
 use crate::vm_dir::Record;
 
@@ -28,12 +28,22 @@ pub fn config(parts: Parts, record: &Record, loud: bool) -> VmConfig {
 }
 
 /// What a run may have beyond that.
-pub fn add(config: &mut VmConfig, drives: Vec<DriveFlag>, net: Option<NetCard>) {
-    config.drives.extend(drives.into_iter().map(DriveFlag::into_drive));
-    if let Some(card) = net {
-        config.nets.push(card.config());
-        if let Some(words) = card.kernel_words() {
-            config.cmdline = format!("{} {words}", config.cmdline);
-        }
+#[derive(Default)]
+pub struct Extras {
+    pub drives: Vec<DriveFlag>,
+    pub net: Option<NetCard>,
+    /// The guest gives back what it frees, and more when it is asked.
+    pub balloon: bool,
+}
+
+impl Extras {
+    pub fn add_to(&self, config: &mut VmConfig) {
+        config.drives.extend(self.drives.iter().cloned().map(DriveFlag::into_drive));
+        config.nets.extend(self.net.as_ref().map(NetCard::config));
+        config.balloon = self.balloon.then(|| Balloon {
+            deflate_on_oom: true,
+            free_page_reporting: true,
+            ..Balloon::default()
+        });
     }
 }

@@ -14,6 +14,7 @@ mod firecracker;
 mod log_file;
 mod logger;
 mod machine;
+mod net_card;
 mod output;
 mod ports;
 mod prepare;

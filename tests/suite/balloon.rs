@@ -85,3 +85,32 @@ fn free_pages_reported_by_the_guest_shrink_the_host() {
     // What was given away can be used again.
     use_and_free(&guest, 150);
 }
+
+#[test]
+fn balloon_of_a_run_is_asked_for_memory_and_gives_it_back() {
+    let user = pvmm_tests::cli::User::new();
+    let vm = user.detached(&["--memory", "320M", "--balloon"]);
+    let asked = |size: &str| {
+        let said = user.pvmm(["balloon", "--json", &vm, size]);
+        assert_eq!(said.code, Some(0), "{said:?}");
+    };
+    let given = || {
+        let said = user.pvmm(["balloon", "--json", &vm]);
+        let size: serde_json::Value = serde_json::from_slice(&said.stdout).unwrap();
+        size["actual_bytes"].as_u64().unwrap()
+    };
+    asked("100M");
+    until("the balloon inflates", || given() == 100 * MIB);
+    assert!(user.pvmm(["balloon", &vm]).text().contains("100"));
+    asked("0");
+    until("the balloon deflates", || given() == 0);
+    assert_eq!(user.pvmm(["balloon", &vm, "2G"]).code, Some(2));
+    assert_eq!(user.pvmm(["kill", &vm]).code, Some(0));
+
+    // A VM without one says how to get it.
+    let plain = user.detached(&[]);
+    let said = user.pvmm(["balloon", &plain]);
+    assert_eq!(said.code, Some(2), "{said:?}");
+    assert!(said.stderr.contains("--balloon"), "{said:?}");
+    assert_eq!(user.pvmm(["kill", &plain]).code, Some(0));
+}

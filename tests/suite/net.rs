@@ -5,6 +5,7 @@ use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pvmm::exec::ExecRequest;
 use pvmm::{Mac, Net, TapSource};
 use pvmm_tests::guest::Guest;
 use pvmm_tests::network;
@@ -25,10 +26,9 @@ fn guest_on_tap() -> Guest {
     guest
 }
 
-/// How much goes each way: what an emulated host can do in seconds, or `PVMM_NET_MB`.
-fn megabytes() -> usize {
-    std::env::var("PVMM_NET_MB").map_or(32, |mb| mb.parse().unwrap())
-}
+/// How much goes each way: what an emulated host can do in seconds, and what is promised.
+const SOME_MIB: usize = 32;
+const MUCH_MIB: usize = 200;
 
 fn patient(stream: TcpStream) -> TcpStream {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -44,10 +44,16 @@ fn card_carries_pings_streams_and_small_packets_and_outlives_its_tap() {
         assert_eq!(guest.prints("cat /sys/class/net/eth0/mtu"), "1400");
         let pings = "busybox ping -c 3 -W 20 10.9.0.1 | grep -c 'seq='";
         assert_eq!(guest.prints(pings), "3");
-        streams_both_ways(&guest);
+        streams_both_ways(&guest, SOME_MIB);
         small_packets_are_answered(&guest);
         survives_the_end_of_its_tap(&guest);
     });
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_card_carries_200_mb_each_way() {
+    network::isolated(|| streams_both_ways(&guest_on_tap(), MUCH_MIB));
 }
 
 /// A block that no two positions of a stream share, so that whatever is lost or swapped changes the sum.
@@ -69,8 +75,8 @@ s.sendall(b'.')
 print(sent, got)
 ";
 
-fn streams_both_ways(guest: &Guest) {
-    let bytes = megabytes() << 20;
+fn streams_both_ways(guest: &Guest, mib: usize) {
+    let bytes = mib << 20;
     let listener = TcpListener::bind("10.9.0.1:5001").unwrap();
     let echo = thread::spawn(move || {
         let mut stream = patient(listener.accept().unwrap().0);
@@ -80,9 +86,13 @@ fn streams_both_ways(guest: &Guest) {
         stream.read_exact(&mut [0]).unwrap();
     });
     let start = Instant::now();
-    let sums = guest.prints(&format!("python3 -c \"{STREAM}\" {}", megabytes()));
+    let stream = ExecRequest::argv(["python3", "-c", STREAM, &mib.to_string()]);
+    let output = guest.agent.exec(&stream.timeout(5 * PATIENCE)).unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let sums = String::from_utf8(output.stdout.bytes).unwrap();
+    let sums = sums.trim_end();
     echo.join().unwrap();
-    println!("net: {} MiB there and back in {:?}", megabytes(), start.elapsed());
+    println!("net: {mib} MiB there and back in {:?}", start.elapsed());
     let (sent, got) = sums.split_once(' ').unwrap();
     assert_eq!(sent, got);
     // Segmentation is left to the host in both directions: a frame is longer than the MTU on average.
@@ -164,12 +174,51 @@ fn d11_tap_in_use_or_of_another_kind_is_refused() {
     });
 }
 
+#[test]
+fn tap_passed_open_is_used_as_it_is() {
+    network::isolated(|| {
+        let vm = machine_on(TapSource::File(network::tap("tap-passed")));
+        assert_eq!(vm.taps(), ["tap-passed"]);
+    });
+}
+
 /// A machine without a guest that has the tap.
 fn machine_with(name: &str) -> pvmm::Vm {
+    machine_on(TapSource::Name(name.into()))
+}
+
+fn machine_on(tap: TapSource) -> pvmm::Vm {
     let kernel = pvmm_tests::tiny::kernel(&[0xf4]);
     let mut config = pvmm::VmConfig::new(kernel.path());
     config.boot_protocol = pvmm::BootProtocol::Linux64;
     config.memory_mib = 32;
-    config.nets.push(Net::new(TapSource::Name(name.into())));
+    config.nets.push(Net::new(tap));
     pvmm::Vm::boot(config).unwrap()
+}
+
+#[test]
+fn card_of_a_run_has_addresses_route_resolver_and_a_rate() {
+    network::isolated(|| {
+        let user = pvmm_tests::cli::User::new();
+        let card = format!(
+            "tap={TAP},ip=10.9.0.2/24,ip=fd09::2/64,gw=10.9.0.1,dns=10.9.0.53,pps=20,mtu=1400"
+        );
+        let vm = user.detached(&["--net", &card]);
+        network::host(&["addr", "add", "10.9.0.1/24", "dev", TAP]);
+        let exec = |line: &str| user.pvmm(["exec", &vm, "--", "sh", "-c", line]);
+        let look = "ip -o addr show dev eth0 | grep -oE '10.9.0.2/24|fd09::2/64'; \
+                    ip route | head -n 1 | cut -d' ' -f1-3; cat /etc/resolv.conf; \
+                    ping -c 1 -W 20 10.9.0.1 >/dev/null && echo pong";
+        let look = look.replace("ping", "busybox ping").replace("ip -o", "busybox ip -o");
+        let look = look.replace("ip route", "busybox ip route");
+        let said = exec(&look);
+        let expected = "10.9.0.2/24\nfd09::2/64\ndefault via 10.9.0.1\nnameserver 10.9.0.53\npong";
+        assert_eq!(said.text(), expected, "{said:?}");
+        // Twenty packets a second, with a second's worth at once: forty more take two seconds.
+        let flood = "busybox ping -c 60 -i 0.01 -W 20 10.9.0.1 >/dev/null";
+        let flood = exec(flood);
+        assert_eq!(flood.code, Some(0), "{flood:?}");
+        assert!(flood.took > Duration::from_millis(1500), "{:?}", flood.took);
+        assert_eq!(user.pvmm(["kill", &vm]).code, Some(0));
+    });
 }

@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn validate_of_bad_command_line_is_refused() {
+    fn j5_validate_of_bad_command_line_is_refused() {
         for cmdline in ["a\0b".to_owned(), "ä".to_owned(), "x".repeat(MAX_CMDLINE)] {
             assert!(matches!(refused(|c| c.cmdline = cmdline), ConfigError::Cmdline(_)));
         }

@@ -63,6 +63,25 @@ pub struct Refresh {
     pub thaw: bool,
 }
 
+impl Refresh {
+    /// The steps that this asks for. Their order is a promise: nothing that draws random numbers or looks at
+    /// the time comes before those are fresh, and the workload comes last.
+    pub fn steps(&self) -> Vec<RefreshStep> {
+        let steps = [
+            (RefreshStep::Entropy, true),
+            (RefreshStep::Clock, self.unix_ns.is_some()),
+            (RefreshStep::Hostname, self.hostname.is_some()),
+            (RefreshStep::MachineId, self.machine_id.is_some()),
+            (RefreshStep::BootId, self.boot_id.is_some()),
+            (RefreshStep::Addresses, !self.interfaces.is_empty() || self.dns.is_some()),
+            (RefreshStep::Generation, true),
+            (RefreshStep::Env, true),
+            (RefreshStep::Thaw, self.thaw),
+        ];
+        steps.into_iter().filter_map(|(step, wanted)| wanted.then_some(step)).collect()
+    }
+}
+
 /// A network interface as it shall be.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interface {

@@ -105,7 +105,7 @@ fn execs_in_parallel_get_their_own_output() {
 }
 
 #[test]
-fn execs_beyond_the_cap_are_refused_and_none_hangs_g14() {
+fn g14_execs_beyond_the_cap_are_refused_and_none_hangs() {
     let fixture = Fixture::start();
     let agent = fixture.agent();
     let (done, refused) = (AtomicUsize::new(0), AtomicUsize::new(0));

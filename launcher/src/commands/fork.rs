@@ -12,6 +12,7 @@ use pvmm::snapshot::LoadOptions;
 use crate::cli::{Fork, Restore};
 use crate::control;
 use crate::exit::{Failure, Outcome, USAGE};
+use crate::machine::Extras;
 use crate::output;
 use crate::snapshots;
 use crate::sys::signals::{FORWARDED, Signals};
@@ -73,12 +74,11 @@ fn start(base: &Base, template: Template, like: Record, names: Vec<Option<String
         let plan = Plan {
             start: Start::Template(template.clone()),
             record,
-            drives: Vec::new(),
             console_copy: None,
             boot_patience: PATIENCE,
             mode: Mode::Detached { command: None },
             ports: Vec::new(),
-            net: None,
+            extras: Extras::default(),
         };
         let process = vmm_process::spawn(plan, &claim)?;
         claim.hand_over_lock();

@@ -4,6 +4,7 @@
 //! was typed.
 
 mod attach;
+pub mod balloon;
 mod code;
 mod completions;
 mod cp;
@@ -21,6 +22,7 @@ mod run;
 mod snapshot;
 mod stats;
 mod template;
+mod watch;
 
 use crate::cli::{Cli, Verb};
 use crate::exit::Outcome;
@@ -33,6 +35,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Attach(args) => attach::attach(args, cli.quiet),
         Verb::Code(args) => code::code(args),
         Verb::Cp(args) => cp::cp(args, cli.quiet),
+        Verb::Watch(args) => watch::watch(args),
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),
         Verb::Rm(args) => kill::rm(args),
@@ -47,6 +50,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Resume(args) => rollback::resume(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Stats(args) => stats::stats(args),
+        Verb::Balloon(args) => balloon::balloon(args),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
         // Usually met in `main` already: its own way to end is part of what it stands in for.

@@ -16,6 +16,7 @@ use pvmm::exec::{ExecError, ExecRequest};
 use crate::attach::{self, Names};
 use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
+use crate::machine::Extras;
 use crate::output;
 use crate::ports::{self, BoundPort};
 use crate::prepare::{self, Sources};
@@ -64,12 +65,11 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let plan = Plan {
         start: start.with,
         record,
-        drives: args.drive.clone(),
         console_copy,
         boot_patience,
         mode,
         ports: detached_ports,
-        net: args.net.clone(),
+        extras: Extras { drives: args.drive.clone(), net: args.net.clone(), balloon: args.balloon },
     };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
@@ -108,6 +108,7 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
     let special = args.kernel.is_some()
         || args.rootfs.is_some()
         || args.net.is_some()
+        || args.balloon
         || args.console.is_some()
         || !args.drive.is_empty();
     if !args.cold && !special {

@@ -106,12 +106,12 @@ fn watch(
     let _ = dir.write_record(record);
     let memory_mib = record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let Plan { start, drives, console_copy, mode, ports, net, .. } = plan;
+    let Plan { start, console_copy, mode, ports, extras, .. } = plan;
     let booted = matches!(start, Start::Boot(_));
     let mut vm = match start {
         Start::Boot(parts) => {
             let mut config = machine::config(*parts, record, console_copy.is_some());
-            machine::add(&mut config, drives, net);
+            extras.add_to(&mut config);
             config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
             config.console = Console::File(console);
             Vm::boot(config)
@@ -152,6 +152,11 @@ fn watch(
         }
     }
     drop(listener);
+    if let Some(card) = extras.net.as_ref().filter(|card| booted && card.has_addresses()) {
+        // The same computer as a moment ago, so its names stay.
+        let refresh = card.tell(Refresh::new(0).map_err(fault)?.without_ids());
+        control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
+    }
 
     let command = match mode {
         Mode::Detached { command: Some(it) } => Some(MainCommand::start(dir, &it.0, &it.1)?),

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, Refresh};
 use pvmm::{Error, ErrorKind, Vm};
 
+use crate::commands::balloon::BalloonSize;
 use crate::control::{MAX_LINE, Reply, Request};
 use crate::exit::{FAULT, USAGE};
 use crate::sys::passing;
@@ -17,6 +18,9 @@ use crate::sys::passing;
 const CLIENT_PATIENCE: Duration = Duration::from_secs(5);
 /// How long the guest's agent may take to stop its workload, and to let it go on.
 const AGENT_PATIENCE: Duration = Duration::from_secs(20);
+
+/// How long the guest may take to say how its memory is.
+const BALLOON_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Where requests arrive.
 pub struct Control {
@@ -58,33 +62,39 @@ impl Control {
         client.set_write_timeout(Some(CLIENT_PATIENCE))?;
         let request = read_request(&client)?;
         match self.perform(request, vm) {
-            Ok((effect, None)) => {
+            Ok((effect, Told::Nothing)) => {
                 reply(&client, &Reply::Done, &[])?;
                 Ok(effect)
             }
-            Ok((effect, Some((bytes, files)))) => {
+            Ok((effect, Told::Balloon(size))) => {
+                reply(&client, &Reply::Balloon(size), &[])?;
+                Ok(effect)
+            }
+            Ok((effect, Told::Template(bytes, files))) => {
                 reply(&client, &Reply::Template { bytes: bytes.len() as u64 }, &files)?;
                 (&client).write_all(&bytes)?;
                 Ok(effect)
             }
             Err(error) => {
                 let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
-                let refused = Reply::Refused { code, message: error.to_string(), hint: None };
+                let hint = hint_for(request).filter(|_| code == USAGE).map(str::to_owned);
+                let refused = Reply::Refused { code, message: error.to_string(), hint };
                 reply(&client, &refused, &[])?;
                 Ok(Effect::None)
             }
         }
     }
 
-    fn perform(&mut self, request: Request, vm: &mut Vm) -> Result<(Effect, Handed), Error> {
+    fn perform(&mut self, request: Request, vm: &mut Vm) -> Result<(Effect, Told), Error> {
         match request {
             Request::Freeze => {
                 let template = standing_still(vm, Vm::freeze)?;
-                Ok((Effect::None, Some(template.hand_over()?)))
+                let (bytes, files) = template.hand_over()?;
+                Ok((Effect::None, Told::Template(bytes, files)))
             }
             Request::Checkpoint => {
                 standing_still(vm, Vm::checkpoint)?;
-                Ok((Effect::None, None))
+                Ok((Effect::None, Told::Nothing))
             }
             Request::Rollback => {
                 vm.rollback()?;
@@ -92,15 +102,29 @@ impl Control {
                 // The same computer, only earlier: its names stay, its clock and its dice do not.
                 let refresh = Refresh::new(self.generation)?.without_ids();
                 refreshed(vm, &refresh, Instant::now() + AGENT_PATIENCE)?;
-                Ok((Effect::RolledBack, None))
+                Ok((Effect::RolledBack, Told::Nothing))
             }
             Request::Pause => {
                 vm.pause()?;
-                Ok((Effect::Paused(true), None))
+                Ok((Effect::Paused(true), Told::Nothing))
             }
             Request::Resume => {
                 vm.resume()?;
-                Ok((Effect::Paused(false), None))
+                Ok((Effect::Paused(false), Told::Nothing))
+            }
+            Request::SetBalloon { target_mib } => {
+                vm.set_balloon(target_mib)?;
+                Ok((Effect::None, Told::Nothing))
+            }
+            Request::Balloon => {
+                let stats = vm.balloon_stats(BALLOON_PATIENCE)?;
+                let size = BalloonSize {
+                    target_bytes: stats.target_bytes,
+                    actual_bytes: stats.actual_bytes,
+                    guest_free_bytes: stats.free,
+                    guest_total_bytes: stats.total,
+                };
+                Ok((Effect::None, Told::Balloon(size)))
             }
         }
     }
@@ -112,7 +136,13 @@ impl AsFd for Control {
     }
 }
 
-type Handed = Option<(Vec<u8>, Vec<OwnedFd>)>;
+/// What a client is told beside that it is done.
+enum Told {
+    Nothing,
+    Balloon(BalloonSize),
+    /// The machine, and its open files.
+    Template(Vec<u8>, Vec<OwnedFd>),
+}
 
 /// Makes a machine that lives a second time its own, and lets its workload go on.
 pub fn refreshed(vm: &Vm, refresh: &Refresh, deadline: Instant) -> Result<Agent, Error> {
@@ -138,6 +168,14 @@ fn standing_still<T>(
     // The machine of before goes on in any case; only its copies wait for their refresh.
     agent.thaw(deadline)?;
     done
+}
+
+/// What to try when the machine is not made for a request.
+fn hint_for(request: Request) -> Option<&'static str> {
+    match request {
+        Request::Balloon => Some("a VM has one if it was started with: pvmm run --balloon"),
+        _ => None,
+    }
 }
 
 fn read_request(mut client: &UnixStream) -> io::Result<Request> {

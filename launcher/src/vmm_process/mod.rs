@@ -19,11 +19,10 @@ use pvmm::Template;
 use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
-use crate::args::NetCard;
 use crate::attach::Names;
-use crate::drive::DriveFlag;
 use crate::exit::{self, Failure};
 use crate::log_file;
+use crate::machine::Extras;
 use crate::ports::BoundPort;
 use crate::prepare::Parts;
 use crate::sys::process::{self, Ended, Side};
@@ -43,7 +42,6 @@ pub struct Plan {
     pub start: Start,
     pub record: Record,
     /// Disks besides the root filesystem and what is written over it.
-    pub drives: Vec<DriveFlag>,
     /// A copy of the guest's console for the user, who then also gets the kernel's messages.
     pub console_copy: Option<File>,
     /// How long the guest may take until its agent answers.
@@ -51,7 +49,7 @@ pub struct Plan {
     pub mode: Mode,
     /// Ports of the host that lead into a detached VM.
     pub ports: Vec<BoundPort>,
-    pub net: Option<NetCard>,
+    pub extras: Extras,
 }
 
 /// What a machine begins with.

@@ -7,6 +7,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
+use crate::bad_input::Tests;
 use crate::{cargo, checkout, progress, report};
 
 /// More lines than this without tests, and a file does more than one thing.
@@ -41,12 +42,13 @@ pub fn run() -> ExitCode {
 /// Faults in the tree, and files that are long.
 fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
     let (mut faults, mut long) = (Vec::new(), Vec::new());
-    let mut tree = Vec::new();
+    let (mut tree, mut tests) = (Vec::new(), Tests::default());
     walk(root, &mut tree)?;
     let sources = tree.iter().filter(|path| path.extension().is_some_and(|ext| ext == "rs"));
     for path in sources {
         let text = fs::read_to_string(path)?;
         let name = path.strip_prefix(root).unwrap_or(path).display();
+        tests.add(&text);
         if !text.starts_with("//!") {
             faults.push(format!("{name} does not begin with a //! header"));
         }
@@ -54,6 +56,10 @@ fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
         if lines > LONG_FILE {
             long.push(format!("{name} has {lines} lines without tests"));
         }
+    }
+    let cases = root.join("docs/bad-input.md");
+    if cases.exists() {
+        faults.extend(tests.missing(&fs::read_to_string(cases)?));
     }
     let map = root.join("ARCHITECTURE.md");
     if map.exists() {

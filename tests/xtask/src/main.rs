@@ -3,6 +3,7 @@
 //! Each verb is a file of its own; this one only finds it.
 
 mod artifacts;
+mod bad_input;
 mod bench;
 mod cache;
 mod cargo;

@@ -124,13 +124,13 @@ impl Refresh {
         self
     }
 
-    fn request(&self) -> Request {
+    fn request(&self) -> message::Refresh {
         let mut wire = self.wire.clone();
         if self.sets_clock {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
             wire.unix_ns = now.ok().map(|since| since.as_nanos() as u64);
         }
-        Request::Refresh(Box::new(wire))
+        wire
     }
 }
 
@@ -157,15 +157,17 @@ impl Agent {
         refresh: &Refresh,
         deadline: Instant,
     ) -> Result<Self, AgentError> {
-        let mut open = Vec::new();
-        encode(&mut open, Kind::Open, Connection::FIRST_STREAM, &refresh.request())
+        let (mut open, wire) = (Vec::new(), refresh.request());
+        let steps = wire.steps();
+        let request = Request::Refresh(Box::new(wire));
+        encode(&mut open, Kind::Open, Connection::FIRST_STREAM, &request)
             .map_err(AgentError::Encode)?;
         let (socket, welcome) = dial::connect(uds, CONTROL_PORT, &open, deadline)?;
         trace::step("welcome");
         let connection = Connection::new(socket, welcome)?;
         let stream = StreamRef::opened_before(&connection)?;
         let agent = Self { connection };
-        settle(&stream, deadline)?;
+        settle(&stream, &steps, deadline)?;
         trace::step("refreshed");
         Ok(agent)
     }
@@ -207,16 +209,30 @@ impl Agent {
         refresh: &Refresh,
         deadline: Instant,
     ) -> Result<Vec<RefreshStep>, AgentError> {
-        settle(&self.open(&refresh.request())?, deadline)
+        let wire = refresh.request();
+        let steps = wire.steps();
+        settle(&self.open(&Request::Refresh(Box::new(wire)))?, &steps, deadline)
     }
 }
 
-fn settle(stream: &StreamRef, deadline: Instant) -> Result<Vec<RefreshStep>, AgentError> {
+/// Waits until every step that was asked for is acknowledged; one that the agent passed over in silence,
+/// because it does not know it or lies, is as good as failed.
+fn settle(
+    stream: &StreamRef,
+    asked: &[RefreshStep],
+    deadline: Instant,
+) -> Result<Vec<RefreshStep>, AgentError> {
     loop {
         match stream.next(Some(deadline))? {
             Some(Event::Done(Outcome::Ok(Answer::Refreshed(report)))) => {
                 return match report.failed {
-                    None => Ok(report.steps),
+                    None => match asked.iter().find(|step| !report.steps.contains(step)) {
+                        None => Ok(report.steps),
+                        Some(step) => {
+                            let why = "it was not acknowledged".to_owned();
+                            Err(AgentError::NotRefreshed { step: *step, why })
+                        }
+                    },
                     Some(failed) => {
                         let why: String = failed.message.chars().take(256).collect();
                         let why = why.escape_debug().to_string();

@@ -609,8 +609,7 @@ fn connect_refreshed_sends_all_in_one_go_and_the_connection_goes_on() {
         assert_eq!(peer.opened(), 1);
         peer.send(b"OK 5\n");
         peer.control(Kind::Welcome, 0, &welcome());
-        let steps = vec![RefreshStep::Entropy, RefreshStep::Thaw];
-        let report = Refreshed { steps, failed: None };
+        let report = Refreshed { steps: every_step(), failed: None };
         peer.control(Kind::Done, 1, &Outcome::Ok(Answer::Refreshed(report)));
         let stream = peer.opened();
         assert_eq!(stream, 2);
@@ -621,6 +620,37 @@ fn connect_refreshed_sends_all_in_one_go_and_the_connection_goes_on() {
     let deadline = Instant::now() + Duration::from_secs(5);
     let agent = Agent::connect_refreshed(&path, &refresh, deadline).unwrap();
     assert!(run(&agent).unwrap().status.success());
+}
+
+/// What a refresh without names and addresses asks for.
+fn every_step() -> Vec<RefreshStep> {
+    use RefreshStep::{BootId, Clock, Entropy, Env, Generation, MachineId, Thaw};
+    vec![Entropy, Clock, MachineId, BootId, Generation, Env, Thaw]
+}
+
+#[test]
+fn g11_refresh_without_a_step_that_was_asked_for_or_told_twice_is_not_believed() {
+    let refreshed = |steps: Vec<RefreshStep>| {
+        let (path, _folder) = behind_a_socket(move |peer, _| {
+            peer.send(b"OK 5\n");
+            peer.welcome();
+            let first = Refreshed { steps, failed: None };
+            peer.control(Kind::Done, 1, &Outcome::Ok(Answer::Refreshed(first)));
+            // A better answer that comes later does not count.
+            let second = Refreshed { steps: every_step(), failed: None };
+            peer.control(Kind::Done, 1, &Outcome::Ok(Answer::Refreshed(second)));
+            peer.until_hung_up();
+        });
+        let deadline = Instant::now() + Duration::from_secs(5);
+        Agent::connect_refreshed(&path, &Refresh::new(1).unwrap(), deadline).map(drop)
+    };
+    refreshed(every_step()).unwrap();
+    for missing in every_step() {
+        let steps = every_step().into_iter().filter(|step| *step != missing).collect();
+        let failed = refreshed(steps).unwrap_err();
+        let named = matches!(failed, AgentError::NotRefreshed { step, .. } if step == missing);
+        assert!(named, "{missing:?}: {failed}");
+    }
 }
 
 #[test]

@@ -33,7 +33,7 @@ enum Command {
 }
 
 /// What a vCPU does once, before it first runs.
-pub type Preparation = Box<dyn FnOnce(&VcpuFd) + Send>;
+pub type Preparation = Box<dyn FnOnce(&VcpuFd) + Send + Sync>;
 
 /// What went wrong with a vCPU thread.
 #[derive(Debug, thiserror::Error)]

@@ -4,6 +4,28 @@ use super::super::tap::offload_for;
 use super::*;
 
 #[test]
+fn header_has_twelve_bytes_whatever_was_agreed_on() {
+    for features in [VERSION_1, VERSION_1 | feature::MRG_RXBUF, VERSION_1 | feature::CSUM] {
+        let (net, peer) = wired();
+        let mut driver = MockDriver::new(net);
+        driver.start_with(features);
+        // One byte short of a header is no frame in one direction and no buffer in the other.
+        driver.request(TX, &[Readable(&NO_HEADER[1..]), Readable(&frame(60))]);
+        let left = peer.receive();
+        assert!(left.is_none(), "{features:#x}: the frame began a byte late");
+        driver.request(TX, &[Readable(&NO_HEADER), Readable(&frame(60))]);
+        assert_eq!(peer.receive().unwrap()[HEADER_LEN..], frame(60), "{features:#x}");
+        driver.send(RX, &[Writable(HEADER_LEN as u32 - 1)]);
+        let buffer = driver.send(RX, &[Writable(HEADER_LEN as u32 + 60)]);
+        peer.send(&frame(60));
+        driver.run();
+        let used: Vec<_> = std::iter::from_fn(|| driver.used(RX)).map(|used| used.len).collect();
+        assert_eq!(used, [0, HEADER_LEN as u32 + 60], "{features:#x}");
+        assert_eq!(driver.contents(&buffer)[0][HEADER_LEN..], frame(60), "{features:#x}");
+    }
+}
+
+#[test]
 fn offload_follows_the_agreed_features_on_each_activation() {
     let (net, peer) = wired();
     let mut driver = MockDriver::new(net);
