@@ -142,12 +142,9 @@ fn test_data() -> Result<PathBuf, Box<dyn Error>> {
     let artifacts = artifacts::prepare()?;
     replace(&artifacts.kernel.vmlinux, &data.join("assets/kernel"))?;
     root_file_system(&data.join("assets/rootfs.ext4"))?;
-    let built = cargo::target_dir().join("release");
-    replace(&built.join("pvmm"), &data.join("toolchain/firecracker"))?;
-    let jailer = built.join("pvmm-jailer");
-    if jailer.exists() {
-        replace(&jailer, &data.join("toolchain/jailer"))?;
-    }
+    // Static, because half of the machines run in a jail where there is no loader.
+    replace(&cargo::ship("pvmm-launcher", "pvmm")?, &data.join("toolchain/firecracker"))?;
+    replace(&cargo::ship("pvmm-jailer", "pvmm-jailer")?, &data.join("toolchain/jailer"))?;
     let here = |name: &str| data.join("assets").join(name).display().to_string();
     let flat = |name: &str| format!("/{name}");
     let config = |path: &dyn Fn(&str) -> String, read_only: bool| {
