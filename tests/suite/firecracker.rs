@@ -189,3 +189,366 @@ fn i7_socket_that_is_there_already_and_bad_flags_end_the_process_with_their_code
     assert_eq!(status, Some(0));
     assert!(version.lines().next().unwrap().starts_with("Firecracker v1.16.0-pvmm-"), "{version}");
 }
+
+/// A guest in files, as a platform bakes one: paused, saved, gone.
+struct Baked {
+    dir: tempfile::TempDir,
+    vm: Firecracker,
+}
+
+impl Baked {
+    fn of(vm: Firecracker) -> Self {
+        let baked = Self { dir: tempfile::TempDir::new().unwrap(), vm };
+        baked.vm.patch("/vm", json!({"state": "Paused"}));
+        baked.save("Full");
+        baked
+    }
+
+    fn save(&self, kind: &str) {
+        let body = json!({"snapshot_type": kind, "snapshot_path": self.state(),
+                          "mem_file_path": self.memory()});
+        self.vm.put("/snapshot/create", body);
+    }
+
+    fn state(&self) -> std::path::PathBuf {
+        self.dir.path().join("vm.state")
+    }
+
+    fn memory(&self) -> std::path::PathBuf {
+        self.dir.path().join("vm.mem")
+    }
+
+    /// The body of a load into `vm`, which has another socket.
+    fn load(&self, vm: &Firecracker) -> Value {
+        json!({"snapshot_path": self.state(), "mem_file_path": self.memory(),
+               "vsock_override": {"uds_path": vm.vsock()}})
+    }
+}
+
+/// How much slower this host is than one on which a round trip over a Unix socket takes a tenth of a
+/// millisecond, as it does on ordinary ones.
+fn slowness(vm: &Firecracker) -> f64 {
+    let ask = || vm.ask("GET", "/version", &Value::Null).took;
+    let mut times: Vec<Duration> = (0..21).map(|_| ask()).collect();
+    times.sort();
+    (times[10].as_secs_f64() / 0.0001).clamp(1.0, 40.0)
+}
+
+fn limit(what: &str, took: Duration, limit_ms: f64, factor: f64) {
+    println!("{what}: {took:?}, of {limit_ms} ms times {factor:.1}");
+    assert!(took.as_secs_f64() * 1000.0 <= limit_ms * factor, "{what}: {took:?}");
+}
+
+/// Sequences A, C and B of a known platform, with its time limits: a guest is baked, and restored in another
+/// process on another tap, with another root drive and socket.
+#[test]
+fn snapshot_goes_on_in_another_process_with_another_tap_drive_and_socket() {
+    pvmm_tests::network::isolated(|| {
+        let vm = Firecracker::new();
+        let factor = slowness(&vm);
+        vm.describe();
+        let machine = json!({"vcpu_count": 1, "mem_size_mib": 256});
+        limit("PUT machine-config", vm.put("/machine-config", machine), 500.0, factor);
+        let card = json!({"iface_id": "1", "host_dev_name": "tap-baked",
+                          "guest_mac": "06:00:ac:10:00:02"});
+        limit("PUT network-interfaces", vm.put("/network-interfaces/1", card), 500.0, factor);
+        let volume = vm.dir().join("volume");
+        std::fs::File::create(&volume).unwrap().set_len(8 << 20).unwrap();
+        let drive = json!({"drive_id": "vol1", "is_root_device": false, "path_on_host": volume});
+        limit("PUT drives", vm.put("/drives/vol1", drive), 250.0, factor);
+        vm.start();
+        vm.prints("echo baked > /tmp/word");
+        limit("PATCH vm", vm.patch("/vm", json!({"state": "Paused"})), 500.0, factor);
+        let baked = Baked::of(vm);
+        assert_eq!(std::fs::metadata(baked.memory()).unwrap().len(), 256 << 20);
+        baked.vm.patch("/vm", json!({"state": "Resumed"}));
+        assert_eq!(baked.vm.prints("cat /tmp/word"), "baked");
+
+        let vm = Firecracker::with(&["--level", "Info"]);
+        let mut load = baked.load(&vm);
+        load["resume_vm"] = json!(false);
+        load["network_overrides"] = json!([{"iface_id": "1", "host_dev_name": "tap0"}]);
+        limit("PUT snapshot/load", vm.put("/snapshot/load", load.clone()), 10_000.0, 1.0);
+        assert_eq!(vm.get("/")["state"], "Paused");
+        let after = vm.refused("PUT", "/snapshot/load", load);
+        assert!(after.contains("not supported after starting"), "{after}");
+        let root = vm.dir().join("rootfs.ext4");
+        std::fs::copy(pvmm_tests::guest::base().rootfs, &root).unwrap();
+        // By a link, as device mapper's are.
+        let link = vm.dir().join("link");
+        std::os::unix::fs::symlink(&root, &link).unwrap();
+        let patch = json!({"drive_id": "rootfs", "path_on_host": link});
+        limit("PATCH drives", vm.patch("/drives/rootfs", patch), 10_000.0, 1.0);
+        // The first machine still has this one open for itself.
+        let bigger = vm.dir().join("volume");
+        std::fs::File::create(&bigger).unwrap().set_len(16 << 20).unwrap();
+        vm.patch("/drives/vol1", json!({"drive_id": "vol1", "path_on_host": bigger}));
+        limit("PATCH vm", vm.patch("/vm", json!({"state": "Resumed"})), 500.0, factor);
+        assert_eq!(vm.prints("cat /tmp/word; sleep 0.5; cat /sys/block/vdb/size"), "baked\n32768");
+        assert_eq!(
+            vm.prints("ls /bin | wc -l > /tmp/n; cat /sys/class/net/eth0/address"),
+            "06:00:ac:10:00:02"
+        );
+        pvmm_tests::network::host(&["link", "show", "tap0"]);
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", vm.pid())).unwrap();
+        let names =
+            tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).unwrap());
+        assert!(names.map(|name| name.trim_end().to_owned()).any(|name| name == "fc_vcpu 0"));
+        let config = vm.get("/vm/config");
+        assert_eq!(config["network-interfaces"][0]["host_dev_name"], "tap0");
+        assert_eq!(config["boot-source"]["kernel_image_path"], "");
+        let tx = json!({"bandwidth": {"size": 1_000_000, "refill_time": 100}});
+        vm.patch("/network-interfaces/1", json!({"iface_id": "1", "tx_rate_limiter": tx}));
+        vm.patch("/network-interfaces/1", json!({"iface_id": "1", "tx_rate_limiter": {}}));
+        assert_eq!(
+            vm.get("/vm/config")["network-interfaces"][0]["tx_rate_limiter"]["bandwidth"]["size"],
+            1_000_000
+        );
+    });
+}
+
+/// After a load that failed, nobody can say what is left: the client hears why, and the process ends.
+#[test]
+fn load_of_what_cannot_go_on_is_refused_and_ends_the_process() {
+    let vm = Firecracker::new();
+    vm.describe();
+    vm.start();
+    let running = json!({"snapshot_path": vm.dir().join("s"), "mem_file_path": vm.dir().join("m")});
+    assert!(vm.refused("PUT", "/snapshot/create", running).contains("pause it first"));
+    let baked = Baked::of(vm);
+
+    let foreign = baked.dir.path().join("firecracker.state");
+    std::fs::write(&foreign, [&0x0710_1984_8664_0000_u64.to_le_bytes()[..], &[0; 4096]].concat())
+        .unwrap();
+    let cut = baked.dir.path().join("cut.state");
+    let state = std::fs::read(baked.state()).unwrap();
+    std::fs::write(&cut, &state[..state.len() / 2]).unwrap();
+    let broken: [(&str, Value); 4] = [
+        ("snapshot_path", json!(foreign)),
+        ("snapshot_path", json!(cut)),
+        ("mem_file_path", json!("/no/such/memory")),
+        ("network_overrides", json!([{"iface_id": "7", "host_dev_name": "tap0"}])),
+    ];
+    for (field, value) in broken {
+        let mut vm = Firecracker::new();
+        let mut load = baked.load(&vm);
+        load[field] = value;
+        let fault = vm.refused("PUT", "/snapshot/load", load);
+        println!("{field}: {fault}");
+        assert!(!fault.contains('\n') && fault.starts_with("Load snapshot error"), "{fault}");
+        assert_eq!(vm.ends(), Some(1));
+    }
+    // One that was not begun leaves the process as it was.
+    let vm = Firecracker::new();
+    vm.put("/machine-config", json!({"vcpu_count": 1, "mem_size_mib": 128}));
+    let fault = vm.refused("PUT", "/snapshot/load", baked.load(&vm));
+    assert!(fault.contains("not allowed after configuring boot-specific resources"), "{fault}");
+    assert_eq!(vm.get("/")["state"], "Not started");
+}
+
+#[test]
+fn snapshot_of_differences_lies_over_the_whole_one() {
+    let vm = Firecracker::new();
+    vm.describe();
+    let machine = json!({"vcpu_count": 1, "mem_size_mib": 128, "track_dirty_pages": true});
+    vm.put("/machine-config", machine);
+    vm.start();
+    vm.prints("echo first > /tmp/word");
+    let baked = Baked::of(vm);
+    baked.vm.patch("/vm", json!({"state": "Resumed"}));
+    baked.vm.prints("echo second > /tmp/word");
+    baked.vm.patch("/vm", json!({"state": "Paused"}));
+    baked.save("Diff");
+    let vm = Firecracker::new();
+    let mut load = baked.load(&vm);
+    (load["resume_vm"], load["clock_realtime"]) = (json!(true), json!(true));
+    vm.put("/snapshot/load", load);
+    assert_eq!(vm.prints("cat /tmp/word"), "second");
+}
+
+#[test]
+fn snapshot_goes_on_with_memory_from_a_page_server() {
+    let vm = Firecracker::new();
+    vm.describe();
+    vm.start();
+    vm.prints("echo served > /tmp/word");
+    let baked = Baked::of(vm);
+    let server = pvmm_tests::page_server::PageServer::start(&baked.memory());
+    let mut vm = Firecracker::new();
+    let backend = json!({"backend_type": "Uffd", "backend_path": server.socket()});
+    let load = json!({"snapshot_path": baked.state(), "mem_backend": backend, "resume_vm": true,
+                      "vsock_override": {"uds_path": vm.vsock()}});
+    vm.put("/snapshot/load", load);
+    assert_eq!(vm.prints("cat /tmp/word"), "served");
+    assert!(server.served() > 100);
+    drop(server);
+    assert_eq!(vm.ends(), Some(1));
+}
+
+/// pvmm's own: drives named in the load itself, copies of a running machine, and back to a checkpoint.
+#[test]
+fn machine_is_forked_while_it_runs_and_rolled_back() {
+    let vm = Firecracker::new();
+    vm.describe();
+    vm.start();
+    vm.prints("echo parent > /tmp/word");
+    let socket = vm.dir().join("fork");
+    let forked = vm.ask("PUT", "/pvmm/fork", &json!({"socket": socket, "children": 2}));
+    assert_eq!(forked.status, 200, "{forked:?}");
+    println!("pause of a fork: {} us", forked.body["pause_us"]);
+    vm.prints("echo later > /tmp/word");
+    let children: Vec<Firecracker> = (0..2).map(|_| Firecracker::new()).collect();
+    for child in &children {
+        child.put(
+            "/pvmm/fork/load",
+            json!({"socket": socket, "resume_vm": true,
+                                            "vsock_override": {"uds_path": child.vsock()}}),
+        );
+        assert_eq!(child.prints("cat /tmp/word; echo child > /tmp/word"), "parent");
+    }
+    assert_eq!(vm.prints("cat /tmp/word"), "later");
+    vm.until("the socket's end", |_| (!socket.exists()).then_some(()));
+
+    assert!(vm.refused("PUT", "/pvmm/rollback", json!({})).contains("no checkpoint"));
+    vm.put("/pvmm/checkpoint", json!({}));
+    vm.prints("echo wrong > /tmp/word");
+    vm.put("/pvmm/rollback", Value::Null);
+    assert_eq!(vm.prints("cat /tmp/word"), "later");
+
+    let baked = Baked::of(vm);
+    let vm = Firecracker::new();
+    let root = vm.dir().join("root");
+    std::fs::copy(pvmm_tests::guest::base().rootfs, &root).unwrap();
+    let mut load = baked.load(&vm);
+    load["resume_vm"] = json!(true);
+    let with = json!({"load": load,
+                      "drive_overrides": [{"drive_id": "rootfs", "path_on_host": root}]});
+    vm.put("/pvmm/snapshot/load", with);
+    assert_eq!(vm.prints("cat /tmp/word"), "later");
+    assert_eq!(vm.get("/vm/config")["drives"][0]["path_on_host"], json!(root));
+}
+
+#[test]
+fn balloon_metadata_and_metrics_answer_as_clients_expect() {
+    let vm = Firecracker::with(&["--mmds-size-limit", "200"]);
+    vm.describe();
+    let metrics = vm.dir().join("metrics");
+    vm.put("/metrics", json!({"metrics_path": metrics}));
+    vm.put(
+        "/balloon",
+        json!({"amount_mib": 0, "deflate_on_oom": true, "stats_polling_interval_s": 1,
+                              "free_page_hinting": true, "free_page_reporting": true}),
+    );
+    vm.put("/entropy", json!({"rate_limiter": {"bandwidth": {"size": 1000, "refill_time": 100}}}));
+    vm.put("/mmds", json!({"latest": {"a": 1}}));
+    vm.start();
+    vm.patch("/balloon", json!({"amount_mib": 16}));
+    let inflated = |vm: &Firecracker| {
+        let stats = vm.get("/balloon/statistics");
+        (stats["actual_mib"] == 16 && stats["free_memory"].is_u64()).then_some(())
+    };
+    vm.until("the balloon", inflated);
+    assert_eq!(vm.get("/balloon")["amount_mib"], 16);
+    vm.patch("/balloon/statistics", json!({"stats_polling_interval_s": 5}));
+    vm.refused("PATCH", "/balloon/statistics", json!({"stats_polling_interval_s": 0}));
+    vm.patch("/balloon/hinting/start", json!({"acknowledge_on_stop": true}));
+    let hinted =
+        |vm: &Firecracker| (vm.get("/balloon/hinting/status")["host_cmd"] == 1).then_some(());
+    vm.until("the search for free pages", hinted);
+    vm.patch("/balloon/hinting/stop", Value::Null);
+
+    vm.patch("/mmds", json!({"latest": {"b": 2}}));
+    assert_eq!(vm.get("/mmds"), json!({"latest": {"a": 1, "b": 2}}));
+    assert_eq!(vm.ask("PUT", "/mmds", &json!({"x": "y".repeat(300)})).status, 413);
+
+    vm.put("/actions", json!({"action_type": "FlushMetrics"}));
+    let line = std::fs::read_to_string(metrics).unwrap();
+    let line: Value = serde_json::from_str(line.lines().next().unwrap()).unwrap();
+    assert_eq!(line["put_api_requests"]["boot_source_count"], 1);
+    assert!(line["entropy"]["entropy_event_count"].is_u64(), "{line}");
+}
+
+/// A kernel of a few instructions that switches off when the first key is Control.
+const WAITS_FOR_CTRL: [u8; 21] = [
+    0xe4, 0x64, 0xa8, 0x01, 0x74, 0xfa, // again: in al, 0x64; test al, 1; jz again
+    0xe4, 0x60, 0x3c, 0x14, 0x75, 0xfe, // in al, 0x60; cmp al, 0x14; jne self
+    0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee, 0xeb, 0xfe, // off
+];
+
+#[test]
+fn ctrl_alt_del_reaches_the_keyboard_controller() {
+    let mut vm = Firecracker::new();
+    let before = vm.refused("PUT", "/actions", json!({"action_type": "SendCtrlAltDel"}));
+    assert_eq!(before, "The requested operation is not supported before starting the microVM.");
+    let kernel = pvmm_tests::tiny::kernel(&WAITS_FOR_CTRL);
+    vm.put("/boot-source", json!({"kernel_image_path": kernel.path()}));
+    vm.put("/actions", json!({"action_type": "InstanceStart"}));
+    thread::sleep(Duration::from_millis(300));
+    assert_eq!(vm.get("/")["state"], "Running");
+    vm.put("/actions", json!({"action_type": "SendCtrlAltDel"}));
+    assert_eq!(vm.ends(), Some(0));
+}
+
+#[test]
+fn machine_in_a_file_starts_by_itself_and_ends_by_a_signal() {
+    let dir = tempfile::TempDir::new().unwrap();
+    let kernel = pvmm_tests::guest::default_kernel();
+    std::fs::write(dir.path().join("initrd"), kernel.initramfs(pvmm_sandbox::AGENT).unwrap())
+        .unwrap();
+    let root = json!({"drive_id": "rootfs", "is_root_device": true, "is_read_only": true,
+                      "path_on_host": pvmm_tests::guest::base().rootfs});
+    let args = "console=ttyS0 quiet reboot=k panic=-1 pvmm.root=/dev/vda pvmm.rootfstype=ext4";
+    let config = json!({
+        "boot-source": {"kernel_image_path": kernel.vmlinux, "boot_args": args,
+                        "initrd_path": dir.path().join("initrd")},
+        "drives": [root], "machine-config": {"vcpu_count": 1, "mem_size_mib": 128},
+        "vsock": {"guest_cid": 3, "uds_path": dir.path().join("v.sock")}, "later": null,
+    });
+    let (file, data) = (dir.path().join("vm.json"), dir.path().join("data.json"));
+    std::fs::write(&file, config.to_string()).unwrap();
+    std::fs::write(&data, r#"{"a": 1}"#).unwrap();
+    let [file, data] = [file, data].map(|path| path.display().to_string());
+    let mut vm = Firecracker::in_dir(dir, &["--config-file", &file, "--metadata", &data]);
+    assert_eq!(vm.get("/")["state"], "Running");
+    assert_eq!(vm.get("/mmds"), json!({"a": 1}));
+    vm.agent();
+    assert_eq!(vm.prints("echo up"), "up");
+    vm.signal("TERM");
+    assert_eq!(vm.ends(), None);
+
+    let mut wrong = Firecracker::with_no_api(&["--config-file", "/no/such/file"]);
+    assert_eq!(wrong.ends(), Some(1));
+}
+
+fn load_and_exec(times: usize) {
+    let vm = Firecracker::new();
+    vm.describe();
+    vm.start();
+    let baked = Baked::of(vm);
+    let mut worst = Duration::ZERO;
+    for round in 0..times {
+        let begun = Instant::now();
+        let vm = Firecracker::new();
+        let load = baked.load(&vm);
+        vm.put("/snapshot/load", load);
+        vm.patch("/vm", json!({"state": "Resumed"}));
+        // The first connection, made once: a vsock that fails after a load fails here.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        let agent = pvmm::agent::Agent::connect(vm.vsock(), deadline)
+            .unwrap_or_else(|error| panic!("round {round}: {error}"));
+        assert_eq!(prints(&agent, "echo $((6 * 7))"), "42", "round {round}");
+        worst = worst.max(begun.elapsed());
+    }
+    println!("{times} loads with an exec each, none failed; the slowest took {worst:?}");
+}
+
+#[test]
+fn load_and_exec_some_times_never_fails() {
+    load_and_exec(8);
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_firecracker_load_and_exec() {
+    load_and_exec(1000);
+}

@@ -60,7 +60,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         cmdline: &command_line(&config.cmdline, &places),
         protocol: config.boot_protocol,
         memory_mib: config.memory_mib,
-        rsdp: tables::write(config.vcpus, &places, guest)?,
+        rsdp: tables::write(config.vcpus, &places, config.keyboard, guest)?,
     };
     let entry = kernel::load(&image, guest)?;
     for (id, vcpu) in (0..).zip(&vcpus) {

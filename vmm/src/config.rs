@@ -61,6 +61,8 @@ pub struct VmConfig {
     /// Listen for the agent's word that it is ready, beside the vsock's socket, for [`crate::Vm::agent`] to wait
     /// for. Without it that call only connects.
     pub awaits_agent: bool,
+    /// Tell the guest of a keyboard, for [`crate::Vm::press_ctrl_alt_del`]. Looking for one takes it a moment.
+    pub keyboard: bool,
     pub boot_protocol: BootProtocol,
     /// Where nameless files for a machine's own writes are made; the directory for temporary files if not
     /// given.
@@ -216,6 +218,7 @@ impl VmConfig {
             rng_limits: RateLimiterConfig::default(),
             console: Console::default(),
             awaits_agent: true,
+            keyboard: false,
             boot_protocol: BootProtocol::default(),
             scratch_dir: None,
             track_changes: false,

@@ -71,6 +71,7 @@ pub struct Machine {
     pub transports: Vec<Arc<MmioTransport>>,
     pub ioapic: Arc<Ioapic>,
     pub serial: Arc<Serial>,
+    pub keyboard: Arc<I8042>,
     pub generation: VmGenId,
     pub ending: Arc<Ending>,
 }
@@ -97,14 +98,25 @@ impl Machine {
         kvm.connect_interrupt(generation.interrupt(), layout::GENERATION_GSI)?;
 
         let on_power = ending.on_power();
-        let reset = Arc::new(I8042::new(on_power.clone()));
-        buses.ports.insert(layout::I8042_PORT.into(), i8042::PORTS, reset)?;
+        let keyboard = Arc::new(I8042::new(on_power.clone()).map_err(MachineError::Event)?);
+        kvm.connect_interrupt(keyboard.interrupt(), layout::KEYBOARD_GSI)?;
+        buses.ports.insert(layout::I8042_PORT.into(), i8042::PORTS, keyboard.clone())?;
         let power = Arc::new(PowerRegisters::new(on_power));
         buses.ports.insert(layout::POWER_PORT.into(), power::PORTS, power)?;
 
         let devices = DeviceThread::spawn().map_err(MachineError::DeviceThread)?;
         let transports = Vec::new();
-        Ok(Self { buses, console, devices, transports, ioapic, serial, generation, ending })
+        Ok(Self {
+            buses,
+            console,
+            devices,
+            transports,
+            ioapic,
+            serial,
+            keyboard,
+            generation,
+            ending,
+        })
     }
 
     /// Puts a virtio device in the next place and connects its interrupt and its kicks.
@@ -159,6 +171,7 @@ impl Machine {
             transports: self.transports,
             ioapic: self.ioapic,
             serial: self.serial,
+            keyboard: self.keyboard,
             generation: self.generation,
             ending: self.ending,
             held,

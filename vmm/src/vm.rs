@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use pvmm_devices::ioapic::Ioapic;
 use pvmm_devices::legacy::Serial;
 use pvmm_devices::legacy::console::Console;
+use pvmm_devices::legacy::i8042::I8042;
 use pvmm_devices::virtio::MmioTransport;
 pub use pvmm_devices::virtio::counters::CounterValues;
 use pvmm_devices::virtio::thread::DeviceThread;
@@ -46,6 +47,7 @@ pub struct Vm {
     pub(crate) transports: Vec<Arc<MmioTransport>>,
     pub(crate) ioapic: Arc<Ioapic>,
     pub(crate) serial: Arc<Serial>,
+    pub(crate) keyboard: Arc<I8042>,
     pub(crate) generation: VmGenId,
     pub(crate) ending: Arc<Ending>,
     pub(crate) held: Held,
@@ -114,6 +116,12 @@ impl Vm {
     /// wait for [`Self::serial_room`] before offering the rest.
     pub fn type_serial(&self, bytes: &[u8]) -> usize {
         self.serial.feed(bytes)
+    }
+
+    /// Presses Ctrl-Alt-Del, by which a guest with a keyboard ([`crate::VmConfig::keyboard`]) and a driver for it
+    /// restarts itself.
+    pub fn press_ctrl_alt_del(&self) {
+        self.keyboard.press_ctrl_alt_del();
     }
 
     /// Readable when the guest has read from its console and there is room again. Read it empty before typing.

@@ -1,10 +1,15 @@
-//! The keyboard controller without a keyboard: reset, and answers that keep a driver's probe short.
+//! The keyboard controller and a keyboard with three keys: reset, Ctrl-Alt-Del, and answers that keep a
+//! driver's probe short.
 //!
 //! A guest that reboots through the keyboard controller, as Linux does by default, pulses its reset
 //! line. A driver that probes it gets every answer at once instead of waiting for one that never comes.
+//! Nothing of this is saved: what a key press needs is in the guest's driver.
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::{Mutex, PoisonError};
+
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::power::{PowerEvent, PowerSink};
 use crate::bus::BusDevice;
@@ -29,25 +34,65 @@ const AUX_OFF: u8 = 1 << 5;
 const TIMER_DONE: u8 = 1 << 5;
 // Longer than any answer; what a guest does not read is forgotten.
 const ANSWERS_MAX: usize = 16;
+// Control, Alt and Delete go down and up again, in the second set of scan codes, which the controller
+// passes on as it is.
+const CTRL_ALT_DEL: [u8; 11] = [0x14, 0x11, 0xe0, 0x71, 0xe0, 0xf0, 0x71, 0xf0, 0x11, 0xf0, 0x14];
+// The keyboard has understood.
+const ACKNOWLEDGE: u8 = 0xfa;
 
 /// The controller at ports 0x60 to 0x64.
 pub struct I8042 {
     state: Mutex<State>,
+    keyboard_line: EventFd,
     sink: PowerSink,
 }
 
 #[derive(Debug, Default)]
 struct State {
     control: u8,
-    answers: VecDeque<u8>,
+    answers: VecDeque<Answer>,
     // A command whose parameter comes to the data port.
     awaiting: Option<u8>,
+    // The same of the keyboard.
+    keyboard_awaiting: Option<u8>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Answer {
+    byte: u8,
+    // Announced by an interrupt, where the controller's own answers are waited for.
+    from_keyboard: bool,
 }
 
 impl I8042 {
-    pub fn new(sink: PowerSink) -> Self {
+    pub fn new(sink: PowerSink) -> io::Result<Self> {
         let state = State { control: CONTROL_AT_START, ..State::default() };
-        Self { state: Mutex::new(state), sink }
+        let keyboard_line = EventFd::new(EFD_NONBLOCK)?;
+        Ok(Self { state: Mutex::new(state), keyboard_line, sink })
+    }
+
+    /// The descriptor to connect to the keyboard's interrupt.
+    pub fn interrupt(&self) -> &EventFd {
+        &self.keyboard_line
+    }
+
+    /// Presses Ctrl-Alt-Del. Lost if the guest has not read what was pressed before.
+    pub fn press_ctrl_alt_del(&self) {
+        self.with_state(|state| {
+            if state.answers.len() + CTRL_ALT_DEL.len() <= ANSWERS_MAX {
+                CTRL_ALT_DEL.into_iter().for_each(|byte| state.type_byte(byte));
+            }
+        });
+        self.announce();
+    }
+
+    /// Interrupts the guest if a byte of the keyboard is the next to be read.
+    fn announce(&self) {
+        let next = self.with_state(|state| state.answers.front().copied());
+        if next.is_some_and(|answer| answer.from_keyboard) {
+            // Only a counter at its maximum refuses, and then an interrupt is pending anyway.
+            let _ = self.keyboard_line.write(1);
+        }
     }
 
     fn with_state<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
@@ -57,8 +102,38 @@ impl I8042 {
 
 impl State {
     fn answer(&mut self, byte: u8) {
+        self.queue(Answer { byte, from_keyboard: false });
+    }
+
+    fn type_byte(&mut self, byte: u8) {
+        self.queue(Answer { byte, from_keyboard: true });
+    }
+
+    fn queue(&mut self, answer: Answer) {
         if self.answers.len() < ANSWERS_MAX {
-            self.answers.push_back(byte);
+            self.answers.push_back(answer);
+        }
+    }
+
+    /// A byte for the keyboard, which answers as one that has just been plugged in.
+    fn keyboard(&mut self, byte: u8) {
+        let awaiting = self.keyboard_awaiting.take();
+        if byte == 0xee && awaiting.is_none() {
+            self.type_byte(byte);
+            return;
+        }
+        self.type_byte(ACKNOWLEDGE);
+        match (awaiting, byte) {
+            // Which set of scan codes it uses.
+            (Some(0xf0), 0) => self.type_byte(2),
+            (Some(_), _) => {}
+            // Lights, scan codes and repeat rate have a parameter.
+            (None, 0xed | 0xf0 | 0xf3) => self.keyboard_awaiting = Some(byte),
+            // What it is: a keyboard.
+            (None, 0xf2) => [0xab, 0x83].into_iter().for_each(|byte| self.type_byte(byte)),
+            // Its self-test passed.
+            (None, 0xff) => self.type_byte(0xaa),
+            (None, _) => {}
         }
     }
 
@@ -92,11 +167,20 @@ impl State {
             Some(0xd1) => return byte & 1 == 0,
             // Loops back, and never as auxiliary data: there is no such port.
             Some(0xd2 | 0xd3) => self.answer(byte),
-            // For a keyboard or mouse, which is not there: an answer nobody waits for would only be taken
-            // for that of the next command.
-            Some(_) | None => {}
+            // For a mouse, which is not there: an answer nobody waits for would only be taken for that of
+            // the next command.
+            Some(_) => {}
+            None => self.keyboard(byte),
         }
         false
+    }
+}
+
+impl I8042 {
+    fn read_data(&self) -> u8 {
+        let answer = self.with_state(|state| state.answers.pop_front());
+        self.announce();
+        answer.map_or(0, |answer| answer.byte)
     }
 }
 
@@ -105,7 +189,7 @@ impl BusDevice for I8042 {
         data.fill(0);
         let [byte] = data else { return };
         *byte = match offset {
-            DATA => self.with_state(|state| state.answers.pop_front().unwrap_or(0)),
+            DATA => self.read_data(),
             SPEAKER => TIMER_DONE,
             COMMAND => self.with_state(|state| {
                 let full = if state.answers.is_empty() { 0 } else { OUTPUT_FULL };
@@ -122,6 +206,7 @@ impl BusDevice for I8042 {
             COMMAND => self.with_state(|state| state.command(byte)),
             _ => false,
         };
+        self.announce();
         // After unlock, for the sink is somebody else's code.
         if reset {
             (self.sink)(PowerEvent::Reset);
@@ -143,7 +228,7 @@ mod tests {
             assert_eq!(event, PowerEvent::Reset);
             count.fetch_add(1, Ordering::Relaxed);
         };
-        (I8042::new(Arc::new(sink)), resets)
+        (I8042::new(Arc::new(sink)).unwrap(), resets)
     }
 
     fn read(controller: &I8042, offset: u64) -> u8 {
@@ -188,6 +273,42 @@ mod tests {
         assert_eq!(ask(&controller, 0xab, None), Some(0));
         assert_eq!(ask(&controller, 0xa9, None), Some(2));
         assert_eq!(ask(&controller, 0xd3, Some(0x5a)), Some(0x5a));
+    }
+
+    /// What a driver reads on interrupts, until there is none.
+    fn typed(controller: &I8042) -> Vec<u8> {
+        let interrupted = || controller.interrupt().read().is_ok();
+        std::iter::from_fn(|| interrupted().then(|| read(controller, DATA))).collect()
+    }
+
+    #[test]
+    fn keys_are_read_byte_by_byte_each_with_its_interrupt() {
+        let (controller, _) = controller();
+        controller.press_ctrl_alt_del();
+        assert_ne!(read(&controller, COMMAND) & OUTPUT_FULL, 0);
+        assert_eq!(typed(&controller), CTRL_ALT_DEL);
+        assert_eq!(read(&controller, COMMAND) & OUTPUT_FULL, 0);
+        (0..100).for_each(|_| controller.press_ctrl_alt_del());
+        assert_eq!(typed(&controller), CTRL_ALT_DEL);
+    }
+
+    #[test]
+    fn keyboard_answers_its_driver() {
+        let (controller, _) = controller();
+        for (bytes, answer) in [
+            (&[0xf2][..], &[0xfa, 0xab, 0x83][..]),
+            (&[0xff], &[0xfa, 0xaa]),
+            (&[0xed, 0], &[0xfa, 0xfa]),
+            (&[0xf0, 0], &[0xfa, 0xfa, 2]),
+            (&[0xee], &[0xee]),
+            (&[0xf4], &[0xfa]),
+        ] {
+            bytes.iter().for_each(|byte| controller.write(DATA, &[*byte]));
+            assert_eq!(typed(&controller), answer, "{bytes:x?}");
+        }
+        // A controller's answer comes without.
+        assert_eq!(ask(&controller, 0xaa, None), Some(0x55));
+        assert!(controller.interrupt().read().is_err());
     }
 
     #[test]

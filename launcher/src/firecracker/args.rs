@@ -26,9 +26,6 @@ pub mod code {
 /// it, and is no version of Firecracker's own, for those who compare.
 pub const VERSION: &str = concat!("1.16.0-pvmm-", env!("CARGO_PKG_VERSION"));
 
-/// The format of snapshots that this program writes.
-pub const SNAPSHOT_VERSION: &str = "pvmm-1";
-
 const DEFAULT_SOCKET: &str = "/run/firecracker.socket";
 const DEFAULT_ID: &str = "anonymous-instance";
 /// The most of a request's body, unless told otherwise.

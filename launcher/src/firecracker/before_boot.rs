@@ -9,7 +9,9 @@ use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use pvmm::config::{MAX_DRIVES, MAX_MEMORY_MIB, MAX_NETS, MAX_VCPUS, MIN_MEMORY_MIB};
-use pvmm::{CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, TapSource, VmConfig};
+use pvmm::{
+    CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, TapSource, ThreadNames, VmConfig,
+};
 
 use super::bodies::{
     Balloon, BootSource, CacheType, Config, CpuTemplate, Drive, Entropy, HugePages, IoEngine,
@@ -191,6 +193,11 @@ impl BeforeBoot {
         machine.vsock = config.vsock.as_ref().map(vsock_config);
         machine.balloon = config.balloon.as_ref().map(balloon_config);
         machine.rng = config.entropy.is_some();
+        machine.rng_limits = limits_of(config.entropy.as_ref().and_then(|e| e.rate_limiter));
+        machine.track_changes = config.machine_config.track_dirty_pages;
+        machine.huge_pages = config.machine_config.huge_pages != HugePages::None;
+        machine.vcpu_threads = ThreadNames::Firecracker;
+        machine.keyboard = true;
         machine.console = console(&self.serial)?;
         // Who uses this door may have an agent of another kind, on a port of its own choice.
         machine.awaits_agent = false;

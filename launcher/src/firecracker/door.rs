@@ -13,9 +13,10 @@ use serde_json::json;
 
 use super::args::{Args, VERSION, code};
 use super::before_boot::BeforeBoot;
-use super::bodies::{self, MachineUpdate};
+use super::bodies::{self, MachineUpdate, SnapshotType};
 use super::config_file;
 use super::exec::Execs;
+use super::fork;
 use super::http::{self, Answer, Refusal};
 use super::keyboard::Keyboard;
 use super::logger;
@@ -24,6 +25,7 @@ use super::mmds::Mmds;
 use super::routes::{self, Request};
 use super::running::{Running, refuse};
 use super::server::{ClientId, Server};
+use super::snapshot;
 use crate::sys::poll::{self, Want};
 use crate::sys::signals::{self, Signals};
 
@@ -70,6 +72,12 @@ enum Done {
 impl From<()> for Done {
     fn from((): ()) -> Self {
         Self::Answer(Answer::done())
+    }
+}
+
+impl From<Refusal> for Done {
+    fn from(refusal: Refusal) -> Self {
+        Self::Answer(refusal.into())
     }
 }
 
@@ -399,15 +407,14 @@ impl Door {
             Request::PutMmds(content) => self.mmds.put(content)?,
             Request::PatchMmds(patch) => self.mmds.patch(&patch)?,
             Request::InstanceStart => self.start()?,
-            Request::LoadSnapshot(_) | Request::LoadFork(_) => {
+            request @ (Request::LoadSnapshot(_) | Request::LoadFork(_)) => {
                 if before.is_described() {
                     return Err(Refusal::bad(
                         "Load snapshot error: Loading a microVM snapshot not allowed after \
                          configuring boot-specific resources.",
                     ));
                 }
-                let what = "Load snapshot error: not supported yet.";
-                return Ok(Done::Fatal(Refusal::bad(what).into()));
+                return Ok(self.load(&request));
             }
             _ => return Err(Refusal::bad(NOT_BEFORE_BOOT)),
         }
@@ -461,12 +468,17 @@ impl Door {
                 self.execs.start(client, socket, exec)?;
                 return Ok(Done::Later);
             }
-            Request::CreateSnapshot(_)
-            | Request::Fork(_)
-            | Request::PatchNet(_)
-            | Request::SendCtrlAltDel => {
-                return Err(Refusal::bad("Not supported yet."));
+            Request::PatchNet(update) => running.patch_net(update)?,
+            Request::SendCtrlAltDel => running.send_ctrl_alt_del(),
+            Request::CreateSnapshot(wish) => {
+                snapshot::create(running, &wish)?;
+                let what = match wish.snapshot_type {
+                    SnapshotType::Full => "full_create_snapshot",
+                    SnapshotType::Diff => "diff_create_snapshot",
+                };
+                self.metrics.took(what, begun.elapsed());
             }
+            Request::Fork(wish) => return Ok(Answer::json(&fork::fork(running, &wish)?).into()),
             _ => return Err(after_boot()),
         }
         Ok(().into())
@@ -480,6 +492,38 @@ impl Door {
         running.resume()?;
         self.enter(running);
         Ok(())
+    }
+
+    /// Goes on with a machine that was; if that fails, what is left is no start for anything.
+    fn load(&mut self, request: &Request) -> Done {
+        let State::Before(before) = &self.state else { return after_boot().into() };
+        let begun = Instant::now();
+        let (loaded, resume) = match request {
+            Request::LoadSnapshot(with) => {
+                (snapshot::load(with, &before.serial), with.load.resume_vm)
+            }
+            Request::LoadFork(wish) => (fork::load(wish, &before.serial), wish.resume_vm),
+            _ => return after_boot().into(),
+        };
+        let resumed = loaded.and_then(|mut running| {
+            if resume {
+                running.resume()?;
+            }
+            Ok(running)
+        });
+        match resumed {
+            Ok(mut running) => {
+                running.config.logger.clone_from(&before.config.logger);
+                running.config.metrics.clone_from(&before.config.metrics);
+                if running.config.mmds_config.is_some() {
+                    self.mmds.make_present();
+                }
+                self.enter(running);
+                self.metrics.took("load_snapshot", begun.elapsed());
+                ().into()
+            }
+            Err(refusal) => Done::Fatal(refusal.into()),
+        }
     }
 
     /// From here on there is a machine.

@@ -8,6 +8,7 @@
 //! | `before_boot.rs`, `config_file.rs` | how a machine is described |
 //! | `running.rs` | what may be asked of one that lives |
 //! | `door.rs` | the one thread that owns the machine and the socket |
+//! | `snapshot.rs`, `fork.rs` | how a machine is written, loaded, and gone on with by others |
 //! | `exec.rs` | how a command runs in the guest while others are served |
 //! | `logger.rs`, `metrics.rs`, `mmds.rs`, `keyboard.rs` | what else a client can set, hear and say |
 
@@ -17,6 +18,7 @@ mod bodies;
 mod config_file;
 mod door;
 mod exec;
+mod fork;
 mod http;
 mod keyboard;
 mod logger;
@@ -25,6 +27,7 @@ mod mmds;
 mod routes;
 mod running;
 mod server;
+mod snapshot;
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -49,11 +52,14 @@ pub fn run(words: Vec<OsString>) -> u8 {
     match args::parse(words) {
         Ok(Command::Help) => print(&args::help()),
         Ok(Command::Version) => print(&format!("Firecracker v{VERSION}\n\n")),
-        Ok(Command::SnapshotVersion) => print(&format!("v{}\n", args::SNAPSHOT_VERSION)),
-        Ok(Command::DescribeSnapshot(path)) => {
-            eprintln!("Error: {path:?}: snapshots cannot be described yet");
-            code::GENERIC
-        }
+        Ok(Command::SnapshotVersion) => print(&format!("v{}\n", snapshot::VERSION)),
+        Ok(Command::DescribeSnapshot(path)) => match snapshot::describe(&path) {
+            Ok(version) => print(&format!("v{version}\n")),
+            Err(message) => {
+                eprintln!("Error: {message}");
+                code::GENERIC
+            }
+        },
         Ok(Command::Run(args)) => door::run(*args),
         Err(Wrong { code, message }) => {
             eprintln!("Error: {message}\n\nFor more information try --help.");

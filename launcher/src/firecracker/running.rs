@@ -8,7 +8,7 @@ use pvmm::{DeviceCounters, DriveSource, ErrorKind, Hinting, Vm};
 use super::before_boot;
 use super::bodies::{
     Balloon, BalloonStats, BalloonUpdate, Config, DriveUpdate, HintingStart, HintingStatus,
-    RateLimiter, StatsUpdate,
+    NetUpdate, RateLimiter, StatsUpdate,
 };
 use super::http::Refusal;
 
@@ -70,13 +70,8 @@ impl Running {
         let drive = &mut self.config.drives[index];
         if let Some(path) = path_on_host {
             before_boot::check_image(&path, drive.read_only())?;
-            let new = before_boot::resolved(&path);
-            let old = drive.path_on_host.as_deref().map(before_boot::resolved);
-            match old == Some(new.clone()) {
-                true => self.vm.resize_drive(index),
-                false => self.vm.replace_drive(index, DriveSource::Path(new)),
-            }
-            .map_err(refuse("Drive config"))?;
+            let source = DriveSource::Path(before_boot::resolved(&path));
+            self.vm.replace_drive(index, source).map_err(refuse("Drive config"))?;
             drive.path_on_host = Some(path);
         }
         if let Some(change) = rate_limiter {
@@ -85,6 +80,33 @@ impl Running {
             drive.rate_limiter = shown(limits);
         }
         Ok(())
+    }
+
+    /// Other limits of a network card; a bucket that is not named stays as it is.
+    pub fn patch_net(&mut self, update: NetUpdate) -> Result<(), Refusal> {
+        let NetUpdate { iface_id, rx_rate_limiter, tx_rate_limiter } = update;
+        let place = self.config.network_interfaces.iter().position(|net| net.iface_id == iface_id);
+        let Some(index) = place else {
+            return Err(Refusal::bad(format!(
+                "Network config: there is no interface {iface_id:?}."
+            )));
+        };
+        let net = &mut self.config.network_interfaces[index];
+        let changed = |old: Option<RateLimiter>, change: Option<RateLimiter>| {
+            change.map(|change| old.unwrap_or_default().changed_by(change))
+        };
+        let rx = changed(net.rx_rate_limiter, rx_rate_limiter);
+        let tx = changed(net.tx_rate_limiter, tx_rate_limiter);
+        let config = |limits: Option<RateLimiter>| limits.map(RateLimiter::config);
+        self.vm.limit_net(index, config(rx), config(tx)).map_err(refuse("Network config"))?;
+        net.rx_rate_limiter = rx.map_or(net.rx_rate_limiter, shown);
+        net.tx_rate_limiter = tx.map_or(net.tx_rate_limiter, shown);
+        Ok(())
+    }
+
+    /// Presses the three keys by which a keyboard asks a machine to restart.
+    pub fn send_ctrl_alt_del(&self) {
+        self.vm.press_ctrl_alt_del();
     }
 
     pub fn balloon(&self) -> Result<Balloon, Refusal> {

@@ -39,7 +39,7 @@ pub fn accesses(bytes: &[u8]) {
     let ioapic = Arc::new(Ioapic::new(Box::new(Lines)));
     let mut bus = Bus::default();
     bus.insert(0x100, serial::PORTS, serial.clone()).unwrap();
-    bus.insert(0x200, i8042::PORTS, Arc::new(I8042::new(Arc::new(|_| {})))).unwrap();
+    bus.insert(0x200, i8042::PORTS, Arc::new(I8042::new(Arc::new(|_| {})).unwrap())).unwrap();
     bus.insert(0x300, power::PORTS, Arc::new(PowerRegisters::new(Arc::new(|_| {})))).unwrap();
     bus.insert(0x1000, 0x1000, ioapic.clone()).unwrap();
     while !input.is_empty() {

@@ -15,7 +15,7 @@ mod snapshot;
 
 use serde::{Deserialize, Deserializer};
 
-pub use additions::{Exec, Fork, ForkLoad, LoadWithDrives};
+pub use additions::{DriveOverride, Exec, Fork, ForkLoad, LoadWithDrives};
 pub use balloon::{Balloon, BalloonStats, BalloonUpdate, HintingStart, HintingStatus, StatsUpdate};
 pub use config::Config;
 pub use drive::{CacheType, Drive, DriveUpdate, IoEngine};
@@ -24,7 +24,8 @@ pub use logging::{Level, Logger, Metrics, Serial};
 pub use machine::{BootSource, CpuTemplate, HugePages, MachineConfig, MachineUpdate};
 pub use net::{MmdsConfig, MmdsVersion, NetUpdate, NetworkInterface};
 pub use snapshot::{
-    NetworkOverride, SnapshotCreate, SnapshotLoad, VmState, VmUpdate, VsockOverride,
+    BackendType, LoadHugePages, NetworkOverride, SnapshotCreate, SnapshotLoad, SnapshotType,
+    VmState, VmUpdate, VsockOverride,
 };
 
 /// `PUT /actions`.

@@ -50,6 +50,7 @@ pub const I8042_PORT: u16 = 0x60;
 pub const POWER_PORT: u16 = 0x600;
 
 /// Interrupt lines.
+pub const KEYBOARD_GSI: u32 = 1;
 pub const SERIAL_GSI: u32 = 4;
 pub const GENERATION_GSI: u32 = 5;
 pub const FIRST_VIRTIO_GSI: u32 = 6;

@@ -29,6 +29,7 @@ const REVISION: u32 = 1;
 const DSDT_HEADER: u32 = 36;
 const DSDT_REVISION: u8 = 6;
 /// The machine has no VGA and no CMOS clock to probe for; the wall clock is kvm-clock's.
+const KEYBOARD_CONTROLLER: u16 = 1 << 1;
 const NO_VGA: u16 = 1 << 2;
 const NO_CMOS_RTC: u16 = 1 << 5;
 
@@ -55,11 +56,12 @@ pub enum TablesError {
 pub fn write(
     vcpus: u32,
     devices: &[MmioDevice],
+    keyboard: bool,
     memory: &GuestMemory,
 ) -> Result<GuestAddress, TablesError> {
     let mut area = Area { memory, next: layout::ACPI.0 + Rsdp::len() as u64 };
-    let dsdt = area.place(&dsdt(devices))?;
-    let fadt = area.place(&fadt(dsdt))?;
+    let dsdt = area.place(&dsdt(devices, keyboard))?;
+    let fadt = area.place(&fadt(dsdt, keyboard))?;
     let madt = area.place(&madt(vcpus))?;
     let mut xsdt = XSDT::new(OEM, OEM_TABLE, REVISION);
     xsdt.add_entry(fadt);
@@ -91,7 +93,7 @@ impl Area<'_> {
     }
 }
 
-fn fadt(dsdt: u64) -> impl Aml {
+fn fadt(dsdt: u64, keyboard: bool) -> impl Aml {
     let port =
         |port: u16| GAS::new(AddressSpace::SystemIo, 8, 0, AccessSize::ByteAccess, port.into());
     let mut fadt = FADTBuilder::new(OEM, OEM_TABLE, REVISION)
@@ -100,7 +102,8 @@ fn fadt(dsdt: u64) -> impl Aml {
         .flag(Flags::ResetRegSup)
         .flag(Flags::PwrButton)
         .flag(Flags::SlpButton);
-    fadt.iapc_boot_arch = (NO_VGA | NO_CMOS_RTC).into();
+    let controller = if keyboard { KEYBOARD_CONTROLLER } else { 0 };
+    fadt.iapc_boot_arch = (NO_VGA | NO_CMOS_RTC | controller).into();
     fadt.reset_reg = port(layout::POWER_PORT + power::RESET as u16);
     fadt.reset_value = power::RESET_VALUE;
     fadt.sleep_control_reg = port(layout::POWER_PORT + power::SLEEP_CONTROL as u16);
@@ -118,12 +121,15 @@ fn madt(vcpus: u32) -> impl Aml {
     madt
 }
 
-fn dsdt(devices: &[MmioDevice]) -> Sdt {
+fn dsdt(devices: &[MmioDevice], keyboard: bool) -> Sdt {
     let mut aml = Vec::new();
     // Which value to write to the sleep register for "off".
     let (off, zero) = (power::SLEEP_TYPE_S5, 0u8);
     Name::new("_S5_".into(), &Package::new(vec![&off, &zero, &zero, &zero])).to_aml_bytes(&mut aml);
     serial(&mut aml);
+    if keyboard {
+        keyboard_controller(&mut aml);
+    }
     generation(&mut aml);
     for (index, device) in devices.iter().enumerate() {
         virtio(index, device, &mut aml);
@@ -141,6 +147,17 @@ fn serial(aml: &mut Vec<u8>) {
     ])
     .bytes();
     device("COM1", &EISAName::new("PNP0501"), 0, &Raw(resources), aml);
+}
+
+fn keyboard_controller(aml: &mut Vec<u8>) {
+    let (data, command) = (layout::I8042_PORT, layout::I8042_PORT + 4);
+    let resources = ResourceTemplate::new(vec![
+        &edge(layout::KEYBOARD_GSI) as &dyn Aml,
+        &IO::new(data, data, 1, 1),
+        &IO::new(command, command, 1, 1),
+    ])
+    .bytes();
+    device("PS2K", &EISAName::new("PNP0303"), 0, &Raw(resources), aml);
 }
 
 /// Where the generation identifier is, and the event by which its driver hears of a new one.

@@ -1,0 +1,229 @@
+//! Snapshots by the API: two files written, and a machine that goes on from them.
+//!
+//! The note in the state file is the machine's whole configuration, with the ids that requests speak of. A load
+//! reads it, changes what the client overrides, and gives every device its backend anew.
+
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+use pvmm::{DriveSource, Overrides, SaveKind, Template, ThreadNames};
+use serde_json::Value;
+
+use super::before_boot::{check_vsock_path, console, drive_config, net_config, vsock_config};
+use super::bodies::{
+    BackendType, BootSource, Config, DriveOverride, HugePages, LoadHugePages, LoadWithDrives,
+    NetworkOverride, Serial, SnapshotCreate, SnapshotType, VsockOverride, limits_of,
+};
+use super::http::Refusal;
+use super::running::{Running, refuse};
+
+/// The format of the state files that are written, as `--snapshot-version` says it.
+pub const VERSION: u32 = 1;
+
+/// Writes the machine, which must stand still.
+pub fn create(running: &mut Running, wish: &SnapshotCreate) -> Result<(), Refusal> {
+    if !running.is_paused() {
+        return Err(Refusal::bad("Create snapshot error: the machine is running; pause it first."));
+    }
+    let note = note(&running.config)?;
+    let kind = match wish.snapshot_type {
+        SnapshotType::Full => SaveKind::Full,
+        SnapshotType::Diff => SaveKind::Diff,
+    };
+    let saved = running.vm.save_files(&wish.snapshot_path, &wish.mem_file_path, kind, &note);
+    saved.map_err(refuse("Create snapshot error"))
+}
+
+/// What a machine is, for whoever goes on with it. Where a process logs is its own affair.
+pub fn note(config: &Config) -> Result<Vec<u8>, Refusal> {
+    let config = Config { logger: None, metrics: None, unknown: <_>::default(), ..config.clone() };
+    serde_json::to_vec(&config).map_err(|error| Refusal {
+        status: 500,
+        message: format!("Create snapshot error: {error}"),
+    })
+}
+
+/// What a client changes about a machine that goes on.
+pub struct Changes<'a> {
+    pub nets: &'a [NetworkOverride],
+    pub vsock: Option<&'a VsockOverride>,
+    pub drives: &'a [DriveOverride],
+}
+
+/// A machine that goes on from two files, paused.
+pub fn load(with: &LoadWithDrives, serial: &Serial) -> Result<Running, Refusal> {
+    let load = &with.load;
+    let memory =
+        load.memory().map_err(|error| Refusal::bad(format!("Load snapshot error: {error}")))?;
+    let (file, page_server) = match memory.backend_type {
+        BackendType::File => (Some(memory.backend_path), None),
+        BackendType::Uffd => (None, Some(memory.backend_path)),
+    };
+    let template = Template::load_files(&load.snapshot_path, file.as_deref())
+        .map_err(refuse("Load snapshot error"))?;
+    let mut config = read_note(template.note())?;
+    let changes = Changes {
+        nets: &load.network_overrides,
+        vsock: load.vsock_override.as_ref(),
+        drives: &with.drive_overrides,
+    };
+    apply(&mut config, &changes)?;
+    let machine = &mut config.machine_config;
+    machine.track_dirty_pages = load.track_dirty_pages || load.enable_diff_snapshots;
+    machine.huge_pages = match load.huge_pages {
+        LoadHugePages::Snapshot => machine.huge_pages,
+        LoadHugePages::None => HugePages::None,
+        LoadHugePages::Transparent => HugePages::Transparent,
+        LoadHugePages::Hugetlbfs2M => HugePages::Hugetlbfs2M,
+    };
+    // Not opened before the machine runs: the client may still name another image.
+    let drives = config.drives.iter().map(|drive| drive_config(drive, DriveSource::Later));
+    let drives = drives.collect::<Result<Vec<_>, _>>()?;
+    let overrides = Overrides {
+        drives: drives.into_iter().enumerate().collect(),
+        page_server,
+        catch_up: load.clock_realtime,
+        ..overrides(&config, serial)?
+    };
+    let vm = template.fork(overrides).map_err(refuse("Load snapshot error"))?;
+    Ok(Running::new(vm, config))
+}
+
+/// What every machine that goes on is given: its cards, its socket, its console, its names.
+pub fn overrides(config: &Config, serial: &Serial) -> Result<Overrides, Refusal> {
+    let nets = config.network_interfaces.iter().map(net_config).collect::<Result<Vec<_>, _>>()?;
+    Ok(Overrides {
+        nets: nets.into_iter().enumerate().collect(),
+        vsock: config.vsock.as_ref().map(vsock_config),
+        rng_limits: limits_of(config.entropy.as_ref().and_then(|entropy| entropy.rate_limiter)),
+        console: console(serial)?,
+        track_changes: config.machine_config.track_dirty_pages,
+        huge_pages: config.machine_config.huge_pages != HugePages::None,
+        vcpu_threads: ThreadNames::Firecracker,
+        ..Overrides::default()
+    })
+}
+
+/// The configuration of the machine that is gone on with. It is a file's word, and checked where it is used.
+pub fn read_note(note: &[u8]) -> Result<Config, Refusal> {
+    let config: Config = serde_json::from_slice(note).map_err(|_| {
+        Refusal::bad(
+            "Load snapshot error: the state file was not written by this API; load it with the \
+             library that wrote it.",
+        )
+    })?;
+    let boot_source = BootSource::default();
+    Ok(Config { boot_source, logger: None, metrics: None, ..config })
+}
+
+/// Puts the client's changes into the configuration; each must be of something that is there.
+pub fn apply(config: &mut Config, changes: &Changes<'_>) -> Result<(), Refusal> {
+    let none = |what: &str, id: &str| {
+        Refusal::bad(format!("Load snapshot error: the snapshot has no {what} {id:?}."))
+    };
+    for change in changes.nets {
+        let mut nets = config.network_interfaces.iter_mut();
+        let net = nets.find(|net| net.iface_id == change.iface_id);
+        let net = net.ok_or_else(|| none("network interface", &change.iface_id))?;
+        net.host_dev_name.clone_from(&change.host_dev_name);
+    }
+    for change in changes.drives {
+        let drive = config.drives.iter_mut().find(|drive| drive.drive_id == change.drive_id);
+        let drive = drive.ok_or_else(|| none("drive", &change.drive_id))?;
+        super::before_boot::check_image(&change.path_on_host, drive.read_only())?;
+        drive.path_on_host = Some(change.path_on_host.clone());
+    }
+    if let Some(change) = changes.vsock {
+        let vsock = config.vsock.as_mut().ok_or_else(|| none("vsock for", &change.uds_path))?;
+        check_vsock_path(&change.uds_path)?;
+        vsock.uds_path.clone_from(&change.uds_path);
+    }
+    Ok(())
+}
+
+/// The format of a state file, without loading it.
+pub fn describe(path: &Path) -> Result<u64, String> {
+    let mut head = Vec::new();
+    let read = File::open(path).and_then(|file| file.take(1 << 20).read_to_end(&mut head));
+    read.map_err(|error| format!("{}: {error}", path.display()))?;
+    let manifest = head.strip_prefix(b"pvmm-vm\n").and_then(|rest| {
+        let (len, rest) = rest.split_at_checked(4)?;
+        let len = u32::from_le_bytes(len.try_into().ok()?) as usize;
+        serde_json::from_slice::<Value>(rest.get(..len)?).ok()
+    });
+    let version = manifest.and_then(|manifest| manifest["version"].as_u64());
+    version.ok_or_else(|| {
+        format!("{}: not a state file of pvmm; bake it again with pvmm", path.display())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn config() -> Config {
+        serde_json::from_str(
+            r#"{"drives":[{"drive_id":"rootfs","is_root_device":true,"path_on_host":"/r"}],
+                "network-interfaces":[{"iface_id":"1","host_dev_name":"tap9"}],
+                "vsock":{"guest_cid":3,"uds_path":"/v"},"logger":{"log_path":"/l"},
+                "boot-source":{"kernel_image_path":"/k"}}"#,
+        )
+        .unwrap()
+    }
+
+    fn changed(nets: &[(&str, &str)], vsock: Option<&str>) -> Result<Config, Refusal> {
+        let net = |(id, tap): &(&str, &str)| NetworkOverride {
+            iface_id: (*id).to_owned(),
+            host_dev_name: (*tap).to_owned(),
+        };
+        let nets: Vec<_> = nets.iter().map(net).collect();
+        let vsock = vsock.map(|path| VsockOverride { uds_path: path.to_owned() });
+        let mut config = config();
+        apply(&mut config, &Changes { nets: &nets, vsock: vsock.as_ref(), drives: &[] })?;
+        Ok(config)
+    }
+
+    #[test]
+    fn note_goes_back_into_the_machine_without_what_is_a_process_own() {
+        let back = read_note(&note(&config()).unwrap()).unwrap();
+        assert_eq!(back.drives, config().drives);
+        assert_eq!((back.logger, back.boot_source), (None, BootSource::default()));
+        for other in [&b""[..], b"a note", b"[]", b"{\"drives\":1}"] {
+            assert_eq!(read_note(other).unwrap_err().status, 400);
+        }
+    }
+
+    #[test]
+    fn changes_of_what_is_there_are_made_and_others_refused() {
+        let config = changed(&[("1", "tap0")], Some("/w")).unwrap();
+        assert_eq!(config.network_interfaces[0].host_dev_name, "tap0");
+        assert_eq!(config.vsock.unwrap().uds_path, "/w");
+        assert!(changed(&[("2", "tap0")], None).unwrap_err().message.contains("\"2\""));
+        assert!(changed(&[], Some("")).is_err());
+        let mut bare = Config::default();
+        let vsock = VsockOverride { uds_path: "/w".to_owned() };
+        let changes = Changes { nets: &[], vsock: Some(&vsock), drives: &[] };
+        assert!(apply(&mut bare, &changes).is_err());
+    }
+
+    #[test]
+    fn i4_drive_override_that_is_no_image_or_no_drive_is_refused() {
+        for (id, path) in
+            [("rootfs", "/no/such"), ("rootfs", "/dev/null"), ("other", "/etc/passwd")]
+        {
+            let drives = [DriveOverride { drive_id: id.into(), path_on_host: path.into() }];
+            let changes = Changes { nets: &[], vsock: None, drives: &drives };
+            assert!(apply(&mut config(), &changes).is_err(), "{id} {path}");
+        }
+    }
+
+    #[test]
+    fn state_file_of_another_program_is_not_described() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), 0x0710_1984_8664_0000_u64.to_le_bytes()).unwrap();
+        assert!(describe(file.path()).unwrap_err().contains("bake it again"));
+        std::fs::write(file.path(), b"pvmm-vm\n\x0d\0\0\0{\"version\":1}").unwrap();
+        assert_eq!(describe(file.path()), Ok(1));
+    }
+}
