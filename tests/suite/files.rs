@@ -110,7 +110,7 @@ fn copy(agent: &Agent, mib: u64, look: &mut dyn FnMut()) {
 
 #[test]
 fn large_file_in_and_out_matches_with_flat_memory() {
-    copies_match(128, "1G");
+    copies_match(64, "1G");
 }
 
 #[test]

@@ -1,0 +1,125 @@
+//! `pvmm fork`, `snapshot`, `restore` and a VM's own time, as they are typed.
+
+use clap::{Args, Subcommand};
+
+use super::TEMPLATE;
+use crate::args;
+
+/// Start copies of a running VM, or of a warm template
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm fork web                        one copy; its id is printed
+  pvmm fork web -n 10                  ten copies, an id a line
+  pvmm fork web -n 3 --name try        try-1, try-2, try-3
+  pvmm fork base -n 10                 ten VMs from the warm template 'base'
+
+The copies start with everything the VM has in memory and on its disk, its processes included, and share
+all that none of them changes. The VM itself stands still for a moment and goes on.
+")]
+pub struct Fork {
+    /// Id, the start of an id, or name of a VM; or the name of a template
+    pub source: String,
+    /// How many
+    #[arg(short = 'n', long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub count: u32,
+    /// Name for the copy; several get a number each
+    #[arg(long, value_name = "NAME", value_parser = args::vm_name)]
+    pub name: Option<String>,
+}
+
+/// Write a running VM to disk: memory, devices, disks
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm snapshot web before-upgrade
+  pvmm snapshot web ./web.snapshot     a path of your own, because of the slash
+  pvmm snapshot --incremental web now  only what changed since the snapshot it was restored from
+  pvmm restore before-upgrade
+")]
+pub struct Snapshot {
+    /// Id, the start of an id, or name
+    pub vm: String,
+    /// What to call it, or a path
+    pub name: String,
+    /// Only what changed since the snapshot that the VM was restored from
+    #[arg(long)]
+    pub incremental: bool,
+    /// What a power cut may take: 'full' nothing, 'none' the snapshot
+    #[arg(long, value_name = "HOW", default_value = "full")]
+    pub sync: SyncMode,
+    /// Take the place of a snapshot of that name
+    #[arg(long)]
+    pub replace: bool,
+    /// The result as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum SyncMode {
+    Full,
+    None,
+}
+
+/// List, show and remove snapshots
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, arg_required_else_help = true, before_help = "\
+Examples:
+  pvmm snapshots ls
+  pvmm snapshots inspect before-upgrade
+  pvmm snapshots rm before-upgrade
+")]
+pub struct Snapshots {
+    #[command(subcommand)]
+    pub verb: SnapshotsVerb,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum SnapshotsVerb {
+    /// List the snapshots in pvmm's data directory
+    #[command(visible_alias = "list")]
+    Ls {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove snapshots
+    Rm {
+        #[arg(required = true, value_name = "SNAPSHOT")]
+        names: Vec<String>,
+    },
+    /// Show what a snapshot says of itself, as JSON
+    Inspect {
+        #[arg(value_name = "SNAPSHOT")]
+        name: String,
+    },
+}
+
+/// Start a VM from a snapshot
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm restore before-upgrade --name web
+  pvmm restore ./web.snapshot -n 5
+")]
+pub struct Restore {
+    /// Its name, or a path
+    pub snapshot: String,
+    /// How many VMs
+    #[arg(short = 'n', long, value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub count: u32,
+    /// Name for the VM; several get a number each
+    #[arg(long, value_name = "NAME", value_parser = args::vm_name)]
+    pub name: Option<String>,
+    /// Compare every byte with its checksum first, even if that was done before
+    #[arg(long)]
+    pub verify: bool,
+}
+
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE)]
+pub struct OneVm {
+    /// Id, the start of an id, or name
+    pub vm: String,
+}

@@ -1,0 +1,132 @@
+//! `pvmm template`, `doctor` and what else is about this host, as it is typed.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueHint};
+
+use super::TEMPLATE;
+use crate::args;
+
+/// Build, list and remove templates
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, arg_required_else_help = true, before_help = "\
+Examples:
+  pvmm template build                        build 'base' now instead of on first use
+  pvmm template build data -p git,jq         base with more Debian packages
+  pvmm template ls
+  pvmm template inspect base
+")]
+pub struct Template {
+    #[command(subcommand)]
+    pub verb: TemplateVerb,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum TemplateVerb {
+    /// Build a template now instead of on first use
+    Build {
+        /// What to call it; 'base' is built in, another name is base with more packages
+        #[arg(default_value = "base", conflicts_with = "recipe")]
+        name: String,
+        /// Debian packages to add to those of base
+        #[arg(short, long, value_name = "PACKAGE", value_delimiter = ',', num_args = 1..)]
+        packages: Vec<String>,
+        /// Recipe file: {"name": "data", "packages": ["git", "jq"]}
+        #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "packages")]
+        recipe: Option<PathBuf>,
+        /// Build it again even if it is there
+        #[arg(long)]
+        force: bool,
+        /// The result as JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Boot a template once and keep it warm, so that a run need not boot; done by `build` where there is KVM
+    Bake {
+        #[arg(default_value = "base")]
+        name: String,
+        /// Memory of the runs that start from it
+        #[arg(short, long, value_name = "SIZE", default_value = "512M", value_parser = args::memory_mib)]
+        memory: u64,
+        /// Virtual CPUs of the runs that start from it
+        #[arg(long, value_name = "N", default_value = "1", value_parser = args::cpus)]
+        cpus: u32,
+        /// Disk size of the runs that start from it
+        #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
+        disk_size: u64,
+    },
+    /// List the templates that are built or can be
+    #[command(visible_alias = "list")]
+    Ls {
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Remove built templates
+    Rm {
+        #[arg(required = true, value_name = "NAME")]
+        names: Vec<String>,
+    },
+    /// Show what a template is made of
+    Inspect {
+        name: String,
+        /// As JSON
+        #[arg(long)]
+        json: bool,
+    },
+}
+
+/// Show what this host has and lacks
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm doctor
+  pvmm doctor --json
+
+Exits 0 if a VM can run here and 1 if not.
+")]
+pub struct Doctor {
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Stand in for Firecracker: its flags, its API socket
+#[derive(Debug, Args)]
+#[command(disable_help_flag = true, help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm firecracker --api-sock /run/fc.sock
+  pvmm firecracker --help
+  ln -s $(command -v pvmm) /usr/local/bin/firecracker     the same, by that name
+")]
+pub struct Firecracker {
+    /// Firecracker's own flags
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    pub words: Vec<OsString>,
+}
+
+/// Print a shell's completion script
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm completions bash > /etc/bash_completion.d/pvmm
+  pvmm completions zsh > \"${fpath[1]}/_pvmm\"
+  pvmm completions fish > ~/.config/fish/completions/pvmm.fish
+")]
+pub struct Completions {
+    pub shell: clap_complete::Shell,
+}
+
+/// Print the manual page, or write all of them to a folder
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm man | man -l -
+  pvmm man --dir /usr/local/share/man/man1
+")]
+pub struct Man {
+    /// Folder for one page per verb
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub dir: Option<PathBuf>,
+}
