@@ -15,7 +15,7 @@ use pvmm::{
 
 use super::bodies::{
     Balloon, BootSource, CacheType, Config, CpuTemplate, Drive, Entropy, HugePages, IoEngine,
-    MachineConfig, MmdsConfig, NetworkInterface, Serial, Vsock, limits_of,
+    MachineConfig, MmdsConfig, NetworkInterface, Serial, TokenBucket, Vsock, limits_of,
 };
 use super::http::Refusal;
 use super::logger;
@@ -149,6 +149,16 @@ impl BeforeBoot {
             .validate()
             .map_err(|error| Refusal::bad(format!("Entropy config: rate_limiter {error}")))?;
         self.config.entropy = Some(entropy);
+        Ok(())
+    }
+
+    pub fn put_serial(&mut self, serial: Serial) -> Result<(), Refusal> {
+        if serial.rate_limiter.and_then(TokenBucket::config).is_some() {
+            let what = "Serial: rate_limiter is not supported yet; what the host cannot take in time is \
+                        dropped anyway.";
+            return Err(Refusal::bad(what));
+        }
+        self.serial = serial;
         Ok(())
     }
 

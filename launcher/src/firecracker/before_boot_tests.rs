@@ -144,6 +144,19 @@ fn network_card_with_another_ones_address_or_tap_or_an_odd_one_is_refused() {
 }
 
 #[test]
+fn serial_console_takes_a_file_and_no_limit() {
+    let mut before = BeforeBoot::default();
+    let serial = |body: &str| serde_json::from_str::<Serial>(body).unwrap();
+    let limited = r#"{"rate_limiter":{"size":1,"refill_time":1}}"#;
+    assert!(bad(before.put_serial(serial(limited))).contains("not supported yet"));
+    let unlimited = r#"{"serial_out_path":"/s","rate_limiter":{"size":0,"refill_time":0}}"#;
+    before.put_serial(serial(unlimited)).unwrap();
+    assert_eq!(before.serial.serial_out_path, Some("/s".into()));
+    // It says nothing of the machine, so a snapshot may still be loaded.
+    assert!(!before.is_described());
+}
+
+#[test]
 fn vsock_balloon_and_metadata_service_that_cannot_be_are_refused() {
     let mut before = BeforeBoot::default();
     let vsock =

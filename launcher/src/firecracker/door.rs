@@ -389,7 +389,7 @@ impl Door {
                 before.put_mmds_config(config)?;
                 self.mmds.make_present();
             }
-            Request::PutSerial(serial) => before.serial = serial,
+            Request::PutSerial(serial) => before.put_serial(serial)?,
             Request::PutLogger(wish) => {
                 logger::configure(&wish).map_err(|error| {
                     Refusal::bad(format!("Logger: log_path {:?}: {error}", wish.log_path))

@@ -6,6 +6,7 @@
 //! | `disk.rs` | a sequence of disk requests, checked against a model of the disk |
 //! | `net.rs` | a sequence of frames and buffers on both ends of a network card, checked frame by frame |
 //! | `ports.rs` | accesses to the devices that are not virtio |
+//! | `archive.rs` | the entries of a tar archive that is unpacked into a folder |
 //! | `frames.rs` | the agent's protocol, as either end reads it |
 //!
 //! The same functions are fuzz targets (`cargo xtask fuzz`) and tests: a test runs the kept corpus and a
@@ -14,6 +15,7 @@
 // A target that cannot do its part has found something, and a panic is how it says so.
 #![allow(clippy::unwrap_used)]
 
+mod archive;
 mod disk;
 mod frames;
 mod input;
@@ -25,7 +27,7 @@ mod transport;
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 10] = [
+pub const TARGETS: [(&str, Target); 11] = [
     ("transport_rng", transport::rng),
     ("transport_block", transport::block),
     ("transport_net", transport::net),
@@ -36,6 +38,7 @@ pub const TARGETS: [(&str, Target); 10] = [
     ("ports", ports::accesses),
     ("agent_frames", frames::stream),
     ("agent_messages", frames::message),
+    ("archive", archive::entries),
 ];
 
 #[cfg(test)]
@@ -108,5 +111,6 @@ mod tests {
         ports 3000
         agent_frames 5000
         agent_messages 10000
+        archive 1000
     }
 }
