@@ -4,7 +4,7 @@
 
 help:
 	@echo "make demo    boot a guest, run a line of Python in it, say what it took"
-	@echo "make build   pvmm as it is shipped: one static file, target/shipped/pvmm"
+	@echo "make build   pvmm as it is shipped: static files, target/shipped/pvmm and pvmm-jailer"
 	@echo "make test    every test, with real guests"
 	@echo "make soak    the long tests: thousands of restores, forks and rollbacks"
 	@echo "make compat  published clients of Firecracker, unmodified, against pvmm"

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::bus::BusDevice;
 
-/// How many lines there are.
+/// The most lines that there can be.
 pub const PINS: usize = 64;
 /// Bytes of address space that the registers take.
 pub const SIZE: u64 = 0x1000;
@@ -24,8 +24,8 @@ const VERSION: u8 = 0x01;
 const ARBITRATION: u8 = 0x02;
 const TABLE: u8 = 0x10;
 
-// 82093AA: no EOI register, and its count of pins less one.
-const VERSION_VALUE: u32 = 0x11 | ((PINS as u32 - 1) << 16);
+// 82093AA: no EOI register.
+const VERSION_VALUE: u32 = 0x11;
 const MASKED: u64 = 1 << 16;
 // Delivery status and remote IRR are the chip's to set; with edge interrupts they stay clear.
 const READ_ONLY: u64 = 1 << 12 | 1 << 14;
@@ -60,13 +60,22 @@ struct Registers {
     select: u8,
     id: u32,
     entries: [u64; PINS],
+    /// How many lines the guest is told of. A kernel reads and writes the entry of each while it boots, so
+    /// lines that nobody uses are not mentioned; they are there all the same.
+    wired: usize,
     routes: Box<dyn Routes>,
 }
 
 impl Ioapic {
     pub fn new(routes: Box<dyn Routes>) -> Self {
-        let registers = Registers { select: 0, id: 0, entries: [MASKED; PINS], routes };
+        let registers = Registers { select: 0, id: 0, entries: [MASKED; PINS], wired: 1, routes };
         Self { registers: Mutex::new(registers) }
+    }
+
+    /// Somebody uses this line.
+    pub fn wire(&self, pin: u32) {
+        let mut registers = self.lock();
+        registers.wired = registers.wired.max(pin as usize + 1).min(PINS);
     }
 
     pub fn save(&self) -> IoapicStateV1 {
@@ -124,7 +133,7 @@ impl Registers {
     fn read(&self) -> u32 {
         match self.select {
             ID | ARBITRATION => self.id,
-            VERSION => VERSION_VALUE,
+            VERSION => VERSION_VALUE | (self.wired as u32 - 1) << 16,
             _ => self.half().map_or(0, |(pin, shift)| (self.entries[pin] >> shift) as u32),
         }
     }
@@ -246,6 +255,8 @@ mod tests {
         other.restore(&state);
         let routed = log.0.lock().unwrap();
         assert_eq!(routed[0], routed[1]);
-        assert_eq!(get(&other, VERSION) >> 16, PINS as u32 - 1);
+        other.wire(9);
+        other.wire(4);
+        assert_eq!(get(&other, VERSION) >> 16, 9);
     }
 }

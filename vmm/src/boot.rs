@@ -20,6 +20,7 @@ use crate::kvm::vm::{KvmHost, KvmVm};
 use crate::machine::{Held, Machine, Opened};
 use crate::memory::{Memory, MemoryImage};
 use crate::scratch::Scratch;
+use crate::trace;
 use crate::vm::Vm;
 
 /// Makes the machine that `config` describes, paused before its first instruction.
@@ -34,6 +35,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     let ready = socket.map(ReadyListener::bind).transpose()?;
     let scratch = Scratch::new(config.scratch_dir.as_deref());
     let Opened { devices, drives, taps, vsock_path } = open_devices(&mut config)?;
+    trace::step("open devices");
     let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;
     let guest = &memory.guest;
 
@@ -46,11 +48,13 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     let host = Arc::new(KvmHost::open()?);
     let kvm = KvmVm::new(&host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
+    trace::step("KVM machine, slots and vCPUs");
     let generation = VmGenId::new(guest, layout::GENERATION)?;
     let mut machine = Machine::new(&kvm, generation, open_console(config.console))?;
     for device in devices {
         machine.attach(device, &kvm, guest)?;
     }
+    trace::step("machine, its threads and devices");
 
     // What the guest finds: tables, kernel, registers.
     let places = machine.places();
@@ -63,6 +67,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         rsdp: tables::write(config.vcpus, &places, config.keyboard, guest)?,
     };
     let entry = kernel::load(&image, guest)?;
+    trace::step("load kernel");
     for (id, vcpu) in (0..).zip(&vcpus) {
         let entry = (id == 0).then_some(entry);
         vcpu::configure(vcpu, id, config.vcpus, &host, entry, guest)?;

@@ -92,14 +92,18 @@ impl Machine {
         let console =
             Console::spawn(output, ConsoleConfig::default()).map_err(MachineError::Serial)?;
         let serial = Arc::new(Serial::new(console.input()).map_err(MachineError::Serial)?);
-        kvm.connect_interrupt(serial.interrupt(), layout::SERIAL_GSI)?;
+        let connect = |line: &EventFd, gsi| {
+            ioapic.wire(gsi);
+            kvm.connect_interrupt(line, gsi)
+        };
+        connect(serial.interrupt(), layout::SERIAL_GSI)?;
         buses.ports.insert(layout::SERIAL_PORT.into(), serial::PORTS, serial.clone())?;
 
-        kvm.connect_interrupt(generation.interrupt(), layout::GENERATION_GSI)?;
+        connect(generation.interrupt(), layout::GENERATION_GSI)?;
 
         let on_power = ending.on_power();
         let keyboard = Arc::new(I8042::new(on_power.clone()).map_err(MachineError::Event)?);
-        kvm.connect_interrupt(keyboard.interrupt(), layout::KEYBOARD_GSI)?;
+        connect(keyboard.interrupt(), layout::KEYBOARD_GSI)?;
         buses.ports.insert(layout::I8042_PORT.into(), i8042::PORTS, keyboard.clone())?;
         let power = Arc::new(PowerRegisters::new(on_power));
         buses.ports.insert(layout::POWER_PORT.into(), power::PORTS, power)?;
@@ -135,6 +139,7 @@ impl Machine {
         let transport = MmioTransport::new(device, memory.clone(), self.devices.handle().clone())
             .map_err(|source| MachineError::Device { kind, source })?;
         let transport = Arc::new(transport);
+        self.ioapic.wire(place.gsi);
         kvm.connect_interrupt(transport.interrupt().event(), place.gsi)?;
         for (queue, kick) in transport.queue_kicks().iter().enumerate() {
             kvm.connect_kick(kick, place.address + offset::QUEUE_NOTIFY, queue as u32)?;

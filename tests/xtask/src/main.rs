@@ -121,16 +121,16 @@ fn main() -> ExitCode {
 }
 
 fn build() -> ExitCode {
-    match cargo::ship("pvmm-launcher", "pvmm") {
-        Ok(program) => {
-            println!("{}", program.display());
-            ExitCode::SUCCESS
-        }
-        Err(e) => {
-            eprintln!("build: {}", report::chain(&e));
-            ExitCode::FAILURE
+    for (package, name) in [("pvmm-launcher", "pvmm"), ("pvmm-jailer", "pvmm-jailer")] {
+        match cargo::ship(package, name) {
+            Ok(program) => println!("{}", program.display()),
+            Err(e) => {
+                eprintln!("build: {}", report::chain(&e));
+                return ExitCode::FAILURE;
+            }
         }
     }
+    ExitCode::SUCCESS
 }
 
 fn probe() -> ExitCode {

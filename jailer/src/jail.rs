@@ -1,0 +1,305 @@
+//! The root folder of a jail: `<base>/<name of the program>/<id>/root`, with the program and the devices it needs.
+//!
+//! Callers put images and sockets into that folder before and after, so one that is there is used as it is. The
+//! program is copied, not linked: two monitors never share the memory of one file.
+
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
+use std::path::{Path, PathBuf};
+
+use crate::arguments::Options;
+use crate::error::JailError;
+use crate::sys;
+
+/// Folders of the jail, each before those in it; all of them the program's own.
+const FOLDERS: [&str; 4] = ["/", "/dev", "/dev/net", "/run"];
+const FOLDER_MODE: u32 = 0o700;
+/// Where the old root is for a moment.
+const OLD_ROOT: &str = "old_root";
+const MISC: u32 = 10;
+
+/// A device node of the jail.
+struct Node {
+    path: &'static str,
+    major: u32,
+    minor: u32,
+    /// Without it there is no use in going on.
+    needed: bool,
+}
+
+/// Numbers that the kernel has given away for good.
+const NODES: [Node; 3] = [
+    Node { path: "/dev/net/tun", major: MISC, minor: 200, needed: true },
+    Node { path: "/dev/kvm", major: MISC, minor: 232, needed: true },
+    Node { path: "/dev/urandom", major: 1, minor: 9, needed: false },
+];
+
+/// A jail from outside, while it is made. Dropped before it is entered, it goes again.
+pub struct Jail {
+    root: PathBuf,
+    program: PathBuf,
+    owner: (u32, u32),
+    /// What was not there before, innermost last.
+    made: Vec<PathBuf>,
+    entered: bool,
+}
+
+impl Jail {
+    /// Makes the folder and copies the program into it.
+    pub fn create(options: &Options) -> Result<Self, JailError> {
+        let root = options.chroot_base.join(options.exec_name()).join(&options.id).join("root");
+        let program = root.join(options.exec_name());
+        let owner = (options.uid, options.gid);
+        let mut jail = Self { root, program, owner, made: Vec::new(), entered: false };
+        jail.make_root()?;
+        for node in &NODES {
+            if jail.root.join(node.path.trim_start_matches('/')).symlink_metadata().is_ok() {
+                let root = jail.root.display();
+                let what = format!(
+                    "{root}: is the jail of an earlier run; remove it, or use another --id"
+                );
+                return Err(JailError::plain(what));
+            }
+        }
+        jail.copy_program(&options.exec_file)?;
+        Ok(jail)
+    }
+
+    fn make_root(&mut self) -> Result<(), JailError> {
+        let missing: Vec<_> = self
+            .root
+            .ancestors()
+            .take_while(|folder| !folder.exists())
+            .map(Path::to_owned)
+            .collect();
+        for folder in missing.into_iter().rev() {
+            match DirBuilder::new().mode(0o755).create(&folder) {
+                Ok(()) => self.made.push(folder),
+                // Somebody else's jail of the same program came first.
+                Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+                Err(error) => return Err(failed("make", &folder, error)),
+            }
+        }
+        let facts = self.root.symlink_metadata().map_err(|e| failed("look at", &self.root, e))?;
+        match facts.is_dir() {
+            true => Ok(()),
+            false => {
+                let what = format!("{}: is not a folder; remove it", self.root.display());
+                Err(JailError::plain(what))
+            }
+        }
+    }
+
+    fn copy_program(&mut self, from: &Path) -> Result<(), JailError> {
+        let mut source = File::open(from).map_err(|e| failed("open", from, e))?;
+        let mode = source.metadata().map_err(|e| failed("look at", from, e))?.mode();
+        let existed = self.program.symlink_metadata().is_ok();
+        let mut options = OpenOptions::new();
+        // A link could lead out of the jail.
+        options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
+        let mut copy = options
+            .mode(mode & 0o777)
+            .open(&self.program)
+            .map_err(|e| failed("write", &self.program, e))?;
+        if !existed {
+            self.made.push(self.program.clone());
+        }
+        let facts = copy.metadata().map_err(|e| failed("look at", &self.program, e))?;
+        if !facts.is_file() || facts.nlink() > 1 {
+            let what = format!("{}: has other names; remove it", self.program.display());
+            return Err(JailError::plain(what));
+        }
+        copy.set_len(0)
+            .and_then(|()| io::copy(&mut source, &mut copy).map(drop))
+            .and_then(|()| fchown(&copy, Some(self.owner.0), Some(self.owner.1)))
+            .and_then(|()| copy.set_permissions(Permissions::from_mode(mode & 0o777)))
+            .map_err(|e| failed("write", &self.program, e))
+    }
+
+    /// Makes the folder this process's root, in a mount namespace of its own from which nothing else is seen.
+    pub fn enter(mut self) -> Result<Inside, JailError> {
+        // Known only outside.
+        let userfault = userfault_minor();
+        let at = |act: &str| format!("{}: cannot {act}", self.root.display());
+        let step = |act: &'static str, done: io::Result<()>| {
+            done.map_err(|error| JailError::new(at(act), error))
+        };
+        step("leave the mounts of the host", sys::unshare_mounts())?;
+        step("mount it on itself", sys::bind_on_itself(&self.root))?;
+        step("go there", std::env::set_current_dir(&self.root))?;
+        let old = DirBuilder::new().mode(0o700).create(OLD_ROOT);
+        step("make a place for the old root", old)?;
+        if let Err(error) = sys::pivot_root(Path::new("."), Path::new(OLD_ROOT)) {
+            let _ = fs::remove_dir(OLD_ROOT);
+            return step("make it the root", Err(error)).map(|()| unreachable!());
+        }
+        self.entered = true;
+        step("go to the new root", std::env::set_current_dir("/"))?;
+        step("let go of the old root", sys::detach(Path::new(OLD_ROOT)))?;
+        step("remove the place of the old root", fs::remove_dir(OLD_ROOT))?;
+        Ok(Inside { owner: self.owner, userfault })
+    }
+}
+
+impl Drop for Jail {
+    fn drop(&mut self) {
+        if !self.entered {
+            for path in self.made.iter().rev() {
+                // What somebody else has put there stays, and so does the folder around it.
+                let _ = fs::remove_dir(path).or_else(|_| fs::remove_file(path));
+            }
+        }
+    }
+}
+
+/// The jail from inside, where everything else is gone.
+pub struct Inside {
+    owner: (u32, u32),
+    userfault: Option<u32>,
+}
+
+impl Inside {
+    /// Makes folders and device nodes, all of them the program's own.
+    pub fn furnish(&self) -> Result<(), JailError> {
+        for folder in FOLDERS {
+            self.make_folder(Path::new(folder)).map_err(|e| failed("make", folder.as_ref(), e))?;
+        }
+        for node in &NODES {
+            match self.make_node(node.path, node.major, node.minor) {
+                Err(error) if node.needed => return Err(error),
+                Err(error) => eprintln!("pvmm-jailer: {error}; going on without it"),
+                Ok(()) => {}
+            }
+        }
+        match self.userfault {
+            Some(minor) => self.make_node("/dev/userfaultfd", MISC, minor),
+            None => Ok(()),
+        }
+    }
+
+    fn make_folder(&self, folder: &Path) -> io::Result<()> {
+        match DirBuilder::new().mode(FOLDER_MODE).create(folder) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+            _ => {}
+        }
+        // A link that somebody put there must not hand out what it leads to.
+        let mut options = OpenOptions::new();
+        options.read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW);
+        let folder = options.open(folder)?;
+        folder.set_permissions(Permissions::from_mode(FOLDER_MODE))?;
+        fchown(&folder, Some(self.owner.0), Some(self.owner.1))
+    }
+
+    fn make_node(&self, path: &str, major: u32, minor: u32) -> Result<(), JailError> {
+        let path = Path::new(path);
+        sys::make_node(path, major, minor)
+            .and_then(|()| std::os::unix::fs::lchown(path, Some(self.owner.0), Some(self.owner.1)))
+            .map_err(|error| failed("make", path, error))
+    }
+}
+
+/// The number that the kernel has given to the userfaultfd device, if it has one.
+fn userfault_minor() -> Option<u32> {
+    minor_of("userfaultfd", &fs::read_to_string("/proc/misc").ok()?)
+}
+
+fn minor_of(name: &str, misc: &str) -> Option<u32> {
+    let mut devices = misc.lines().filter_map(|line| line.trim().split_once(' '));
+    devices.find(|(_, device)| device.trim() == name)?.0.parse().ok()
+}
+
+fn failed(act: &str, path: &Path, error: io::Error) -> JailError {
+    JailError::new(format!("{}: cannot {act} it", path.display()), error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(base: &Path, program: &Path) -> Options {
+        let line = format!(
+            "--id one --exec-file {} --uid {} --gid {} --chroot-base-dir {}",
+            program.display(),
+            sys::user(),
+            sys::group(),
+            base.display()
+        );
+        let words = line.split_whitespace().map(Into::into);
+        match crate::arguments::parse(words).unwrap() {
+            crate::arguments::Request::Run(options) => *options,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn place() -> (tempfile::TempDir, PathBuf, PathBuf) {
+        let place = tempfile::tempdir().unwrap();
+        let program = place.path().join("firecracker");
+        fs::write(&program, "#!/bin/true").unwrap();
+        fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+        let base = place.path().join("jails");
+        fs::create_dir(&base).unwrap();
+        (place, base, program)
+    }
+
+    #[test]
+    fn jail_has_the_layout_of_the_original_and_a_program_of_its_own() {
+        let (_place, base, program) = place();
+        let mut jail = Jail::create(&options(&base, &program)).unwrap();
+        let copy = base.join("firecracker/one/root/firecracker");
+        assert_eq!(fs::read(&copy).unwrap(), b"#!/bin/true");
+        let facts = fs::metadata(&copy).unwrap();
+        assert_eq!((facts.mode() & 0o777, facts.nlink()), (0o755, 1));
+        assert_ne!(facts.ino(), fs::metadata(&program).unwrap().ino());
+        jail.entered = true;
+    }
+
+    #[test]
+    fn jail_that_comes_to_nothing_leaves_what_was_there_and_no_more() {
+        let (_place, base, program) = place();
+        drop(Jail::create(&options(&base, &program)).unwrap());
+        assert_eq!(fs::read_dir(&base).unwrap().count(), 0);
+        let root = base.join("firecracker/one/root");
+        fs::create_dir_all(&root).unwrap();
+        fs::write(root.join("rootfs.ext4"), "image").unwrap();
+        drop(Jail::create(&options(&base, &program)).unwrap());
+        assert_eq!(fs::read(root.join("rootfs.ext4")).unwrap(), b"image");
+        assert!(!root.join("firecracker").exists());
+    }
+
+    #[test]
+    fn links_in_a_jail_are_not_followed() {
+        let (place, base, program) = place();
+        let root = base.join("firecracker/one/root");
+        fs::create_dir_all(&root).unwrap();
+        let victim = place.path().join("victim");
+        fs::write(&victim, "precious").unwrap();
+        std::os::unix::fs::symlink(&victim, root.join("firecracker")).unwrap();
+        assert!(Jail::create(&options(&base, &program)).is_err());
+        fs::remove_file(root.join("firecracker")).unwrap();
+        fs::hard_link(&victim, root.join("firecracker")).unwrap();
+        let error = Jail::create(&options(&base, &program)).err().unwrap().to_string();
+        assert!(error.contains("has other names"), "{error}");
+        assert_eq!(fs::read(&victim).unwrap(), b"precious");
+        // Nor is the root itself.
+        fs::remove_dir_all(&root).unwrap();
+        std::os::unix::fs::symlink(place.path(), &root).unwrap();
+        assert!(Jail::create(&options(&base, &program)).is_err());
+    }
+
+    #[test]
+    fn jail_of_an_earlier_run_is_refused_by_name() {
+        let (_place, base, program) = place();
+        fs::create_dir_all(base.join("firecracker/one/root/dev/kvm")).unwrap();
+        let error = Jail::create(&options(&base, &program)).err().unwrap().to_string();
+        assert!(error.contains("one/root: is the jail of an earlier run"), "{error}");
+    }
+
+    #[test]
+    fn number_of_a_device_is_found_by_its_name() {
+        let misc = " 59 userfaultfd\n232 kvm\nx broken\n";
+        assert_eq!(minor_of("userfaultfd", misc), Some(59));
+        assert_eq!(minor_of("kvm", misc), Some(232));
+        assert_eq!((minor_of("tun", misc), minor_of("broken", misc)), (None, None));
+    }
+}
