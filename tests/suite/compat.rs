@@ -27,7 +27,9 @@ fn clients() -> PathBuf {
 
 /// Runs a client to its end; `look` sees the guest whenever the client says so.
 fn drive(program: &mut Command, look: impl Fn(&str, &Agent)) {
-    let dir = TempDir::new().unwrap();
+    // No capital letters: Python's client takes the path for a host's name, and those have none.
+    let name = format!("pvmm-compat-{}", std::process::id());
+    let dir: TempDir = tempfile::Builder::new().prefix(&name).rand_bytes(0).tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
     std::os::unix::fs::symlink(cli::binary(), path("firecracker")).unwrap();
     let kernel = default_kernel();
