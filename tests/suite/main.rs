@@ -7,6 +7,7 @@
 mod balloon;
 mod boot;
 mod code;
+mod compat;
 mod detached;
 mod drives;
 mod exec;

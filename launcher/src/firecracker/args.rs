@@ -205,7 +205,8 @@ pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Command, Wrong> 
         start_time_cpu_us: number("start-time-cpu-us")?,
         parent_cpu_time_us: number("parent-cpu-time-us")?,
         body_max,
-        mmds_max: size("mmds-size-limit")?.unwrap_or(body_max).min(1 << 30),
+        // The most that a card tells its guest.
+        mmds_max: size("mmds-size-limit")?.unwrap_or(body_max).min(1 << 20),
     })))
 }
 

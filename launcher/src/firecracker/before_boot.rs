@@ -15,7 +15,8 @@ use pvmm::{
 
 use super::bodies::{
     Balloon, BootSource, CacheType, Config, CpuTemplate, Drive, Entropy, HugePages, IoEngine,
-    MachineConfig, MmdsConfig, NetworkInterface, Serial, TokenBucket, Vsock, limits_of,
+    MachineConfig, MmdsConfig, MmdsVersion, NetworkInterface, Serial, TokenBucket, Vsock,
+    limits_of,
 };
 use super::http::Refusal;
 use super::logger;
@@ -198,8 +199,11 @@ impl BeforeBoot {
             .iter()
             .map(|drive| drive_config(drive, DriveSource::Path))
             .collect::<Result<_, _>>()?;
-        machine.nets =
-            config.network_interfaces.iter().map(net_config).collect::<Result<_, _>>()?;
+        machine.nets = config
+            .network_interfaces
+            .iter()
+            .map(|net| card(config, net))
+            .collect::<Result<_, _>>()?;
         machine.vsock = config.vsock.as_ref().map(vsock_config);
         machine.balloon = config.balloon.as_ref().map(balloon_config);
         machine.rng = config.entropy.is_some();
@@ -316,6 +320,20 @@ pub fn drive_config(
 /// What a path leads to: clients of this door name images by links, such as those in /dev/mapper.
 pub fn resolved(path: &str) -> PathBuf {
     fs::canonicalize(path).unwrap_or_else(|_| Path::new(path).to_owned())
+}
+
+/// A card of the machine, with the metadata service if it is one of those that have it.
+fn card(config: &Config, net: &NetworkInterface) -> Result<Net, Refusal> {
+    let here = |mmds: &&MmdsConfig| mmds.network_interfaces.contains(&net.iface_id);
+    let mmds = config.mmds_config.as_ref().filter(here).map(|mmds| pvmm::MmdsConfig {
+        ipv4: mmds.address(),
+        version: match mmds.version {
+            MmdsVersion::V1 => pvmm::MmdsVersion::V1,
+            MmdsVersion::V2 => pvmm::MmdsVersion::V2,
+        },
+        imds_compat: mmds.imds_compat,
+    });
+    Ok(Net { mmds, ..net_config(net)? })
 }
 
 /// A network card of the machine.

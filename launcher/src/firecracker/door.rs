@@ -452,8 +452,14 @@ impl Door {
                 return Err(Refusal::bad("MMDS: the machine started without a metadata service."));
             }
             Request::GetMmds => return Ok(Answer::json(&self.mmds.shown()).into()),
-            Request::PutMmds(content) => self.mmds.put(content)?,
-            Request::PatchMmds(patch) => self.mmds.patch(&patch)?,
+            Request::PutMmds(content) => {
+                self.mmds.put(content)?;
+                running.set_metadata(&self.mmds)?;
+            }
+            Request::PatchMmds(patch) => {
+                self.mmds.patch(&patch)?;
+                running.set_metadata(&self.mmds)?;
+            }
             Request::FlushMetrics => {
                 let flushed = self.metrics.flush(Some(running));
                 flushed.map_err(|error| Refusal::bad(format!("Metrics: {error}")))?;
@@ -529,6 +535,9 @@ impl Door {
     /// From here on there is a machine.
     fn enter(&mut self, running: Running) {
         let State::Before(before) = &self.state else { return };
+        if let Err(refusal) = running.set_metadata(&self.mmds) {
+            log::error!("{}", refusal.message);
+        }
         // A console in a file is not this terminal's.
         if before.serial.serial_out_path.is_none() {
             self.keyboard = Some(Keyboard::attach());

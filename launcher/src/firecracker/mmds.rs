@@ -1,5 +1,7 @@
 //! The content of the metadata service: put whole, patched by RFC 7396, never larger than allowed.
 
+use std::sync::Arc;
+
 use serde_json::{Map, Value};
 
 use super::http::Refusal;
@@ -30,6 +32,11 @@ impl Mmds {
     /// An empty store is an empty object to those who ask.
     pub fn shown(&self) -> Value {
         if self.content.is_null() { Value::Object(Map::new()) } else { self.content.clone() }
+    }
+
+    /// What the guest is told.
+    pub fn content(&self) -> Arc<Value> {
+        Arc::new(self.content.clone())
     }
 
     pub fn put(&mut self, content: Value) -> Result<(), Refusal> {

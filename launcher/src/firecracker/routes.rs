@@ -13,6 +13,9 @@ use super::bodies::{
 };
 use super::http::{Method, Refusal};
 
+/// The fields that are lists.
+const LISTS: [&str; 4] = ["argv", "drive_overrides", "network_interfaces", "network_overrides"];
+
 /// What is asked.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Request {
@@ -150,7 +153,7 @@ fn put(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<Ro
         ("logger", []) => Request::PutLogger(read(body)?),
         ("metrics", []) => Request::PutMetrics(read(body)?),
         ("serial", []) => Request::PutSerial(read(body)?),
-        ("mmds", []) => Request::PutMmds(read(body)?),
+        ("mmds", []) => Request::PutMmds(read_any(body)?),
         ("mmds", ["config"]) => return put_mmds_config(body),
         ("actions", []) => match read::<Action>(body)?.action_type {
             ActionType::FlushMetrics => Request::FlushMetrics,
@@ -197,7 +200,7 @@ fn patch(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<
         }
         ("balloon", [], Some(body)) => Request::PatchBalloon(read(body)?),
         ("balloon", ["statistics"], Some(body)) => Request::PatchBalloonStats(read(body)?),
-        ("mmds", [], Some(body)) => Request::PatchMmds(read(body)?),
+        ("mmds", [], Some(body)) => Request::PatchMmds(read_any(body)?),
         ("vm", [], Some(body)) => match read::<VmUpdate>(body)?.state {
             VmState::Paused => Request::Pause,
             VmState::Resumed => Request::Resume,
@@ -254,7 +257,24 @@ fn named<T: DeserializeOwned>(
 }
 
 fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
+    let value = read_any(body)?;
+    match is_by_name(&read_any(body)?) {
+        true => Ok(value),
+        false => Err(bad_body("an array stands where an object belongs")),
+    }
+}
+
+fn read_any<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
     serde_json::from_slice(body).map_err(bad_body)
+}
+
+/// Whether every field is named. The types themselves would also take an array of fields in their order.
+fn is_by_name(value: &Value) -> bool {
+    let Value::Object(fields) = value else { return !value.is_array() };
+    fields.iter().all(|(name, value)| match value {
+        Value::Array(items) => LISTS.contains(&name.as_str()) && items.iter().all(is_by_name),
+        value => is_by_name(value),
+    })
 }
 
 fn empty(body: &[u8], request: Request) -> Result<Request, Refusal> {
@@ -277,3 +297,7 @@ fn unknown(method: Method, path: &str) -> Refusal {
 #[cfg(test)]
 #[path = "routes_tests.rs"]
 mod tests;
+
+#[cfg(test)]
+#[path = "openapi_tests.rs"]
+mod openapi;

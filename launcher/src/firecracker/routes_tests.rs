@@ -171,3 +171,21 @@ fn what_is_not_here_is_known_and_says_so() {
         assert!(what.refusal().message.contains("not supported yet"));
     }
 }
+
+#[test]
+fn fields_in_an_array_are_refused_at_every_depth() {
+    let positional = [
+        ("/logger", "[null, null]"),
+        ("/entropy", r#"{"rate_limiter": [null, null]}"#),
+        ("/actions", r#"["InstanceStart"]"#),
+        (
+            "/snapshot/load",
+            r#"{"snapshot_path":"s","mem_file_path":"m","network_overrides":[["a","b"]]}"#,
+        ),
+    ];
+    for (path, body) in positional {
+        assert!(refused(Method::Put, path, body).contains("an array stands"), "{path}");
+    }
+    put("/mmds", "[1, [2]]");
+    put("/pvmm/exec", r#"{"argv": ["true"]}"#);
+}

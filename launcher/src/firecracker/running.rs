@@ -11,6 +11,7 @@ use super::bodies::{
     NetUpdate, RateLimiter, StatsUpdate,
 };
 use super::http::Refusal;
+use super::mmds::Mmds;
 
 /// How long a guest may take to say how its memory is; a client waits, and every other client with it.
 const STATS_PATIENCE: Duration = Duration::from_millis(200);
@@ -80,6 +81,11 @@ impl Running {
             drive.rate_limiter = shown(limits);
         }
         Ok(())
+    }
+
+    /// Tells the metadata services of the cards what to say from now on.
+    pub fn set_metadata(&self, mmds: &Mmds) -> Result<(), Refusal> {
+        self.vm.set_metadata(&mmds.content()).map(drop).map_err(refuse("MMDS"))
     }
 
     /// Other limits of a network card; a bucket that is not named stays as it is.

@@ -70,7 +70,7 @@ pub fn build_test(package: &str, name: &str) -> Result<PathBuf, CargoError> {
 }
 
 /// The program that one of cargo's messages announces for the test target `name`.
-fn test_program(message: &str, name: &str) -> Option<PathBuf> {
+pub fn test_program(message: &str, name: &str) -> Option<PathBuf> {
     let message: serde_json::Value = serde_json::from_str(message).ok()?;
     let target = message.get("target")?;
     if target.get("name")? != name || !target.get("kind")?.as_array()?.contains(&"test".into()) {

@@ -9,7 +9,9 @@ mod cache;
 mod cargo;
 mod check;
 mod checkout;
+mod compat;
 mod demo;
+mod fctools;
 mod fuzz;
 mod host;
 mod kernel;
@@ -59,6 +61,8 @@ enum Verb {
         /// Only targets whose name contains this
         filter: Option<String>,
     },
+    /// Published clients of Firecracker, unmodified, against pvmm in its place
+    Compat(compat::Options),
     /// Boot a guest, run a line of Python in it, say what it took
     Demo,
     /// Build what is shipped: static, optimised as a whole
@@ -97,6 +101,7 @@ fn main() -> ExitCode {
         Verb::Soak { filter } => suite::soak(filter),
         Verb::Bench(options) => bench::run(&options),
         Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),
+        Verb::Compat(options) => compat::run(&options),
         Verb::Demo => demo::run(),
         Verb::Build => build(),
         Verb::Kernel { arguments } => kernel::run(&arguments),

@@ -1,0 +1,125 @@
+//! The guest that the tests of fctools expect: a first process that answers HTTP on vsock port 8000 and gRPC on
+//! port 9000, and reboots on Ctrl-Alt-Del.
+//!
+//! What the calls have to answer follows from those tests. gRPC is spoken by hand: four calls with one number
+//! each need no generated code.
+
+use std::io;
+
+use bytes::{BufMut, Bytes, BytesMut};
+use h2::server::{self, SendResponse};
+use h2::{RecvStream, SendStream};
+use http::{HeaderMap, Request, Response};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_vsock::{VMADDR_CID_ANY, VsockAddr, VsockListener, VsockStream};
+
+const HTTP: u32 = 8000;
+const GRPC: u32 = 9000;
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> io::Result<()> {
+    // SAFETY: no memory is passed. Ctrl-Alt-Del is to be a signal for us.
+    unsafe { libc::reboot(libc::RB_DISABLE_CAD) };
+    let mut pressed = signal(SignalKind::interrupt())?;
+    tokio::spawn(listen(HTTP, |stream| Box::pin(http_call(stream))));
+    tokio::spawn(listen(GRPC, |stream| Box::pin(grpc(stream))));
+    pressed.recv().await;
+    // SAFETY: no memory is passed; nothing here has anything to lose.
+    unsafe { libc::reboot(libc::RB_AUTOBOOT) };
+    Ok(())
+}
+
+type Served = std::pin::Pin<Box<dyn Future<Output = io::Result<()>> + Send>>;
+
+/// A machine without vsock has nobody to listen to.
+async fn listen(port: u32, serve: fn(VsockStream) -> Served) {
+    let Ok(listener) = VsockListener::bind(VsockAddr::new(VMADDR_CID_ANY, port)) else { return };
+    while let Ok((stream, _)) = listener.accept().await {
+        tokio::spawn(serve(stream));
+    }
+}
+
+/// `POST /ping {"a": 4, "b": 5}` is answered with their product.
+async fn http_call(mut stream: VsockStream) -> io::Result<()> {
+    let mut request = Vec::new();
+    while !request.ends_with(b"}") {
+        if stream.read_buf(&mut request).await? == 0 {
+            return Ok(());
+        }
+    }
+    let text = String::from_utf8_lossy(&request).into_owned();
+    let numbers = text.rsplit("\r\n").next().unwrap_or_default();
+    let numbers = numbers.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok());
+    let body = format!(r#"{{"c":{}}}"#, numbers.product::<u32>());
+    let len = body.len();
+    let answer = format!(
+        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {len}\r\n\r\n{body}"
+    );
+    stream.write_all(answer.as_bytes()).await
+}
+
+async fn grpc(stream: VsockStream) -> io::Result<()> {
+    let mut connection = server::handshake(stream).await.map_err(io::Error::other)?;
+    while let Some(call) = connection.accept().await {
+        let (request, respond) = call.map_err(io::Error::other)?;
+        tokio::spawn(answer(request, respond));
+    }
+    Ok(())
+}
+
+async fn answer(
+    request: Request<RecvStream>,
+    mut respond: SendResponse<Bytes>,
+) -> Result<(), h2::Error> {
+    let method = request.uri().path().rsplit('/').next().unwrap_or_default().to_owned();
+    let head = Response::builder().header("content-type", "application/grpc");
+    let mut out = respond.send_response(head.body(()).expect("a head"), false)?;
+    let numbers = read_numbers(request.into_body()).await?;
+    let first = numbers.first().copied().unwrap_or(0);
+    match method.as_str() {
+        "Unary" => send(&mut out, first * first)?,
+        "ClientStreaming" => send(&mut out, numbers.iter().product())?,
+        "ServerStreaming" => (0..first).try_for_each(|_| send(&mut out, first))?,
+        _ => numbers.iter().try_for_each(|number| send(&mut out, *number))?,
+    }
+    let mut trailers = HeaderMap::new();
+    trailers.insert("grpc-status", "0".parse().expect("a value"));
+    out.send_trailers(trailers)
+}
+
+/// The number in each message: five bytes of frame, a tag, a varint.
+async fn read_numbers(mut body: RecvStream) -> Result<Vec<u32>, h2::Error> {
+    let mut bytes = BytesMut::new();
+    while let Some(chunk) = body.data().await {
+        let chunk = chunk?;
+        body.flow_control().release_capacity(chunk.len())?;
+        bytes.extend_from_slice(&chunk);
+    }
+    let mut numbers = Vec::new();
+    let mut rest = &bytes[..];
+    while let Some((frame, more)) = rest.split_at_checked(5) {
+        let len = u32::from_be_bytes([frame[1], frame[2], frame[3], frame[4]]) as usize;
+        let Some((message, more)) = more.split_at_checked(len) else { break };
+        numbers
+            .push(message.iter().skip(1).rev().fold(0, |n, byte| n << 7 | u32::from(byte & 0x7f)));
+        rest = more;
+    }
+    Ok(numbers)
+}
+
+fn send(out: &mut SendStream<Bytes>, number: u32) -> Result<(), h2::Error> {
+    let mut message = BytesMut::new();
+    message.put_u8(8);
+    let mut left = number;
+    while left >= 0x80 {
+        message.put_u8(left as u8 | 0x80);
+        left >>= 7;
+    }
+    message.put_u8(left as u8);
+    let mut frame = BytesMut::new();
+    frame.put_u8(0);
+    frame.put_u32(message.len() as u32);
+    frame.extend_from_slice(&message);
+    out.send_data(frame.freeze(), false)
+}

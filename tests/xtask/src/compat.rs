@@ -1,0 +1,141 @@
+//! `cargo xtask compat`: clients of Firecracker that others published, unmodified, against pvmm in its place.
+//!
+//! What they need is fetched and built here and kept between runs; what runs guests runs where KVM is. The
+//! tests that fctools publishes take long and are run only when asked for.
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode, Stdio};
+use std::{env, fs, io};
+
+use crate::{artifacts, cache, cargo, checkout, fctools, on_kvm, progress, report};
+
+/// The crate of drivers, a workspace of its own.
+pub const CRATE: &str = "tests/compat";
+/// How many requests schemathesis makes up for each operation.
+const EXAMPLES: &str = "50";
+
+#[derive(Debug, clap::Args)]
+pub struct Options {
+    /// Also the tests that fctools publishes; all of them, or those with this in their names
+    #[arg(long, value_name = "FILTER", num_args = 0..=1, default_missing_value = "")]
+    fctools: Option<String>,
+    /// Nothing but those
+    #[arg(long, requires = "fctools")]
+    only: bool,
+}
+
+pub fn run(options: &Options) -> ExitCode {
+    let compat = || -> Result<u8, Box<dyn Error>> {
+        cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
+        let mut code = 0;
+        if !options.only {
+            requests_of_every_kind()?;
+            code = clients()?;
+        }
+        if let Some(filter) = &options.fctools {
+            code = code.max(fctools::run(filter)?);
+        }
+        Ok(code)
+    };
+    match compat() {
+        Ok(code) => ExitCode::from(code),
+        Err(e) => {
+            eprintln!("compat: {}", report::chain(e.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The clients that have a driver, through the suite.
+fn clients() -> Result<u8, Box<dyn Error>> {
+    let program = cargo::build_test("pvmm-tests", "suite")?;
+    build(&["--bin", "rs-sdk", "--bin", "firepilot"], None)?;
+    let clients = cache::dir().join("compat/clients");
+    fs::create_dir_all(&clients)?;
+    for name in ["rs-sdk", "firepilot"] {
+        replace(&target().join("debug").join(name), &clients.join(name))?;
+    }
+    let source = checkout::root().join(CRATE);
+    replace(&source.join("python_api.py"), &clients.join("python_api.py"))?;
+    install_python(&source.join("requirements.txt"), &clients.join("python"))?;
+    artifacts::prepare()?;
+    let place = format!("PVMM_COMPAT={}", clients.display());
+    let arguments = ["--ignored", "--nocapture", "--test-threads=1", "compat_"].map(OsString::from);
+    let mut argv = vec!["env".into(), place.into(), program.into_os_string()];
+    argv.extend(arguments);
+    on_kvm(&argv)
+}
+
+/// Requests that schemathesis makes of the API's description, right and wrong. No guest is needed for that.
+fn requests_of_every_kind() -> Result<(), Box<dyn Error>> {
+    let source = checkout::root().join(CRATE);
+    let place = cache::dir().join("compat/schemathesis");
+    install_python(&source.join("requirements-schemathesis.txt"), &place)?;
+    // Where anybody can run it, and under the name that it goes by.
+    let programs = env::temp_dir().join("pvmm-compat");
+    fs::create_dir_all(&programs)?;
+    let firecracker = programs.join("firecracker");
+    replace(&cargo::target_dir().join("release/pvmm"), &firecracker)?;
+    progress::step("schemathesis: docs/openapi.json");
+    let mut python = Command::new("python3");
+    python.env("PYTHONPATH", place).arg(source.join("schemathesis_api.py")).arg(&firecracker);
+    let done =
+        check(python.arg(checkout::root().join("docs/openapi.json")).arg(EXAMPLES), "schemathesis");
+    fs::remove_dir_all(programs)?;
+    done
+}
+
+/// Where the clients are built: not in the project's own directory, and kept.
+pub fn target() -> PathBuf {
+    cache::dir().join("compat/target")
+}
+
+/// Builds programs of the crate of drivers.
+pub fn build(arguments: &[&str], flags: Option<&str>) -> Result<(), Box<dyn Error>> {
+    progress::step(format!("cargo build in {CRATE}: {}", arguments.join(" ")));
+    let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args(["build", "--locked"]).args(arguments).env("CARGO_TARGET_DIR", target());
+    if let Some(flags) = flags {
+        cargo.env("RUSTFLAGS", flags);
+    }
+    check(cargo.current_dir(checkout::root().join(CRATE)).stdin(Stdio::null()), "cargo build")
+}
+
+/// Python's packages, unless those that are asked for are there.
+fn install_python(requirements: &Path, place: &Path) -> Result<(), Box<dyn Error>> {
+    let (wanted, stamp) = (fs::read_to_string(requirements)?, place.join("requirements.txt"));
+    if fs::read_to_string(&stamp).is_ok_and(|there| there == wanted) {
+        return Ok(());
+    }
+    progress::step(format!("pip install {}", wanted.trim()));
+    let _ = fs::remove_dir_all(place);
+    let mut pip = Command::new("python3");
+    pip.args(["-m", "pip", "install", "--quiet", "--target"]).arg(place);
+    check(pip.arg("--requirement").arg(requirements), "pip install")?;
+    Ok(fs::write(stamp, wanted)?)
+}
+
+pub fn check(command: &mut Command, what: &str) -> Result<(), Box<dyn Error>> {
+    let status = command.status()?;
+    if status.success() { Ok(()) } else { Err(format!("{what} failed ({status})").into()) }
+}
+
+/// A copy under a name that may be in use.
+pub fn replace(from: &Path, to: &Path) -> io::Result<()> {
+    let new = to.with_extension("new");
+    fs::copy(from, &new)?;
+    fs::rename(new, to)
+}
+
+/// Runs a command where guests run.
+pub fn on_kvm(argv: &[OsString]) -> Result<u8, Box<dyn Error>> {
+    env::set_current_dir(checkout::root())?;
+    Ok(match on_kvm::find() {
+        on_kvm::Found::Here(_) => on_kvm::run_here(argv),
+        on_kvm::Found::NotHere(_) => {
+            on_kvm::code(on_kvm::NestedPlace::open().and_then(|place| place.run(argv)))
+        }
+    })
+}
