@@ -106,6 +106,28 @@ pub struct Firecracker {
     pub words: Vec<OsString>,
 }
 
+/// Make a PandaStack agent bake the templates again that another VMM has made
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm migrate-templates --dry-run /var/lib/pandastack     say what would be removed
+  pvmm migrate-templates /var/lib/pandastack
+
+Removes, of each template in DIR/template-snaps whose snapshot is not pvmm's, the marker `ready` and the files of the
+snapshot. Disks and everything else stay.
+")]
+pub struct MigrateTemplates {
+    /// The agent's data folder, or its template-snaps
+    #[arg(value_name = "DIR", value_hint = ValueHint::DirPath)]
+    pub dir: PathBuf,
+    /// Only say what would be removed
+    #[arg(long)]
+    pub dry_run: bool,
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
 /// Print a shell's completion script
 #[derive(Debug, Args)]
 #[command(help_template = TEMPLATE, before_help = "\

@@ -14,6 +14,7 @@ mod fork;
 mod kill;
 mod logs;
 mod man;
+mod migrate_templates;
 mod port;
 mod ps;
 mod ps_commands;
@@ -55,6 +56,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Doctor(args) => doctor::doctor(args),
         // Usually met in `main` already: its own way to end is part of what it stands in for.
         Verb::Firecracker(args) => Ok(crate::firecracker::run(args.words)),
+        Verb::MigrateTemplates(args) => migrate_templates::migrate_templates(args),
         Verb::Completions(args) => completions::completions(args),
         Verb::Man(args) => man::man(args),
     }

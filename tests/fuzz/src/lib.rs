@@ -7,6 +7,7 @@
 //! | `net.rs` | a sequence of frames and buffers on both ends of a network card, checked frame by frame |
 //! | `ports.rs` | accesses to the devices that are not virtio |
 //! | `archive.rs` | the entries of a tar archive that is unpacked into a folder |
+//! | `pvmm::snapshot::testing` | a state file and a folder's manifest, and changes to good ones |
 //! | `frames.rs` | the agent's protocol, as either end reads it |
 //!
 //! The same functions are fuzz targets (`cargo xtask fuzz`) and tests: a test runs the kept corpus and a
@@ -27,7 +28,7 @@ mod transport;
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 11] = [
+pub const TARGETS: [(&str, Target); 12] = [
     ("transport_rng", transport::rng),
     ("transport_block", transport::block),
     ("transport_net", transport::net),
@@ -39,6 +40,7 @@ pub const TARGETS: [(&str, Target); 11] = [
     ("agent_frames", frames::stream),
     ("agent_messages", frames::message),
     ("archive", archive::entries),
+    ("snapshot", pvmm::snapshot::testing::walk),
 ];
 
 #[cfg(test)]
@@ -112,5 +114,6 @@ mod tests {
         agent_frames 5000
         agent_messages 10000
         archive 1000
+        snapshot 2000
     }
 }

@@ -48,10 +48,10 @@ fn write(dir: &Path) -> Result<Manifest, Error> {
     memory.freeze().unwrap();
     let disk = tempfile::tempfile().unwrap();
     std::os::unix::fs::FileExt::write_all_at(&disk, &[9; 8192], 0).unwrap();
-    let saved = super::tests::saved();
+    let saved = super::testing::saved();
     let contents = Contents {
         machine: &saved.machine,
-        facts: super::tests::manifest(Vec::new()).machine,
+        facts: super::testing::manifest(Vec::new()).machine,
         image: &memory.image,
         drives: &[FrozenStorage::Fixed { file: disk, path: None }],
         taps: &[],

@@ -35,6 +35,32 @@ pub const NOTE_MAX: usize = 256 << 10;
 /// The pages by which memory is recognised as the state's own.
 const SAMPLE_PAGES: u64 = 8;
 
+/// Whose a state file is, by its first bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StateFile {
+    Pvmm,
+    Firecracker,
+    Unknown,
+    /// Not there, or not a file that can be read.
+    Missing,
+}
+
+impl StateFile {
+    pub fn of(path: &Path) -> Self {
+        // A pipe would keep whoever opens it waiting.
+        if !fs::metadata(path).is_ok_and(|facts| facts.is_file()) {
+            return Self::Missing;
+        }
+        let mut head = Vec::new();
+        match File::open(path).and_then(|file| file.take(HEAD as u64).read_to_end(&mut head)) {
+            Err(_) => Self::Missing,
+            Ok(_) if head.starts_with(&MAGIC) => Self::Pvmm,
+            Ok(_) if refuse_foreign(&head, "").is_err() => Self::Firecracker,
+            Ok(_) => Self::Unknown,
+        }
+    }
+}
+
 /// How much of the memory is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveKind {

@@ -6,20 +6,9 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use super::files::{self, refuse_foreign};
 use super::manifest::{FILES_FORMAT, Manifest};
 use super::sections::{self, Saved};
-use super::tests::{manifest, saved};
+use super::testing::{manifest, saved, saved_as_files as for_files};
 use super::written_file::WrittenFile;
 use super::*;
-
-fn for_files() -> Saved {
-    Saved {
-        sums: Vec::new(),
-        runs: Vec::new(),
-        working_set: None,
-        note: Some(b"{\"drives\":[]}".to_vec()),
-        sample: Some(vec![(0, 1), (4096, 2)]),
-        ..saved()
-    }
-}
 
 fn encode(change: impl FnOnce(&mut Manifest), saved: &Saved) -> Vec<u8> {
     let (bytes, table) = sections::encode(saved).unwrap();

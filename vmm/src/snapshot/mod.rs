@@ -23,13 +23,15 @@ mod manifest;
 mod read;
 mod sections;
 pub(crate) mod state;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 mod write;
 mod written_file;
 
 use std::io;
 use std::path::PathBuf;
 
-pub use files::{NOTE_MAX, SaveKind};
+pub use files::{NOTE_MAX, SaveKind, StateFile};
 pub use manifest::{DiskFacts, MachineFacts, Manifest, MemoryFacts};
 pub use read::LoadOptions;
 pub use write::{Durability, WriteOptions};

@@ -4,89 +4,12 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-use kvm_bindings::kvm_cpuid_entry2;
-use pvmm_devices::ioapic::IoapicStateV1;
-use pvmm_devices::legacy::SerialStateV1;
-
 use super::checksum::{FileSums, PIECE};
 use super::manifest::{BaseFacts, Manifest, SectionFacts};
-use super::sections::{self, Saved, WorkingSetV1};
-use super::state::MachineState;
+use super::sections;
+use super::testing::{manifest, saved, vcpu};
 use super::*;
-use crate::kvm::state::{ClockStateV2, VcpuStateV1};
-
-fn vcpu() -> VcpuStateV1 {
-    VcpuStateV1 {
-        cpuid: vec![kvm_cpuid_entry2 { function: 1, ..Default::default() }],
-        msrs: vec![(0x10, 5)],
-        regs: Default::default(),
-        sregs: Default::default(),
-        xcrs: Default::default(),
-        xsave: vec![0; 1024],
-        debug_regs: Default::default(),
-        lapic: Default::default(),
-        mp_state: Default::default(),
-        events: Default::default(),
-        tsc_khz: 1_000_000,
-    }
-}
-
-pub fn saved() -> Saved {
-    let serial = SerialStateV1 {
-        baud_divisor_low: 12,
-        baud_divisor_high: 0,
-        interrupt_enable: 0,
-        interrupt_identification: 1,
-        line_control: 3,
-        line_status: 0x60,
-        modem_control: 8,
-        modem_status: 0xb0,
-        scratch: 0,
-        received: Vec::new(),
-        pending: Vec::new(),
-    };
-    let machine = MachineState {
-        clock: ClockStateV2 { nanoseconds: 7, host_time: 9 },
-        vcpus: vec![Arc::new(vcpu())],
-        ioapic: IoapicStateV1 { select: 0, id: 0, entries: vec![1 << 16; 24] },
-        serial,
-        transports: Vec::new(),
-    };
-    let sums = vec![FileSums { file: MEMORY.into(), size: PIECE, sums: vec![1] }];
-    let working_set = WorkingSetV1 { written: vec![(0, 4096)], read: vec![(4096, 8192)] };
-    Saved {
-        machine,
-        sums,
-        runs: vec![(0, 4096)],
-        working_set: Some(working_set),
-        note: None,
-        sample: None,
-    }
-}
-
-pub fn manifest(sections: Vec<SectionFacts>) -> Manifest {
-    Manifest {
-        format: manifest::FORMAT.into(),
-        version: manifest::VERSION,
-        id: "0123456789abcdef0123456789abcdef".into(),
-        created_by: "pvmm".into(),
-        created: 1,
-        machine: MachineFacts {
-            architecture: "x86_64".into(),
-            backend: "kvm_amd".into(),
-            cpu_vendor: "AuthenticAMD".into(),
-            cpu_signature: 0x60fb1,
-            vcpus: 1,
-            memory_mib: 64,
-        },
-        memory: MemoryFacts { size: 64 << 20, regions: vec![(0, 64 << 20)], base: None },
-        disks: vec![DiskFacts::Inside { file: "disk-0.img".into(), size: 512, read_only: false }],
-        taps: vec!["tap0".into()],
-        vsock_path: Some("/run/v".into()),
-        sections,
-        checksum: 0,
-    }
-}
+use crate::kvm::state::VcpuStateV1;
 
 fn refused(change: impl FnOnce(&mut Manifest)) -> SnapshotError {
     let mut manifest = manifest(Vec::new());
