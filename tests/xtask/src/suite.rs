@@ -5,10 +5,15 @@
 
 use std::error::Error;
 use std::ffi::OsString;
+use std::fs;
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use crate::on_kvm::{self, Found, NestedPlace};
 use crate::{artifacts, cargo, checkout, packages, progress, report};
+
+/// More failures than this are no accident, and the suite has failed.
+const SECOND_CHANCES: usize = 3;
 
 /// What the unit tests need.
 const PACKAGES: [&str; 1] = ["strace"];
@@ -49,13 +54,37 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     let stock = artifacts.with_debian_kernel()?;
     progress::step(format!("guest kernels: {}, {}", artifacts.kernel.label, stock.label));
 
-    let mut argv = vec![suite.into_os_string()];
+    std::env::set_current_dir(checkout::root())?;
+    fs::create_dir_all(checkout::scratch())?;
+    let log = checkout::scratch().join(format!("suite-{}", std::process::id()));
+    let code = run_suite(&suite, arguments, &log)?;
+    let failed = failures(&fs::read_to_string(&log).unwrap_or_default());
+    let _ = fs::remove_file(&log);
+    if code == 0 || failed.is_empty() || failed.len() > SECOND_CHANCES {
+        return Ok(code);
+    }
+    // Emulated processors on a shared machine stall for seconds. Who fails alone as well is broken; who does
+    // not is told of all the same.
+    progress::step(format!("once more, by themselves: {}", failed.join(", ")));
+    let mut again: Vec<OsString> = vec!["--exact".into(), "--nocapture".into()];
+    again.extend(failed.iter().map(OsString::from));
+    let code = run_suite(&suite, &again, &log)?;
+    let _ = fs::remove_file(&log);
+    if code == 0 {
+        progress::step(format!("FLAKY, passed only the second time: {}", failed.join(", ")));
+    }
+    Ok(code)
+}
+
+/// Runs the suite's program, which writes the name of each test that ended to `log`.
+fn run_suite(suite: &Path, arguments: &[OsString], log: &Path) -> Result<u8, Box<dyn Error>> {
+    let mut argv = vec![suite.as_os_str().to_owned()];
     argv.extend_from_slice(arguments);
+    argv.extend(["--logfile".into(), log.as_os_str().to_owned()]);
     // One test at a time: each checks that it left nothing behind on the whole host.
     if !arguments.iter().any(|argument| argument.to_string_lossy().starts_with("--test-threads")) {
         argv.push("--test-threads=1".into());
     }
-    std::env::set_current_dir(checkout::root())?;
     Ok(match on_kvm::find() {
         Found::Here(host) => {
             progress::step(format!("running the suite here, on {}", host.backend));
@@ -70,6 +99,11 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     })
 }
 
+/// The tests that a log says have failed.
+fn failures(log: &str) -> Vec<String> {
+    log.lines().filter_map(|line| line.strip_prefix("failed ")).map(str::to_owned).collect()
+}
+
 /// In a process of its own, because it catches signals in its own way.
 fn build_kernel() -> Result<(), Box<dyn Error>> {
     progress::step("cargo xtask kernel");
@@ -78,4 +112,16 @@ fn build_kernel() -> Result<(), Box<dyn Error>> {
         return Ok(());
     }
     Err("the guest kernel was not built".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn failures_are_the_failed_lines_of_the_log() {
+        let log = "ok boot::one\nfailed run::two\nignored soak::three\nfailed vsock::four\n";
+        assert_eq!(failures(log), ["run::two", "vsock::four"]);
+        assert!(failures("").is_empty());
+    }
 }
