@@ -152,7 +152,8 @@ pub fn parse(bytes: &[u8], body_max: usize) -> Result<Parsed, Refusal> {
         return Ok(Parsed::Incomplete { expects_continue: facts.expects_continue });
     };
     let body = (!body.is_empty()).then(|| body.to_vec());
-    let close = facts.close || head.version == Some(0) && !facts.keep_alive;
+    // Also HTTP/1.0 stays open: Firecracker keeps it so, and clients send their next request on it.
+    let close = facts.close;
     Ok(Parsed::Whole(Request { method, path, body, close }, end))
 }
 
@@ -162,7 +163,6 @@ struct Facts {
     length: Option<u64>,
     expects_continue: bool,
     close: bool,
-    keep_alive: bool,
 }
 
 impl Facts {
@@ -194,7 +194,6 @@ impl Facts {
                 facts.expects_continue = true;
             } else if header.name.eq_ignore_ascii_case("connection") {
                 facts.close |= value().split(',').any(|word| word.trim() == "close");
-                facts.keep_alive |= value().split(',').any(|word| word.trim() == "keep-alive");
             }
         }
         Ok(facts)
@@ -309,7 +308,7 @@ mod tests {
         let waiting = parse(head.as_bytes(), MAX);
         assert_eq!(waiting, Ok(Parsed::Incomplete { expects_continue: true }));
         assert!(whole("GET / HTTP/1.1\r\nConnection: close\r\n\r\n").close);
-        assert!(whole("GET / HTTP/1.0\r\n\r\n").close);
+        assert!(!whole("GET / HTTP/1.0\r\n\r\n").close);
         assert!(!whole("GET / HTTP/1.1\r\n\r\n").close);
     }
 

@@ -50,7 +50,7 @@ async fn http_call(mut stream: VsockStream) -> io::Result<()> {
     }
     let text = String::from_utf8_lossy(&request).into_owned();
     let numbers = text.rsplit("\r\n").next().unwrap_or_default();
-    let numbers = numbers.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok());
+    let numbers = numbers.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse::<u32>().ok());
     let body = format!(r#"{{"c":{}}}"#, numbers.product::<u32>());
     let len = body.len();
     let answer = format!(
