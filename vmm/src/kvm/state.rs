@@ -243,6 +243,16 @@ fn get_msrs(vcpu: &VcpuFd, id: u32, indices: &[u32]) -> Result<Vec<(u32, u64)>, 
     Ok(values)
 }
 
+/// A timer that had run out when the vCPU stopped, and whose interrupt was not delivered yet, is saved as one
+/// that is not set: KVM keeps that interrupt where nobody can read it. A guest that lost it would never be woken
+/// again, and one interrupt too many does no harm, so a timer that is not set runs out at once.
+fn timer_at_once((index, value): (u32, u64)) -> (u32, u64) {
+    match (index, value) {
+        (TSC_DEADLINE, 0) => (index, 1),
+        _ => (index, value),
+    }
+}
+
 /// The time stamp counter first and the timer's deadline after all others, for it counts in the former.
 fn set_msrs(vcpu: &VcpuFd, id: u32, values: &[(u32, u64)]) -> Result<(), KvmError> {
     let rank = |index: u32| match index {
@@ -250,7 +260,7 @@ fn set_msrs(vcpu: &VcpuFd, id: u32, values: &[(u32, u64)]) -> Result<(), KvmErro
         TSC_DEADLINE => 2,
         _ => 1,
     };
-    let mut ordered: Vec<_> = values.to_vec();
+    let mut ordered: Vec<_> = values.iter().copied().map(timer_at_once).collect();
     ordered.sort_by_key(|(index, _)| rank(*index));
     let mut left = ordered.as_slice();
     while !left.is_empty() {
@@ -275,4 +285,16 @@ fn msrs(id: u32, values: impl Iterator<Item = (u32, u64)>) -> Result<Msrs, KvmEr
 
 fn refused(id: u32, what: &'static str, source: io::Error) -> KvmError {
     KvmError::Vcpu { id, what, source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timer_that_may_have_run_out_unheard_runs_out_at_once() {
+        assert_eq!(timer_at_once((TSC_DEADLINE, 0)), (TSC_DEADLINE, 1));
+        assert_eq!(timer_at_once((TSC_DEADLINE, 7)), (TSC_DEADLINE, 7));
+        assert_eq!(timer_at_once((TSC, 0)), (TSC, 0));
+    }
 }
