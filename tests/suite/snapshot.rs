@@ -92,11 +92,16 @@ fn incremental_snapshot_holds_only_what_changed_and_restores_through_its_base() 
 
 /// A tiny machine's snapshot: half a second to make, so that it can be broken in many ways.
 fn tiny_snapshot(place: &Path) -> std::path::PathBuf {
-    // Writes a byte, then waits for ever: mov byte [0x200000], 7; hlt; jmp back to hlt.
-    let code = [0xc6, 0x04, 0x25, 0x00, 0x00, 0x20, 0x00, 0x07, 0xf4, 0xeb, 0xfd];
+    // Writes a byte, says so to a port where nothing is, waits for ever:
+    // mov byte [0x200000], 7; out 0xed, al; hlt; jmp back to hlt.
+    let code = [0xc6, 0x04, 0x25, 0x00, 0x00, 0x20, 0x00, 0x07, 0xe6, 0xed, 0xf4, 0xeb, 0xfd];
     let mut vm = tiny::machine(&code);
     vm.resume().unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(500));
+    let until = std::time::Instant::now() + tiny::PATIENCE;
+    while vm.missed_accesses() == 0 {
+        assert!(std::time::Instant::now() < until, "the guest did not run");
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
     let dir = place.join("tiny");
     vm.freeze().unwrap().write(&dir, WriteOptions::default()).unwrap();
     dir
