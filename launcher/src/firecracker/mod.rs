@@ -25,6 +25,7 @@ mod logger;
 mod metrics;
 mod mmds;
 mod routes;
+mod rules;
 mod running;
 mod server;
 mod snapshot;
