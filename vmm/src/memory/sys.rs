@@ -190,24 +190,10 @@ pub unsafe fn write_from(
     len: usize,
     offset: u64,
 ) -> io::Result<()> {
-    let mut done = 0;
-    while done < len {
-        let at = libc::off_t::try_from(offset + done as u64).map_err(io::Error::other)?;
+    in_parts(len, offset, io::ErrorKind::WriteZero, |done, at| {
         // SAFETY: the kernel only reads, from the range that the caller keeps mapped.
-        let wrote =
-            unsafe { libc::pwrite(file.as_raw_fd(), address.add(done).cast(), len - done, at) };
-        match wrote {
-            0 => return Err(io::ErrorKind::WriteZero.into()),
-            1.. => done += wrote as usize,
-            _ => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
-                }
-            }
-        }
-    }
-    Ok(())
+        unsafe { libc::pwrite(file.as_raw_fd(), address.add(done).cast(), len - done, at) }
+    })
 }
 
 /// Reads `len` bytes of a file to guest memory at `address`; the file must have them.
@@ -215,15 +201,25 @@ pub unsafe fn write_from(
 /// # Safety
 /// The range must be mapped for the whole call, and nobody may hold a reference into it.
 pub unsafe fn read_to(file: &File, address: *mut u8, len: usize, offset: u64) -> io::Result<()> {
+    in_parts(len, offset, io::ErrorKind::UnexpectedEof, |done, at| {
+        // SAFETY: the kernel writes to the range that the caller keeps mapped.
+        unsafe { libc::pread(file.as_raw_fd(), address.add(done).cast(), len - done, at) }
+    })
+}
+
+/// Calls `part` with how much is done and where in the file to go on, until `len` bytes are.
+fn in_parts(
+    len: usize,
+    offset: u64,
+    nothing: io::ErrorKind,
+    part: impl Fn(usize, libc::off_t) -> isize,
+) -> io::Result<()> {
     let mut done = 0;
     while done < len {
         let at = libc::off_t::try_from(offset + done as u64).map_err(io::Error::other)?;
-        // SAFETY: the kernel writes to the range that the caller keeps mapped.
-        let read =
-            unsafe { libc::pread(file.as_raw_fd(), address.add(done).cast(), len - done, at) };
-        match read {
-            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
-            1.. => done += read as usize,
+        match part(done, at) {
+            0 => return Err(nothing.into()),
+            count @ 1.. => done += count as usize,
             _ => {
                 let error = io::Error::last_os_error();
                 if error.kind() != io::ErrorKind::Interrupted {
