@@ -33,7 +33,7 @@ const FIRECRACKER: [u64; 2] = [0x0710_1984_8664_0000, 0x0710_1984_aaaa_0000];
 /// The longest note that a caller may leave in the state file.
 pub const NOTE_MAX: usize = 256 << 10;
 /// The pages by which memory is recognised as the state's own.
-const SAMPLE_PAGES: u64 = 32;
+pub(super) const SAMPLE_PAGES: u64 = 32;
 
 /// Whose a state file is, by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
-use super::files::{self, refuse_foreign};
+use super::files::{self, SAMPLE_PAGES, refuse_foreign};
 use super::manifest::{FILES_FORMAT, Manifest};
 use super::sections::{self, Saved};
 use super::testing::{manifest, saved, saved_as_files as for_files};
@@ -53,7 +53,7 @@ fn h3_state_file_with_parts_of_a_folder_is_refused() {
         Saved { sample: None, ..for_files() },
         Saved { sample: Some(vec![(64 << 20, 1)]), ..for_files() },
         Saved { sample: Some(vec![(17, 1)]), ..for_files() },
-        Saved { sample: Some(vec![(0, 1); 9]), ..for_files() },
+        Saved { sample: Some(vec![(0, 1); SAMPLE_PAGES as usize + 1]), ..for_files() },
         saved(),
     ] {
         assert!(files::decode(&encode(|_| {}, &bad)).is_err());
