@@ -100,7 +100,7 @@ fn copy_by_hand(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
 }
 
 /// The parts of a buffer that are not zero, in blocks; neighbours joined.
-fn filled(bytes: &[u8]) -> Vec<Range<usize>> {
+pub fn filled(bytes: &[u8]) -> Vec<Range<usize>> {
     const ZEROS: [u8; BLOCK] = [0; BLOCK];
     let mut parts: Vec<Range<usize>> = Vec::new();
     for (index, block) in bytes.chunks(BLOCK).enumerate() {

@@ -6,6 +6,8 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use pvmm_devices::{GuestMemory, sparse};
@@ -19,8 +21,6 @@ pub const MAX_RUNS: usize = 2048;
 /// How much of what a guest has written it is expected to write again at once: more than a first command
 /// does, and little enough to keep.
 pub const AGAIN_MAX: u64 = 2 << 20;
-/// How much is copied between two reports of progress.
-const COPY_STEP: u64 = 32 << 20;
 /// The most layers of one image.
 const MAX_LAYERS: usize = 16;
 
@@ -226,33 +226,42 @@ impl MemoryImage {
         Ok(held.on_base(usize::from(all_base && self.base_layers > 0)))
     }
 
-    /// Copies all layers into one file, without their holes.
+    /// Copies all layers into one file, lowest first, without their holes.
     fn write_to(&self, file: &File) -> io::Result<()> {
-        self.write_from(0, file, &mut |_| {})
-    }
-
-    /// Copies the layers from the `first` on into one file, lowest first, without their holes.
-    pub fn write_from(
-        &self,
-        first: usize,
-        file: &File,
-        progress: &mut dyn FnMut(u64),
-    ) -> io::Result<()> {
-        for (index, layer) in self.layers.iter().enumerate().skip(first) {
+        for (index, layer) in self.layers.iter().enumerate() {
             for run in layer.runs.iter() {
-                if index > first {
+                if index > 0 {
                     sparse::punch(file, run.clone())?;
                 }
-                let mut at = run.start;
-                while at < run.end {
-                    let end = (at + COPY_STEP).min(run.end);
-                    sparse::copy(&layer.file, file, at..end)?;
-                    progress(end - at);
-                    at = end;
-                }
+                sparse::copy(&layer.file, file, run)?;
             }
         }
         Ok(())
+    }
+
+    /// Fills `bytes` with what the layers from the `first` on have from `at` on, zeros where they have
+    /// nothing. Returns how much was not a hole.
+    pub fn read(&self, first: usize, at: u64, bytes: &mut [u8]) -> io::Result<u64> {
+        let range = at..at + bytes.len() as u64;
+        let place = |part: &Range<u64>| (part.start - at) as usize..(part.end - at) as usize;
+        let mut data = Vec::new();
+        let mut left = Runs::one(range.clone());
+        for layer in self.layers.iter().skip(first).rev() {
+            let own = layer.runs.between(&range);
+            for run in left.within(&own).iter() {
+                for part in sparse::data(&layer.file, run)? {
+                    let bytes = bytes.get_mut(place(&part)).unwrap_or_default();
+                    layer.file.read_exact_at(bytes, part.start)?;
+                    data.push(part);
+                }
+            }
+            left = left.without(&own);
+        }
+        let data = Runs::merged(data);
+        for hole in Runs::one(range).without(&data).iter() {
+            bytes.get_mut(place(&hole)).unwrap_or_default().fill(0);
+        }
+        Ok(data.bytes())
     }
 
     /// The ranges for which the layers from the `first` on speak.

@@ -31,9 +31,21 @@ impl Runs {
 
     /// One run of everything.
     pub fn all(size: u64) -> Self {
+        Self::one(0..size)
+    }
+
+    pub fn one(run: Range<u64>) -> Self {
         let mut runs = Self::default();
-        runs.push(0..size);
+        runs.push(run);
         runs
+    }
+
+    /// The parts that lie in `range`.
+    #[must_use]
+    pub fn between(&self, range: &Range<u64>) -> Self {
+        let first = self.0.partition_point(|run| run.end <= range.start);
+        let near = self.0.iter().skip(first).take_while(|run| run.start < range.end);
+        Self(near.map(|run| run.start.max(range.start)..run.end.min(range.end)).collect())
     }
 
     /// Ranges in any order, which may overlap.
@@ -380,6 +392,14 @@ mod tests {
         let left = all.without(&runs(&[(2, 3), (5, 6), (9, 22), (29, 40)]));
         assert_eq!(left, runs(&[(0, 2), (3, 5), (6, 9), (22, 29)]));
         assert_eq!(runs(&[(5, 6), (7, 8)]).without(&runs(&[(0, 100)])), runs(&[]));
+    }
+
+    #[test]
+    fn runs_between_two_places_are_cut_there() {
+        let all = runs(&[(0, 10), (20, 30), (40, 50)]);
+        assert_eq!(all.between(&(5 * PAGE..45 * PAGE)), runs(&[(5, 10), (20, 30), (40, 45)]));
+        assert_eq!(all.between(&(10 * PAGE..20 * PAGE)), runs(&[]));
+        assert_eq!(all.between(&(22 * PAGE..23 * PAGE)), runs(&[(22, 23)]));
     }
 
     #[test]

@@ -162,6 +162,25 @@ fn image_of_many_layers_is_flattened_and_reads_the_same() {
 }
 
 #[test]
+fn image_reads_as_its_guest_whatever_the_layers_and_holes() {
+    let mut memory = fresh();
+    for (first, second) in [(1, 2), (0, 3), (4, 0)] {
+        put(&memory, 0x5000, first);
+        put(&memory, 0x8000, second);
+        put(&memory, HIGH, second);
+        memory.freeze().unwrap();
+        let mut bytes = vec![0xee; 2 << 20];
+        let data = memory.image.read(0, 0, &mut bytes).unwrap();
+        assert_eq!((bytes[0x5000], bytes[0x8000], bytes[1 << 20]), (first, second, second));
+        assert_eq!((bytes[0], bytes[0x9000], bytes[0x5008]), (0, 0, 0));
+        assert!((0x1000..1 << 20).contains(&data), "{data}");
+        let mut part = vec![0xee; 0x2000];
+        memory.image.read(0, 0x7000, &mut part).unwrap();
+        assert_eq!((part[0], part[0x1000]), (0, second));
+    }
+}
+
+#[test]
 fn sealed_layer_cannot_be_written_or_cut() {
     use std::os::unix::fs::FileExt;
     let mut memory = fresh();

@@ -1,7 +1,7 @@
 //! Snapshots as hostile files: cut, flipped, mixed, impossible. Whole folders are in the suite, with a guest.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::Arc;
 
 use super::checksum::{FileSums, PIECE};
@@ -157,4 +157,25 @@ fn h6_changed_hole_or_length_of_a_large_file_is_found() {
     assert_eq!(changed(|f| f.write_all_at(b"x", PIECE + 200).unwrap()), Some(PIECE));
     let punch = |f: &File| pvmm_devices::sparse::punch(f, PIECE..2 * PIECE).unwrap();
     assert_eq!(changed(punch), Some(PIECE));
+}
+
+#[test]
+fn large_file_is_written_by_several_threads_as_it_was_read() {
+    let (from, to) = (tempfile::tempfile().unwrap(), tempfile::tempfile().unwrap());
+    let size = 300 * PIECE + 4096;
+    from.set_len(size).unwrap();
+    for piece in (0..300).step_by(7) {
+        from.write_all_at(&[piece as u8 + 1; 9000], piece * PIECE + 4096).unwrap();
+    }
+    let read = |at: u64, bytes: &mut [u8]| from.read_exact_at(bytes, at).map(|()| 1);
+    let mut heard = 0;
+    let sums = FileSums::write("memory.bin", &to, size, read, &mut |more| heard += more).unwrap();
+    assert_eq!(sums, FileSums::of("memory.bin", &from, size).unwrap());
+    assert_eq!(sums.compare(&to).unwrap(), None);
+    assert!(heard <= 301 && to.metadata().unwrap().blocks() * 512 < 2 << 20);
+    let fails = |at: u64, _: &mut [u8]| match at {
+        at if at > 100 * PIECE => Err(std::io::ErrorKind::StorageFull.into()),
+        _ => Ok(0),
+    };
+    assert!(FileSums::write("memory.bin", &to, size, fails, &mut |_| {}).is_err());
 }

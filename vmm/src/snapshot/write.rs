@@ -109,10 +109,9 @@ impl Contents<'_> {
 
         let size = self.image.size();
         let memory = folder.create(MEMORY)?;
-        let fill = || -> io::Result<()> {
-            memory.set_len(size)?;
-            self.image.write_from(own_layers, &memory, &mut |bytes| progress.add(bytes))
-        };
+        let read = |at: u64, bytes: &mut [u8]| self.image.read(own_layers, at, bytes);
+        let fill =
+            || FileSums::write(MEMORY, &memory, size, read, &mut |bytes| progress.add(bytes));
         let mut sums = vec![folder.finish(MEMORY, &memory, size, fill)?];
 
         let mut disks = Vec::new();
@@ -125,16 +124,20 @@ impl Contents<'_> {
                 FrozenStorage::Fixed { file, path: None } => {
                     let size = file.metadata().map_err(|e| cannot(&name, e))?.size();
                     let disk = folder.create(&name)?;
-                    let fill = || -> io::Result<()> {
+                    let fill = || -> io::Result<FileSums> {
                         disk.set_len(size)?;
-                        pvmm_devices::sparse::copy(file, &disk, 0..size)
+                        pvmm_devices::sparse::copy(file, &disk, 0..size)?;
+                        FileSums::of(&name, &disk, size)
                     };
                     sums.push(folder.finish(&name, &disk, size, fill)?);
                     DiskFacts::Inside { file: name, size, read_only: true }
                 }
                 FrozenStorage::Layers(layers) => {
                     let disk = folder.create(&name)?;
-                    let fill = || layers.write_frozen(&disk);
+                    let fill = || -> io::Result<FileSums> {
+                        layers.write_frozen(&disk)?;
+                        FileSums::of(&name, &disk, layers.size())
+                    };
                     sums.push(folder.finish(&name, &disk, layers.size(), fill)?);
                     DiskFacts::Inside { file: name, size: layers.size(), read_only: false }
                 }
@@ -266,24 +269,24 @@ impl Unfinished {
         options.open(self.path.join(name)).map_err(|e| cannot(name, e))
     }
 
-    /// Fills a large file, makes it read-only, and sums it up.
+    /// Fills a large file, which also sums it up, and makes it read-only.
     fn finish(
         &self,
         name: &str,
         file: &File,
         size: u64,
-        fill: impl FnOnce() -> io::Result<()>,
+        fill: impl FnOnce() -> io::Result<FileSums>,
     ) -> Result<FileSums, SnapshotError> {
-        let sum_up = || -> io::Result<FileSums> {
-            fill()?;
+        let finish = || -> io::Result<FileSums> {
+            let sums = fill()?;
             let written = file.metadata()?.size();
             if written != size {
                 return Err(io::Error::other(format!("{written} bytes instead of {size}")));
             }
             sys::set_mode(file, 0o400)?;
-            FileSums::of(name, file, size)
+            Ok(sums)
         };
-        sum_up().map_err(|e| cannot(name, e))
+        finish().map_err(|e| cannot(name, e))
     }
 
     fn write(&self, name: &str, bytes: &[u8]) -> Result<(), SnapshotError> {
