@@ -1,23 +1,33 @@
 //! Full snapshot of a running guest into a folder on tmpfs, with and without waiting for the disk.
 
+use std::cell::RefCell;
 use std::fs;
+use std::time::Instant;
 
 use pvmm::snapshot::{Durability, WriteOptions};
+use pvmm::trace;
 
-use crate::board::{Act, Board, Outcome, Unit, timed};
+use crate::board::{Act, Board, Outcome, Unit, durations, millis, timed};
 use crate::guest::TAPS;
 use crate::peers::{Peer, firecracker};
 use crate::stage::{Baking, Stage};
 
 pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
     let (vm, _agent) = stage.parent()?;
-    let vm = std::cell::RefCell::new(vm);
+    let vm = RefCell::new(vm);
+    let traces = RefCell::new(Vec::new());
     let write = |durability: Durability| {
-        let vm = &vm;
+        let (vm, traces) = (&vm, &traces);
         move || {
             let dir = stage.dir()?.join("s");
             let options = WriteOptions { durability, ..Default::default() };
-            let (_, took) = timed(|| Ok(vm.borrow_mut().freeze()?.write(&dir, options)?))?;
+            let begun = Instant::now();
+            let (written, steps) = trace::record(|| vm.borrow_mut().freeze()?.write(&dir, options));
+            let took = millis(begun.elapsed());
+            written?;
+            if durability == Durability::Full {
+                traces.borrow_mut().push(durations(begun, &steps));
+            }
             fs::remove_dir_all(dir)?;
             Ok(took)
         }
@@ -47,5 +57,10 @@ pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
         acts.push(("firecracker".to_owned(), Box::new(write)));
     }
     let counts = board.counts;
-    board.interleave("full snapshot", Unit::Millis, 1, counts.slow, acts)
+    board.interleave("full snapshot", Unit::Millis, 1, counts.slow, acts)?;
+    // The warm-up comes first.
+    for steps in traces.into_inner().into_iter().skip(1) {
+        board.trace("a snapshot with sync", &steps)?;
+    }
+    Ok(())
 }

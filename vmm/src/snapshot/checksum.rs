@@ -12,6 +12,7 @@ use std::thread;
 
 use pvmm_devices::sparse;
 use serde::{Deserialize, Serialize};
+use twox_hash::XxHash64;
 
 /// Bytes that one sum stands for.
 pub const PIECE: u64 = 1 << 20;
@@ -27,19 +28,40 @@ const WRITERS_MAX: usize = 4;
 pub struct FileSums {
     pub file: String,
     pub size: u64,
-    /// CRC-32 of each piece; holes count as zeros.
+    /// Of each piece; holes count as zeros.
     pub sums: Vec<u32>,
+    #[serde(skip)]
+    pub by: Sum,
+}
+
+/// How a piece is summed up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Sum {
+    /// In the first snapshots.
+    Crc32,
+    /// The low half of XXH64, which needs no instructions of its own to be fast.
+    #[default]
+    Xxh64,
+}
+
+impl Sum {
+    fn of(self, bytes: &[u8]) -> u32 {
+        match self {
+            Self::Crc32 => crc32fast::hash(bytes),
+            Self::Xxh64 => XxHash64::oneshot(0, bytes) as u32,
+        }
+    }
 }
 
 impl FileSums {
     /// Reads a file's data and sums it up.
     pub fn of(name: &str, file: &File, size: u64) -> io::Result<Self> {
-        let mut sums = Vec::new();
-        each_piece(file, size, |_, sum| {
+        let (by, mut sums) = (Sum::default(), Vec::new());
+        each_piece(file, size, by, |_, sum| {
             sums.push(sum);
             true
         })?;
-        Ok(Self { file: name.to_owned(), size, sums })
+        Ok(Self { file: name.to_owned(), size, sums, by })
     }
 
     /// Makes an empty file `size` bytes long and fills it, on several processors if it is large, and sums up
@@ -55,7 +77,8 @@ impl FileSums {
         file.set_len(size)?;
         let pieces = size.div_ceil(PIECE) as usize;
         let (next, moved) = (AtomicUsize::new(0), AtomicU64::new(0));
-        let zeros = crc32fast::hash(&vec![0; PIECE as usize]);
+        let by = Sum::default();
+        let zeros = by.of(&vec![0; PIECE as usize]);
         let work = |tell: &mut dyn FnMut(u64)| -> io::Result<Vec<(usize, u32)>> {
             let mut buffer = vec![0; PIECE as usize];
             let mut sums = Vec::new();
@@ -76,7 +99,7 @@ impl FileSums {
                     let place = at + part.start as u64;
                     file.write_all_at(bytes.get(part).unwrap_or_default(), place)?;
                 }
-                sums.push((index, crc32fast::hash(bytes)));
+                sums.push((index, by.of(bytes)));
                 tell(moved.fetch_add(data, Ordering::Relaxed) + data);
             }
         };
@@ -96,13 +119,13 @@ impl FileSums {
         let mut sums = parts.into_iter().collect::<io::Result<Vec<_>>>()?.concat();
         sums.sort_unstable();
         let sums = sums.into_iter().map(|(_, sum)| sum).collect();
-        Ok(Self { file: name.to_owned(), size, sums })
+        Ok(Self { file: name.to_owned(), size, sums, by })
     }
 
     /// The first byte of the first piece that differs, if any does.
     pub fn compare(&self, file: &File) -> io::Result<Option<u64>> {
         let mut differs = None;
-        each_piece(file, self.size, |index, sum| {
+        each_piece(file, self.size, self.by, |index, sum| {
             if self.sums.get(index) != Some(&sum) {
                 differs = Some(index as u64 * PIECE);
             }
@@ -125,8 +148,13 @@ fn writers(pieces: usize) -> usize {
 }
 
 /// Sums every piece in order, while `take` wants more. Pieces without data are not read.
-fn each_piece(file: &File, size: u64, mut take: impl FnMut(usize, u32) -> bool) -> io::Result<()> {
-    let zeros = crc32fast::hash(&vec![0; PIECE as usize]);
+fn each_piece(
+    file: &File,
+    size: u64,
+    by: Sum,
+    mut take: impl FnMut(usize, u32) -> bool,
+) -> io::Result<()> {
+    let zeros = by.of(&vec![0; PIECE as usize]);
     let mut buffer = vec![0; PIECE as usize];
     let mut data = sparse::data(file, 0..size)?.into_iter().peekable();
     let mut at = 0;
@@ -139,10 +167,10 @@ fn each_piece(file: &File, size: u64, mut take: impl FnMut(usize, u32) -> bool) 
             Some(part) if part.start < end => {
                 let bytes = buffer.get_mut(..(end - at) as usize).unwrap_or_default();
                 file.read_exact_at(bytes, at)?;
-                crc32fast::hash(bytes)
+                by.of(bytes)
             }
             _ if end - at == PIECE => zeros,
-            _ => crc32fast::hash(&vec![0; (end - at) as usize]),
+            _ => by.of(&vec![0; (end - at) as usize]),
         };
         if !take((at / PIECE) as usize, sum) {
             break;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::checksum::FileSums;
+use super::checksum::{FileSums, Sum};
 use super::manifest::SectionFacts;
 use super::read::check_runs;
 use super::state::MachineState;
@@ -69,7 +69,7 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
         writer.add("virtio", transport)?;
     }
     writer.add("runs", &saved.runs)?;
-    writer.add("checksums", &saved.sums)?;
+    writer.add_version("checksums", V2, &saved.sums)?;
     if let Some(working_set) = &saved.working_set {
         writer.add("working_set", working_set)?;
     }
@@ -101,7 +101,12 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
             ("ioapic", V1) => once(&mut ioapic, section, bytes)?,
             ("serial", V1) => once(&mut serial, section, bytes)?,
             ("runs", V1) => once(&mut runs, section, bytes)?,
-            ("checksums", V1) => once(&mut sums, section, bytes)?,
+            ("checksums", V1) => {
+                once(&mut sums, section, bytes)?;
+                let by_crc = |file: &mut FileSums| file.by = Sum::Crc32;
+                sums.iter_mut().flatten().for_each(by_crc);
+            }
+            ("checksums", V2) => once(&mut sums, section, bytes)?,
             ("working_set", V1) => once(&mut working_set, section, bytes)?,
             ("sample", V1) => once(&mut sample, section, bytes)?,
             ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),

@@ -52,7 +52,8 @@ pub(super) fn saved() -> Saved {
         serial,
         transports: Vec::new(),
     };
-    let sums = vec![FileSums { file: MEMORY.into(), size: PIECE, sums: vec![1] }];
+    let sums =
+        vec![FileSums { file: MEMORY.into(), size: PIECE, sums: vec![1], by: Default::default() }];
     let working_set = WorkingSetV1 { written: vec![(0, 4096)], read: vec![(4096, 8192)] };
     Saved {
         machine,

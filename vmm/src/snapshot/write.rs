@@ -20,6 +20,7 @@ use crate::memory::{MAX_RUNS, MemoryImage, WorkingSet};
 use crate::storage::FrozenStorage;
 use crate::sys;
 use crate::template::Template;
+use crate::trace;
 
 pub(super) const UNFINISHED: &str = ".pvmm-unfinished-";
 
@@ -86,6 +87,7 @@ impl Contents<'_> {
         let unfinished = Unfinished::begin(dir)?;
         let manifest = self.write_files(&unfinished, &mut options)?;
         unfinished.publish(dir, &options)?;
+        trace::step("published");
         Ok(manifest)
     }
 
@@ -113,6 +115,8 @@ impl Contents<'_> {
         let fill =
             || FileSums::write(MEMORY, &memory, size, read, &mut |bytes| progress.add(bytes));
         let mut sums = vec![folder.finish(MEMORY, &memory, size, fill)?];
+
+        trace::step("memory written");
 
         let mut disks = Vec::new();
         for (index, drive) in self.drives.iter().enumerate() {
@@ -145,6 +149,7 @@ impl Contents<'_> {
             disks.push(facts);
         }
 
+        trace::step("disks written");
         let machine = self.machine.clone();
         let working_set = self.working_set.map(WorkingSetV1::of);
         let (state, sections) = sections::encode(&Saved {
@@ -179,8 +184,10 @@ impl Contents<'_> {
         };
         folder.write(MANIFEST, &manifest.encode()?)?;
         folder.stamp(&manifest)?;
+        trace::step("state written");
         if progress.options.durability == Durability::Full {
             folder.sync(&manifest)?;
+            trace::step("synced");
         }
         progress.add(u64::MAX);
         Ok(manifest)
