@@ -17,6 +17,9 @@ use crate::stage::{Baking, Stage};
 
 /// Fills 64 MiB of the guest's memory anew.
 const DIRTY: &str = "yes $RANDOM | head -c 67108864 > /dev/shm/dirty";
+type Child = (pvmm::Vm, Agent);
+type Durations = Vec<(String, f64)>;
+
 const PAUSE: &str = "live fork: parent's pause";
 const ANSWERED: &str = "live fork: children answered";
 
@@ -44,11 +47,15 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
         let template = template?;
         let (machines, children_took) =
             timed(|| all(children, |index| child(stage, &template, index + 1)))?;
+        let (machines, traces): (Vec<_>, Vec<_>) = machines.into_iter().unzip();
         drop(machines);
         if round > 0 {
             board.add(PAUSE, "pvmm", Unit::Millis, millis(template.pause()))?;
             board.add(ANSWERED, "pvmm", Unit::Millis, frozen + children_took)?;
             board.trace("a parent's pause", &durations(begun, &steps))?;
+            for steps in &traces {
+                board.trace("a child of a running machine", steps)?;
+            }
         }
         drop(template);
         if let Some((peer, _machine, dir)) = &peer {
@@ -64,8 +71,12 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     Ok(())
 }
 
-fn child(stage: &Stage, template: &Template, index: usize) -> Outcome<(pvmm::Vm, Agent)> {
-    live(template, stage.place.join(format!("c{index}")), tap(index).as_deref())
+/// A child that has answered, and what that took.
+fn child(stage: &Stage, template: &Template, index: usize) -> Outcome<(Child, Durations)> {
+    let (socket, tap) = (stage.place.join(format!("c{index}")), tap(index));
+    let begun = Instant::now();
+    let (child, steps) = trace::record(|| live(template, socket, tap.as_deref()));
+    Ok((child?, durations(begun, &steps)))
 }
 
 /// Pause, full snapshot and resume; then a process for each child. In milliseconds: the pause, and all.

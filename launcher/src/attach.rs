@@ -28,8 +28,8 @@ const SIGNAL_GRACE: Duration = Duration::from_secs(10);
 const TIMEOUT_GRACE: Duration = Duration::from_secs(1);
 /// What the way to the guest may take beyond that.
 const TIMEOUT_MARGIN: Duration = Duration::from_secs(2);
-/// How long to wait while the agent serves as many clients as it can.
-const BUSY_PATIENCE: Duration = Duration::from_secs(60);
+/// How long the agent of a running VM may take to answer: a hundred clients at once on a small host do take long.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
 /// The request for a command line's command.
@@ -67,7 +67,7 @@ pub fn require_terminal(flags: &CommandFlags) -> Result<(), Failure> {
 
 /// Reaches a VM's agent, and waits for a place if it is busy.
 pub fn connect(dir: &VmDir, patience: Duration) -> Result<Agent, AgentError> {
-    let busy_until = Instant::now() + BUSY_PATIENCE;
+    let busy_until = Instant::now() + PATIENCE;
     loop {
         match Agent::connect(&dir.vsock(), Instant::now() + patience) {
             Err(AgentError::TooMany) if Instant::now() < busy_until => {

@@ -15,8 +15,6 @@ use crate::attach;
 use crate::exit::{self, Failure};
 use crate::vm_dir::VmDir;
 
-/// How long the agent of a running VM may take to answer.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(20);
 /// How often to look whether the guest is still there.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 /// A guest that is paused is silent for a while, and still there.
@@ -109,7 +107,7 @@ pub fn keep(
 ) -> Result<(), Failure> {
     let remarks = Arc::new(Remarks { last: Mutex::new(None), remark });
     loop {
-        let agent = match attach::connect(dir, CONNECT_PATIENCE) {
+        let agent = match attach::connect(dir, attach::PATIENCE) {
             Ok(agent) => agent,
             Err(_) if !dir.is_alive() => return Err(Failure::fault("the VM has ended")),
             Err(error) => return Err(attach::refuse_agent(error)),

@@ -22,7 +22,7 @@ pub fn attach(args: Attach, quiet: bool) -> Outcome {
     let vm = Base::open()?.find(&args.process.vm)?;
     vm.require_running()?;
     let signals = Signals::hold(&WITH_TERMINAL)?;
-    let agent = attach::connect(&vm.dir, PATIENCE).map_err(attach::refuse_agent)?;
+    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
     let from = AttachFrom { stdout: args.from, stderr: 0, input: args.interactive };
     let refuse = |error| refuse(error, &args.process.vm);
     let process = agent.attach(args.process.id, from).map_err(refuse)?;

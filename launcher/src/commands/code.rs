@@ -20,8 +20,6 @@ use crate::sys::poll;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::Base;
 
-/// How long the agent of a running VM may take to answer.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(20);
 /// The code threw.
 const THREW: u8 = 1;
 /// No code is longer; a program of that size belongs into a file.
@@ -38,7 +36,7 @@ pub fn code(args: Code) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;
     vm.require_running()?;
     let signals = Signals::hold(&FORWARDED)?;
-    let agent = attach::connect(&vm.dir, CONNECT_PATIENCE).map_err(attach::refuse_agent)?;
+    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
     let name = args.session.clone().unwrap_or_else(|| args.lang.name().to_owned());
     let Some(text) = text else {
         return match args.list {

@@ -2,8 +2,6 @@
 //!
 //! Any number of them may run at once; each has its own connection to the agent.
 
-use std::time::Duration;
-
 use pvmm::exec::{ExecError, Limits};
 
 use crate::attach::{self, Names};
@@ -13,9 +11,6 @@ use crate::output;
 use crate::sys::signals::Signals;
 use crate::vm_dir::Base;
 
-/// How long the agent of a running VM may take to answer.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(20);
-
 pub fn exec(args: Exec) -> Outcome {
     if !args.detach {
         attach::require_terminal(&args.command)?;
@@ -23,7 +18,7 @@ pub fn exec(args: Exec) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;
     vm.require_running()?;
     let signals = Signals::hold(args.command.signals())?;
-    let agent = attach::connect(&vm.dir, CONNECT_PATIENCE).map_err(attach::refuse_agent)?;
+    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
     let mut request = attach::request(&args.argv, &args.command);
     if args.memory.is_some() || args.pids.is_some() || args.cpus.is_some() {
         let memory = args.memory.map(|mib| mib << 20);

@@ -2,8 +2,6 @@
 //!
 //! Unlike the list of VMs this asks the guest, so it is apart from it and has a deadline.
 
-use std::time::Duration;
-
 use pvmm::exec::{ExecStatus, Listed};
 use serde::Serialize;
 
@@ -13,12 +11,10 @@ use crate::exit::Outcome;
 use crate::output::{self, Table};
 use crate::vm_dir::Base;
 
-const PATIENCE: Duration = Duration::from_secs(20);
-
 pub fn ps(vm: &str, json: bool, quiet: bool) -> Outcome {
     let vm = Base::open()?.find(vm)?;
     vm.require_running()?;
-    let agent = attach::connect(&vm.dir, PATIENCE).map_err(attach::refuse_agent)?;
+    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
     let listed = agent.processes().map_err(attach::refuse)?;
     match (json, quiet) {
         (true, _) => output::json(&listed.iter().map(Row::of).collect::<Vec<_>>())?,

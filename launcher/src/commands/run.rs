@@ -26,8 +26,6 @@ use crate::vmm_process::{self, Mode, Plan, Start, VmmProcess};
 use crate::warm::{self, Shape};
 
 const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
-/// How long an agent that has said that it is ready may take to answer.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(10);
 /// A login shell for `run -it` without a command.
 const SHELL: &str = "command -v bash >/dev/null && exec bash -l; exec sh -l";
 
@@ -212,7 +210,7 @@ fn foreground(
             }
         }
     };
-    let attached = attach::connect(&dir, CONNECT_PATIENCE)
+    let attached = attach::connect(&dir, attach::PATIENCE)
         .map_err(Into::into)
         .and_then(|agent| attach::attach(&agent, request, timeout, signals, abort));
     let Some(mut vm) = take(&vm) else {

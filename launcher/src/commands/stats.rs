@@ -11,14 +11,13 @@ use crate::exit::Outcome;
 use crate::output::{self, Table};
 use crate::vm_dir::Base;
 
-const PATIENCE: Duration = Duration::from_secs(20);
 /// Between the two looks at the processors.
 const LOOK: Duration = Duration::from_millis(500);
 
 pub fn stats(args: Stats) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;
     vm.require_running()?;
-    let agent = attach::connect(&vm.dir, PATIENCE).map_err(attach::refuse_agent)?;
+    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
     let before = agent.metrics().map_err(attach::refuse_agent)?;
     std::thread::sleep(LOOK);
     let now = agent.metrics().map_err(attach::refuse_agent)?;

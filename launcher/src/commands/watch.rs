@@ -12,7 +12,6 @@ use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::Base;
 use crate::{attach, output};
 
-const CONNECT_PATIENCE: Duration = Duration::from_secs(20);
 /// Between two looks for a signal.
 const LOOK: Duration = Duration::from_millis(200);
 
@@ -22,7 +21,7 @@ pub fn watch(args: Watch) -> Outcome {
     let vm = Base::open()?.find(&vm)?;
     vm.require_running()?;
     let signals = Signals::hold(&FORWARDED)?;
-    let agent = attach::connect(&vm.dir, CONNECT_PATIENCE).map_err(attach::refuse_agent)?;
+    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
     let mut watch = agent.watch(&path, args.recursive).map_err(|error| match error.errno() {
         Some(errno) => {
             let why = exit::errno_text(errno);

@@ -10,7 +10,6 @@ mod tree;
 use std::ffi::{OsStr, OsString};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
 use pvmm::agent::{Agent, AgentError};
 
@@ -21,9 +20,6 @@ use crate::exit::{self, Failure, Outcome};
 use crate::progress::Transfer;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::Base;
-
-/// How long the agent of a running VM may take to answer.
-const CONNECT_PATIENCE: Duration = Duration::from_secs(20);
 
 pub fn cp(args: Cp, quiet: bool) -> Outcome {
     match (args.source, args.target) {
@@ -67,7 +63,7 @@ impl Copy {
         let vm = Base::open()?.find(vm)?;
         vm.require_running()?;
         let signals = Signals::hold(&FORWARDED)?;
-        let agent = attach::connect(&vm.dir, CONNECT_PATIENCE).map_err(attach::refuse_agent)?;
+        let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
         Ok(Self { agent, owners, signals, transfer: Transfer::new(quiet) })
     }
 
