@@ -3,7 +3,8 @@
 use std::collections::BTreeSet;
 use std::time::Instant;
 
-use pvmm::agent::Agent;
+use pvmm::agent::{Agent, CodeRequest, Language, SessionOptions};
+use pvmm_tests::census::Census;
 use pvmm_tests::child::{Child, SOON, prints};
 use pvmm_tests::guest::Guest;
 
@@ -65,4 +66,30 @@ fn rollback_returns_to_the_checkpoint_as_often_as_it_is_asked() {
     assert!(guest.vm.wait(Some(std::time::Duration::ZERO)).is_none());
     let agent = guest.vm.agent(Instant::now() + SOON).expect("agent");
     assert_eq!(prints(&agent, "cat /tmp/n"), "0");
+}
+
+/// What an interpreter holds is there in every fork, and costs nothing until somebody writes it.
+#[test]
+fn forks_of_a_session_with_500_mib_share_all_of_it() {
+    let mut guest = Guest::boot_with(|config| config.memory_mib = 1024);
+    let run = |agent: &Agent, code: &str| {
+        let request = CodeRequest::new(code).timeout(SOON);
+        let output = agent.run_code("data", &request).expect("code");
+        output.result.and_then(|result| result.text("text/plain")).unwrap_or_default()
+    };
+    guest.agent.open_session(&SessionOptions::named(Language::Python, "data")).expect("session");
+    run(&guest.agent, "import os\ndata = [bytearray(os.urandom(4096) * 256) for _ in range(500)]");
+    let template = guest.vm.freeze().expect("freeze");
+    let mib = |kib: u64| kib as f64 / 1024.0;
+    let before = Census::take().private_kib;
+    let forks: Vec<_> = (0..10).map(|_| Child::paused(&template)).collect();
+    let added = mib(Census::take().private_kib.saturating_sub(before));
+    assert!(added < 10.0, "ten forks take {added:.1} MiB");
+    let forks: Vec<_> = forks.into_iter().map(Child::resumed).collect();
+    for fork in &forks {
+        assert_eq!(run(&fork.agent, "sum(len(d) for d in data) >> 20"), "500");
+    }
+    let used = mib(Census::take().private_kib.saturating_sub(before));
+    println!("ten forks of 500 MiB take {added:.1} MiB, and {used:.1} after each has looked at it");
+    assert!(used < 100.0, "ten forks that have answered take {used:.1} MiB");
 }

@@ -26,6 +26,7 @@ mod outcomes;
 mod outliving;
 mod page_server;
 mod ports;
+mod reboot;
 mod refresh;
 mod run;
 mod snapshot;

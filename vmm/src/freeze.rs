@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 use crate::kvm::state;
-use crate::memory::{Freezing, Memory, MemoryError, WorkingSet};
+use crate::memory::{Freezing, Memory, MemoryError, Runs, WorkingSet};
 use crate::snapshot::state::MachineState;
 use crate::template::Template;
 use crate::trace;
@@ -18,12 +18,13 @@ use crate::vm::Vm;
 
 /// Guest memory that stands still, or is being copied from a view that does.
 enum FrozenMemory {
-    InPlace,
+    /// What was moved.
+    InPlace(Runs),
     Begun(Freezing),
 }
 
 fn in_place(memory: &mut Memory) -> Result<FrozenMemory, MemoryError> {
-    memory.freeze().map(|_| FrozenMemory::InPlace)
+    memory.freeze().map(FrozenMemory::InPlace)
 }
 
 impl Vm {
@@ -88,8 +89,8 @@ impl Vm {
         let memory = freeze(&mut self.memory)?;
         trace::step("memory frozen");
         let written = match &memory {
-            FrozenMemory::Begun(freezing) => freezing.runs(),
-            FrozenMemory::InPlace => self.memory.image.top_runs(),
+            FrozenMemory::Begun(freezing) => &freezing.written,
+            FrozenMemory::InPlace(runs) => runs,
         };
         let working_set = WorkingSet::guess(written, self.held.working_set.as_deref());
         let template = Template {

@@ -18,6 +18,9 @@ use super::{PAGE, Pages, Runs, pages, sys};
 
 /// The most pieces of one layer: a process may have 65,530 mappings in all.
 pub const MAX_RUNS: usize = 2048;
+/// Gaps up to this size between two changed pieces are copied with them: each piece is a mapping in every
+/// child, which costs more than a few pages once.
+const GAP: u64 = 16 * PAGE;
 /// How much of what a guest has written it is expected to write again at once: more than a first command
 /// does, and little enough to keep.
 pub const AGAIN_MAX: u64 = 2 << 20;
@@ -160,7 +163,7 @@ impl MemoryImage {
     }
 
     fn layered(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Self> {
-        let runs = runs.at_most(MAX_RUNS);
+        let runs = runs.joined(GAP).at_most(MAX_RUNS);
         let file = sys::memfd(c"pvmm-memory", self.size())?;
         for run in runs.iter() {
             pages::write_run(guest, run, &file)?;
@@ -171,15 +174,20 @@ impl MemoryImage {
 
     /// Begins to make the image as `guest` sees it now. The guest must be paused for this call, and may go
     /// on afterwards. `None` where only [`Self::frozen`] can do it.
-    pub fn begin_freeze(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Option<Freezing>> {
+    pub fn begin_freeze(
+        &self,
+        guest: &GuestMemory,
+        written: &Runs,
+    ) -> io::Result<Option<Freezing>> {
         if self.layers.len() >= MAX_LAYERS {
             return Ok(None);
         }
-        let runs = runs.at_most(MAX_RUNS);
+        let runs = written.joined(GAP).at_most(MAX_RUNS);
         let file = sys::memfd(c"pvmm-memory", self.size())?;
         match Donor::start(guest, &runs, &file) {
             Ok(donor) => {
-                Ok(Some(Freezing { below: self.clone(), layer: Layer { file, runs }, donor }))
+                let (written, below) = (written.clone(), self.clone());
+                Ok(Some(Freezing { written, below, layer: Layer { file, runs }, donor }))
             }
             // A jail may forbid new processes, and there may be no room for one.
             Err(_) => Ok(None),
@@ -197,12 +205,6 @@ impl MemoryImage {
         }
         sys::seal(&file)?;
         Ok(Self::empty(self.regions.to_vec()).with(Layer { file, runs: Runs::all(self.size()) }))
-    }
-
-    /// The ranges that the top layer speaks for.
-    pub fn top_runs(&self) -> &Runs {
-        const NONE: &Runs = &Runs::NONE;
-        self.layers.last().map_or(NONE, |layer| &layer.runs)
     }
 
     /// Puts the top layer over what `guest` has there; it must be what `guest` has there already.
@@ -282,17 +284,14 @@ impl MemoryImage {
 
 /// An image that is being made while its guest runs on.
 pub struct Freezing {
+    /// What the guest had changed.
+    pub written: Runs,
     below: MemoryImage,
     layer: Layer,
     donor: Donor,
 }
 
 impl Freezing {
-    /// The ranges that are being copied.
-    pub fn runs(&self) -> &Runs {
-        &self.layer.runs
-    }
-
     /// The image, once all of it is there.
     pub fn finish(self) -> Result<MemoryImage, MemoryError> {
         let finish = || -> io::Result<()> {

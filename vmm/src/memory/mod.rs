@@ -74,8 +74,8 @@ impl Memory {
     }
 
     /// Moves the changed pages into a sealed layer of the image and lies over that from now on. The guest
-    /// must be paused. Returns how many bytes were moved.
-    pub fn freeze(&mut self) -> Result<u64, MemoryError> {
+    /// must be paused. Returns which pages that were.
+    pub fn freeze(&mut self) -> Result<Runs, MemoryError> {
         let runs = self.private_runs()?;
         let image = self.image.frozen(&self.guest, &runs)?;
         image.cover_top(&self.guest)?;
@@ -85,7 +85,7 @@ impl Memory {
         }
         self.image = image;
         self.keep_from_children();
-        Ok(runs.bytes())
+        Ok(runs)
     }
 
     /// Begins to copy the changed pages into a layer over the image, while the guest goes on over its old

@@ -27,8 +27,6 @@ const ENTRY_FILE: u64 = 1 << 61;
 pub struct Runs(Vec<Range<u64>>);
 
 impl Runs {
-    pub const NONE: Self = Self(Vec::new());
-
     /// One run of everything.
     pub fn all(size: u64) -> Self {
         Self::one(0..size)
