@@ -36,8 +36,8 @@ use monitor::Monitor;
 /// The host says once per this time that it lives.
 pub const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 
-/// A host that has been silent for so long will not come back.
-const HEARTBEAT_DEADLINE: Duration = Duration::from_secs(30);
+/// A host that has been silent for so long will not come back, however busy the machine.
+const HEARTBEAT_DEADLINE: Duration = Duration::from_secs(90);
 
 /// A boot takes about ten seconds, several times that on a busy machine.
 const BOOT_DEADLINE: Duration = Duration::from_secs(180);

@@ -136,7 +136,9 @@ impl NestedPlace {
             End::Exited(code) => return Ok(code),
             End::HostLost { stdin_used: true } => return Err(OnKvmError::HostLostMidway),
             End::HostLost { stdin_used: false } => {
-                eprintln!("on-kvm: the nested host was lost; running the command once more");
+                let console = self.own.as_ref().map(NestedHost::console).unwrap_or_default();
+                eprintln!("on-kvm: the nested host was lost, its console ended with:\n{console}");
+                eprintln!("on-kvm: running the command once more");
             }
         }
         self.own = None;
