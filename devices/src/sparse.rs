@@ -45,7 +45,7 @@ pub fn copy(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
 
 /// Where the data is, if the file system can be believed. One that is stacked on others may answer for a
 /// file system that calls everything a hole; then its data is less than what the file takes.
-fn known_data(file: &File, range: Range<u64>) -> io::Result<Option<Vec<Range<u64>>>> {
+pub fn known_data(file: &File, range: Range<u64>) -> io::Result<Option<Vec<Range<u64>>>> {
     if sys::knows_holes(file.as_fd())? {
         return extents(file, range).map(Some);
     }

@@ -21,7 +21,9 @@ use crate::ports::{self, PortSpec};
 pub use balloon::Balloon;
 pub use code::{Code, CodeLanguage};
 pub use copies::{Fork, OneVm, Restore, Snapshot, Snapshots, SnapshotsVerb, SyncMode};
-pub use host::{Completions, Doctor, Firecracker, Man, MigrateTemplates, Template, TemplateVerb};
+pub use host::{
+    Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, Template, TemplateVerb,
+};
 pub use look::{Kill, KillSignal, Logs, Ps, Rm, Stats};
 pub use run::{Attach, CommandFlags, Exec, Run};
 pub use watch::Watch;
@@ -118,6 +120,7 @@ Examples:
     Template(Template),
     Doctor(Doctor),
     Firecracker(Firecracker),
+    SnapshotEditor(SnapshotEditor),
     MigrateTemplates(MigrateTemplates),
     Completions(Completions),
     Man(Man),

@@ -30,8 +30,8 @@ use clap::Parser;
 
 fn main() {
     end_on_panic();
-    if let Some(words) = firecracker::words(std::env::args_os().collect()) {
-        std::process::exit(firecracker::run(words).into());
+    if let Some((program, words)) = firecracker::words(std::env::args_os().collect()) {
+        std::process::exit(firecracker::run(program, words).into());
     }
     let result = match cli::Cli::try_parse() {
         Ok(cli) => commands::dispatch(cli),

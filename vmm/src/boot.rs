@@ -12,12 +12,13 @@ use pvmm_devices::vmgenid::VmGenId;
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
 use crate::balloon;
+use crate::boot_timer::{self, BootTimer};
 use crate::config::{self, Console, VmConfig};
 use crate::drives;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::{KvmHost, KvmVm};
-use crate::machine::{Held, Machine, Opened};
+use crate::machine::{Held, Machine, MachineError, Opened};
 use crate::memory::{Memory, MemoryImage};
 use crate::scratch::Scratch;
 use crate::trace;
@@ -28,6 +29,7 @@ use crate::vm::Vm;
 /// Everything the machine will ever open is opened before its threads start.
 pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     config.validate()?;
+    let timer = config.boot_timer.then(BootTimer::start);
 
     // What the host must supply.
     let socket = config.vsock.as_ref().map(|vsock| vsock.uds_path.as_path());
@@ -53,6 +55,11 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     let mut machine = Machine::new(&kvm, generation, open_console(config.console))?;
     for device in devices {
         machine.attach(device, &kvm, guest)?;
+    }
+    if let Some(timer) = timer {
+        let place =
+            machine.buses.mmio.insert(layout::BOOT_TIMER, boot_timer::SIZE, Arc::new(timer));
+        place.map_err(MachineError::from)?;
     }
     trace::step("machine, its threads and devices");
 

@@ -63,6 +63,8 @@ pub struct VmConfig {
     pub awaits_agent: bool,
     /// Tell the guest of a keyboard, for [`crate::Vm::press_ctrl_alt_del`]. Looking for one takes it a moment.
     pub keyboard: bool,
+    /// Log how long the guest takes until it writes 123 to the byte at 0xc000_0000.
+    pub boot_timer: bool,
     pub boot_protocol: BootProtocol,
     /// Where nameless files for a machine's own writes are made; the directory for temporary files if not
     /// given.
@@ -219,6 +221,7 @@ impl VmConfig {
             console: Console::default(),
             awaits_agent: true,
             keyboard: false,
+            boot_timer: false,
             boot_protocol: BootProtocol::default(),
             scratch_dir: None,
             track_changes: false,

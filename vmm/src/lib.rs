@@ -3,6 +3,7 @@
 //! | file | what it answers |
 //! | --- | --- |
 //! | `boot.rs` | how a machine comes to be, top to bottom |
+//! | `boot_timer.rs` | how a guest says that it has booted |
 //! | `vm.rs` | what can be done with a running one |
 //! | `freeze.rs`, `restore.rs` | how a running machine becomes a template, and a template a machine |
 //! | `rollback.rs` | how a machine goes back to its checkpoint |
@@ -16,6 +17,7 @@ pub mod agent;
 mod arch;
 mod balloon;
 mod boot;
+mod boot_timer;
 pub mod config;
 mod drives;
 pub mod error;

@@ -106,6 +106,19 @@ pub struct Firecracker {
     pub words: Vec<OsString>,
 }
 
+/// Stand in for Firecracker's snapshot-editor, on pvmm's two files
+#[derive(Debug, Args)]
+#[command(disable_help_flag = true, help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm snapshot-editor edit-memory rebase --memory-path vm.mem --diff-path diff.mem
+  pvmm snapshot-editor info-vmstate version --vmstate-path vm.state
+")]
+pub struct SnapshotEditor {
+    /// Its own words
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+    pub words: Vec<OsString>,
+}
+
 /// Make a PandaStack agent bake the templates again that another VMM has made
 #[derive(Debug, Args)]
 #[command(help_template = TEMPLATE, before_help = "\

@@ -27,6 +27,7 @@ mod watch;
 
 use crate::cli::{Cli, Verb};
 use crate::exit::Outcome;
+use crate::firecracker::{self, Program};
 
 /// Runs the verb.
 pub fn dispatch(cli: Cli) -> Outcome {
@@ -55,7 +56,8 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
         // Usually met in `main` already: its own way to end is part of what it stands in for.
-        Verb::Firecracker(args) => Ok(crate::firecracker::run(args.words)),
+        Verb::Firecracker(args) => Ok(firecracker::run(Program::Firecracker, args.words)),
+        Verb::SnapshotEditor(args) => Ok(firecracker::run(Program::SnapshotEditor, args.words)),
         Verb::MigrateTemplates(args) => migrate_templates::migrate_templates(args),
         Verb::Completions(args) => completions::completions(args),
         Verb::Man(args) => man::man(args),

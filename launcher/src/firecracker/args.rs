@@ -54,7 +54,7 @@ pub struct Args {
     pub show_level: bool,
     pub show_log_origin: bool,
     pub metrics_path: Option<PathBuf>,
-    /// Says how long the guest takes to its first write to port or page 0xf0; there is no such device yet.
+    /// Log how long the guest takes until it says that it has booted.
     pub boot_timer: bool,
     pub start_time_us: Option<u64>,
     pub start_time_cpu_us: Option<u64>,
@@ -114,7 +114,7 @@ const fn value(name: &'static str, help: &'static str) -> Flag {
 
 const FLAGS: &[Flag] = &[
     value("api-sock", "where the API listens [default: /run/firecracker.socket]"),
-    flag("boot-timer", "accepted; there is no boot timer device"),
+    flag("boot-timer", "log when the guest writes 123 to the byte at 0xc0000000"),
     value("config-file", "a machine in JSON, started at once"),
     value("describe-snapshot", "print the format of a snapshot's state file"),
     flag("enable-pci", "refused: there is no PCI yet"),

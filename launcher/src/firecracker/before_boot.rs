@@ -85,6 +85,12 @@ impl BeforeBoot {
         }
         check_drive(&drive)?;
         let is_root = drive.is_root_device;
+        // As it is, for who asks later.
+        let drive = Drive {
+            is_read_only: Some(drive.read_only()),
+            io_engine: Some(drive.io_engine.unwrap_or_default()),
+            ..drive
+        };
         match place {
             Some(place) => self.config.drives[place] = drive,
             None => self.config.drives.push(drive),

@@ -71,8 +71,6 @@ pub fn apply(text: &str, metrics: &mut Metrics) -> Result<BeforeBoot, Refusal> {
     config.balloon.map_or(Ok(()), |balloon| before.put_balloon(balloon))?;
     config.mmds_config.map_or(Ok(()), |mmds| before.put_mmds_config(mmds))?;
     config.entropy.map_or(Ok(()), |entropy| before.put_entropy(entropy))?;
-    before.config.logger = config.logger;
-    before.config.metrics = config.metrics;
     Ok(before)
 }
 

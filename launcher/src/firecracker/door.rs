@@ -63,6 +63,7 @@ pub struct Door {
     pub(super) metrics: Metrics,
     pub(super) mmds: Mmds,
     pub(super) execs: Execs,
+    pub(super) boot_timer: bool,
     pub(super) state: State,
 }
 
@@ -138,9 +139,6 @@ impl Door {
         log::info!("Running Firecracker v{VERSION}");
         signals::end_with(BROKEN);
         let signals = Signals::hold(&HELD).map_err(failed("signals"))?;
-        if args.boot_timer {
-            log::warn!("boot-timer: there is no such device, and nothing will be logged.");
-        }
         let mut metrics = Metrics::new(&args.id);
         if let Some(metrics_path) = args.metrics_path.clone() {
             let wish = bodies::Metrics { metrics_path, emit_id: false, properties: None };
@@ -168,6 +166,7 @@ impl Door {
             mmds,
             execs: Execs::new().map_err(failed("event"))?,
             state: State::Before(Box::default()),
+            boot_timer: args.boot_timer,
         };
         if let Some(text) = description {
             let refused = |code| move |refusal: Refusal| (code, refusal.message);
@@ -185,6 +184,9 @@ impl Door {
 
     /// Waits and answers until there is a reason to end.
     fn serve(&mut self) -> End {
+        if matches!(self.state, State::Running(_)) {
+            self.flush_metrics_quietly();
+        }
         loop {
             match self.turn() {
                 Ok(None) => {}
@@ -288,6 +290,7 @@ impl Door {
         let http::Request { method, path, body, .. } = request;
         describe(method, &path, body.as_deref());
         let routed = routes::route(method, &path, body.as_deref());
+        let had_none = matches!(self.state, State::Before(_));
         let deprecated = routed.as_ref().is_ok_and(|routed| routed.deprecated.is_some());
         if deprecated {
             self.metrics.count_deprecated();
@@ -306,6 +309,9 @@ impl Door {
         };
         self.metrics.count_request(method, &path, answer.status >= 400);
         self.answer(client, &Answer { deprecated, ..answer });
+        if had_none && matches!(self.state, State::Running(_)) {
+            self.flush_metrics_quietly();
+        }
         fatal.then_some(End::Unusable)
     }
 

@@ -2,7 +2,8 @@
 //!
 //! The process that is forked starts none of the others: it waits on a socket, so that whoever made them has
 //! put each where it should be, in its own jail, network and control group. Memory and disks travel as open
-//! files and are shared copy-on-write; the first machine runs on.
+//! files and are shared copy-on-write; the first machine runs on. If our agent is in the guest, its workload stands
+//! still in the copies until each has been made its own: new random numbers, clock and ids.
 
 use std::fs::{self, Permissions};
 use std::io::{self, Read, Write};
@@ -13,6 +14,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use pvmm::agent::{Agent, AgentError};
 use pvmm::{Overrides, Template};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -27,6 +29,8 @@ use crate::sys::{passing, poll};
 /// How long children may take to come, and each to take what it came for.
 const OPEN: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long an agent may take to be found; there need not be one.
+const AGENT: Duration = Duration::from_secs(1);
 /// Children of one fork, and forks that wait at once.
 const CHILDREN_MAX: u32 = 1000;
 const WAITING_MAX: usize = 16;
@@ -41,6 +45,9 @@ static WAITING: AtomicUsize = AtomicUsize::new(0);
 struct Head {
     config_bytes: u64,
     template_bytes: u64,
+    /// The workload stands still until the agent is told who the copy is.
+    #[serde(default)]
+    stands_still: bool,
 }
 
 /// One frozen instant, ready to be sent.
@@ -65,9 +72,15 @@ pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     // Whoever connects gets the guest's memory.
     fs::set_permissions(&wish.socket, Permissions::from_mode(0o600)).map_err(refuse_socket)?;
     listener.set_nonblocking(true).map_err(refuse_socket)?;
-    let template = running.vm.freeze().map_err(refuse("fork"))?;
+    let agent = stop_workload(running)?;
+    let frozen = running.vm.freeze();
+    if let Some(agent) = &agent {
+        // The machine of before goes on in any case; only its copies wait for their refresh.
+        agent.thaw(Instant::now() + PATIENCE).map_err(|error| agent_failed(&error))?;
+    }
+    let template = frozen.map_err(refuse("fork"))?;
     let pause = template.pause();
-    let offer = Offer::of(&template, &snapshot::note(&running.config)?)?;
+    let offer = Offer::of(&template, &snapshot::note(&running.config)?, agent.is_some())?;
     let wait = move || {
         WAITING.fetch_add(1, Ordering::Relaxed);
         offer.serve(&listener, children);
@@ -76,6 +89,22 @@ pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     };
     std::thread::Builder::new().name("fork".to_owned()).spawn(wait).map_err(refuse_socket)?;
     Ok(json!({ "pause_us": u64::try_from(pause.as_micros()).unwrap_or(u64::MAX) }))
+}
+
+/// Stops what the guest runs, if our agent is there to do it and to let it go on.
+fn stop_workload(running: &Running) -> Result<Option<Agent>, Refusal> {
+    let Some(socket) = running.vm.vsock_path().filter(|_| !running.is_paused()) else {
+        return Ok(None);
+    };
+    let Ok(agent) = Agent::connect_control(socket, Instant::now() + AGENT) else {
+        return Ok(None);
+    };
+    agent.freeze(Instant::now() + PATIENCE).map_err(|error| agent_failed(&error))?;
+    Ok(Some(agent))
+}
+
+fn agent_failed(error: &AgentError) -> Refusal {
+    Refusal::bad(format!("fork: {error}"))
 }
 
 /// A socket's name, gone with the wait for children.
@@ -88,10 +117,10 @@ impl Drop for Socket {
 }
 
 impl Offer {
-    fn of(template: &Template, config: &[u8]) -> Result<Self, Refusal> {
+    fn of(template: &Template, config: &[u8], stands_still: bool) -> Result<Self, Refusal> {
         let (template, files) = template.hand_over().map_err(refuse("fork"))?;
         let (config_bytes, template_bytes) = (config.len() as u64, template.len() as u64);
-        let mut bytes = serde_json::to_vec(&Head { config_bytes, template_bytes })
+        let mut bytes = serde_json::to_vec(&Head { config_bytes, template_bytes, stands_still })
             .map_err(|error| Refusal { status: 500, message: error.to_string() })?;
         bytes.push(b'\n');
         bytes.extend_from_slice(config);
@@ -134,7 +163,7 @@ impl Offer {
 
 /// A machine that goes on from what another process froze, paused.
 pub fn load(wish: &ForkLoad, serial: &Serial) -> Result<Running, Refusal> {
-    let (config, template) = receive(&wish.socket).map_err(|error| {
+    let (config, template, stands_still) = receive(&wish.socket).map_err(|error| {
         Refusal::bad(format!("Load fork error: socket {:?}: {error}", wish.socket))
     })?;
     let mut config = snapshot::read_note(&config)?;
@@ -152,10 +181,11 @@ pub fn load(wish: &ForkLoad, serial: &Serial) -> Result<Running, Refusal> {
     }
     let overrides = Overrides { drives, ..snapshot::overrides(&config, serial)? };
     let vm = template.fork(overrides).map_err(refuse("Load fork error"))?;
-    Ok(Running::new(vm, config))
+    let running = Running::new(vm, config);
+    Ok(if stands_still { running.refreshed_at_resume() } else { running })
 }
 
-fn receive(socket: &Path) -> io::Result<(Vec<u8>, Template)> {
+fn receive(socket: &Path) -> io::Result<(Vec<u8>, Template, bool)> {
     let bad = |what: &str| io::Error::other(what.to_owned());
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(PATIENCE))?;
@@ -183,7 +213,7 @@ fn receive(socket: &Path) -> io::Result<(Vec<u8>, Template)> {
     }
     let template = rest.split_off(head.config_bytes as usize);
     let template = Template::take_over(&template, files).map_err(io::Error::other)?;
-    Ok((rest, template))
+    Ok((rest, template, head.stands_still))
 }
 
 #[cfg(test)]

@@ -1,8 +1,7 @@
 //! Numbers for a supervisor: one line of JSON with Firecracker's names, written on demand, every minute, and
 //! at the end.
 //!
-//! As there, a count is what came since the line before. Only what is counted has a name; a name whose number
-//! would be made up is left out.
+//! As there, a count is what came since the line before, and there is a first line as soon as there is a machine.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -15,6 +14,7 @@ use serde_json::{Map, Value, json};
 use super::bodies;
 use super::http::{Method, Refusal};
 use super::logger;
+use super::metric_names;
 use super::running::Running;
 use crate::sys::process;
 
@@ -194,6 +194,7 @@ impl Metrics {
             if let Some(machine) = machine {
                 self.add_devices(line, machine);
             }
+            metric_names::complete(line);
             if let Some(Target { emit_id: true, .. }) = &self.target {
                 line.insert("id".to_owned(), self.id.clone().into());
             }

@@ -9,8 +9,9 @@
 //! | `running.rs` | what may be asked of one that lives |
 //! | `door.rs` | the one thread that owns the machine and the socket |
 //! | `snapshot.rs`, `fork.rs` | how a machine is written, loaded, and gone on with by others |
+//! | `snapshot_editor.rs` | what can be done with the two files of a snapshot afterwards |
 //! | `exec.rs` | how a command runs in the guest while others are served |
-//! | `logger.rs`, `metrics.rs`, `mmds.rs`, `keyboard.rs` | what else a client can set, hear and say |
+//! | `logger.rs`, `metrics.rs`, `metric_names.rs`, `mmds.rs`, `keyboard.rs` | what else a client can set, hear and say |
 
 mod args;
 mod before_boot;
@@ -22,6 +23,7 @@ mod fork;
 mod http;
 mod keyboard;
 mod logger;
+mod metric_names;
 mod metrics;
 mod mmds;
 mod routes;
@@ -29,27 +31,40 @@ mod rules;
 mod running;
 mod server;
 mod snapshot;
+mod snapshot_editor;
 
 use std::ffi::OsString;
 use std::path::Path;
 
 use args::{Command, VERSION, Wrong, code};
 
-/// The words for this door, if the program was called by its name or by the verb.
-pub fn words(mut argv: Vec<OsString>) -> Option<Vec<OsString>> {
+/// A program of Firecracker's that this one stands in for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Program {
+    Firecracker,
+    SnapshotEditor,
+}
+
+const PROGRAMS: [(&str, Program); 2] =
+    [("firecracker", Program::Firecracker), ("snapshot-editor", Program::SnapshotEditor)];
+
+/// Which program is meant, and the words for it, if this one was called by a name of theirs or by the verb.
+pub fn words(mut argv: Vec<OsString>) -> Option<(Program, Vec<OsString>)> {
     let called = argv.first().and_then(|name| Path::new(name).file_name()?.to_str());
-    if called.is_some_and(|name| name.starts_with("firecracker")) {
-        return Some(argv.split_off(1));
+    let by_name = PROGRAMS.iter().find(|(name, _)| called.is_some_and(|it| it.starts_with(name)));
+    if let Some((_, program)) = by_name {
+        return Some((*program, argv.split_off(1)));
     }
-    match argv.get(1).is_some_and(|verb| verb == "firecracker") {
-        true => Some(argv.split_off(2)),
-        false => None,
-    }
+    let by_verb = PROGRAMS.iter().find(|(name, _)| argv.get(1).is_some_and(|verb| verb == name));
+    by_verb.map(|(_, program)| (*program, argv.split_off(2)))
 }
 
 /// Runs to the end and returns the code of the process.
-pub fn run(words: Vec<OsString>) -> u8 {
+pub fn run(program: Program, words: Vec<OsString>) -> u8 {
     let words = words.into_iter().map(|word| word.to_string_lossy().into_owned());
+    if program == Program::SnapshotEditor {
+        return snapshot_editor::run(&words.collect::<Vec<_>>());
+    }
     match args::parse(words) {
         Ok(Command::Help) => print(&args::help()),
         Ok(Command::Version) => print(&format!("Firecracker v{VERSION}\n\n")),
@@ -81,7 +96,11 @@ mod tests {
     use super::*;
 
     fn words_of(line: &str) -> Option<usize> {
-        words(line.split(' ').map(OsString::from).collect()).map(|words| words.len())
+        let found = words(line.split(' ').map(OsString::from).collect());
+        found.map(|(program, words)| {
+            assert_eq!(program == Program::SnapshotEditor, line.contains("editor"));
+            words.len()
+        })
     }
 
     #[test]
@@ -89,6 +108,8 @@ mod tests {
         assert_eq!(words_of("/usr/local/bin/firecracker --version"), Some(1));
         assert_eq!(words_of("firecracker-v1.16.0-x86_64"), Some(0));
         assert_eq!(words_of("pvmm firecracker --api-sock x"), Some(2));
+        assert_eq!(words_of("/usr/bin/snapshot-editor info-vmstate"), Some(1));
+        assert_eq!(words_of("pvmm snapshot-editor edit-memory rebase"), Some(2));
         assert_eq!(words_of("/opt/firecracker/pvmm run"), None);
         assert_eq!(words_of("pvmm run firecracker"), None);
     }

@@ -4,7 +4,7 @@
 
 use std::time::Instant;
 
-use pvmm::Vm;
+use pvmm::{Vm, VmConfig};
 use serde_json::json;
 
 use super::args::VERSION;
@@ -105,11 +105,9 @@ impl Door {
                 logger::configure(&wish).map_err(|error| {
                     Refusal::bad(format!("Logger: log_path {:?}: {error}", wish.log_path))
                 })?;
-                before.config.logger = Some(wish);
             }
             Request::PutMetrics(wish) => {
-                self.metrics.configure(wish.clone())?;
-                before.config.metrics = Some(wish);
+                self.metrics.configure(wish)?;
             }
             Request::GetMmds => {
                 self.mmds.make_present();
@@ -204,7 +202,8 @@ impl Door {
     /// Makes the machine that was described, and lets it run.
     pub(super) fn start(&mut self) -> Result<(), Refusal> {
         let State::Before(before) = &self.state else { return Err(after_boot()) };
-        let vm = Vm::boot(before.machine()?).map_err(refuse("Start microvm error"))?;
+        let machine = VmConfig { boot_timer: self.boot_timer, ..before.machine()? };
+        let vm = Vm::boot(machine).map_err(refuse("Start microvm error"))?;
         let mut running = Running::new(vm, before.config.clone());
         running.resume()?;
         self.enter(running);
@@ -229,9 +228,7 @@ impl Door {
             Ok(running)
         });
         match resumed {
-            Ok(mut running) => {
-                running.config.logger.clone_from(&before.config.logger);
-                running.config.metrics.clone_from(&before.config.metrics);
+            Ok(running) => {
                 if running.config.mmds_config.is_some() {
                     self.mmds.make_present();
                 }

@@ -1,8 +1,9 @@
 //! A machine that lives: what may be asked of it, running or paused.
 
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use pvmm::agent::{Agent, AgentError, Refresh};
 use pvmm::{DeviceCounters, DriveSource, ErrorKind, Hinting, Vm};
 
 use super::before_boot;
@@ -15,6 +16,8 @@ use super::mmds::Mmds;
 
 /// How long a guest may take to say how its memory is; a client waits, and every other client with it.
 const STATS_PATIENCE: Duration = Duration::from_millis(200);
+/// How long the agent of a copy may take to make it its own.
+const REFRESH_PATIENCE: Duration = Duration::from_secs(10);
 /// Commands of the search for free pages: none yet, and the pages of the last one may be used.
 const HINT_STOP: u32 = 0;
 const HINT_DONE: u32 = 1;
@@ -23,6 +26,8 @@ pub struct Running {
     pub vm: Vm,
     pub config: Config,
     paused: bool,
+    /// A copy whose workload stands still until the agent has made it its own.
+    to_refresh: bool,
     last_stats: Option<BalloonStats>,
     hinting: Option<Search>,
     hint_status: HintingStatus,
@@ -38,7 +43,20 @@ impl Running {
     /// Takes charge of a machine that stands still.
     pub fn new(vm: Vm, config: Config) -> Self {
         let hint_status = HintingStatus::default();
-        Self { vm, config, paused: true, last_stats: None, hinting: None, hint_status }
+        Self {
+            vm,
+            config,
+            paused: true,
+            to_refresh: false,
+            last_stats: None,
+            hinting: None,
+            hint_status,
+        }
+    }
+
+    /// The agent makes it its own before anything of the workload runs.
+    pub fn refreshed_at_resume(self) -> Self {
+        Self { to_refresh: true, ..self }
     }
 
     pub fn is_paused(&self) -> bool {
@@ -54,6 +72,21 @@ impl Running {
     pub fn resume(&mut self) -> Result<(), Refusal> {
         self.vm.resume().map_err(refuse("Resume"))?;
         self.paused = false;
+        if self.to_refresh {
+            if let Err(refusal) = self.refresh() {
+                self.pause()?;
+                return Err(refusal);
+            }
+            self.to_refresh = false;
+        }
+        Ok(())
+    }
+
+    fn refresh(&self) -> Result<(), Refusal> {
+        let refuse = |error: AgentError| Refusal::bad(format!("Resume: {error}"));
+        let refresh = Refresh::new(1).map_err(refuse)?;
+        let deadline = Instant::now() + REFRESH_PATIENCE;
+        Agent::connect_refreshed(self.agent_socket()?, &refresh, deadline).map_err(refuse)?;
         Ok(())
     }
 

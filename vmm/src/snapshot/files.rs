@@ -296,7 +296,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(Manifest, Saved), SnapshotError> {
     }
 }
 
-fn read_state(path: &Path) -> Result<(Manifest, Saved), SnapshotError> {
+pub(super) fn read_state(path: &Path) -> Result<(Manifest, Saved), SnapshotError> {
     let name = path.display().to_string();
     let failed = |source| SnapshotError::Read { file: name.clone(), source };
     let facts = fs::metadata(path).map_err(failed)?;

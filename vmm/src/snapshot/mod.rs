@@ -16,6 +16,7 @@
 //! before all of it was.
 
 mod checksum;
+mod edit;
 mod files;
 mod handover;
 mod host;
@@ -31,6 +32,7 @@ mod written_file;
 use std::io;
 use std::path::PathBuf;
 
+pub use edit::{StateText, rebase};
 pub use files::{NOTE_MAX, SaveKind, StateFile};
 pub use manifest::{DiskFacts, MachineFacts, Manifest, MemoryFacts};
 pub use read::LoadOptions;

@@ -36,6 +36,14 @@ pub fn fill_random(mut bytes: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
+/// The processor time that this process has used.
+pub fn process_cpu_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the kernel writes one timespec, which lives across the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
 /// The signal that gets a vCPU out of the guest. Sent to vCPU threads only, which keep it blocked.
 pub fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1

@@ -14,7 +14,7 @@ pub struct NetworkInterface {
     pub host_dev_name: String,
     #[serde(default)]
     pub guest_mac: Option<String>,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub mtu: Option<u16>,
     #[serde(default)]
     pub rx_rate_limiter: Option<RateLimiter>,
