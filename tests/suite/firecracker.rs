@@ -385,6 +385,9 @@ fn snapshot_goes_on_with_memory_from_a_page_server() {
     assert_eq!(vm.ends(), Some(1));
 }
 
+/// Who a guest is.
+const IDS: &str = "cat /etc/machine-id /proc/sys/kernel/random/boot_id";
+
 /// pvmm's own: drives named in the load itself, copies of a running machine, and back to a checkpoint.
 #[test]
 fn machine_is_forked_while_it_runs_and_rolled_back() {
@@ -392,6 +395,7 @@ fn machine_is_forked_while_it_runs_and_rolled_back() {
     vm.describe();
     vm.start();
     vm.prints("echo parent > /tmp/word");
+    let mut ids = vec![vm.prints(IDS)];
     let socket = vm.dir().join("fork");
     let forked = vm.ask("PUT", "/pvmm/fork", &json!({"socket": socket, "children": 2}));
     assert_eq!(forked.status, 200, "{forked:?}");
@@ -405,7 +409,11 @@ fn machine_is_forked_while_it_runs_and_rolled_back() {
                                             "vsock_override": {"uds_path": child.vsock()}}),
         );
         assert_eq!(child.prints("cat /tmp/word; echo child > /tmp/word"), "parent");
+        ids.push(child.prints(IDS));
     }
+    // Each copy is somebody of its own; the first machine stays who it was.
+    assert_eq!(vm.prints(IDS), ids[0]);
+    assert!(ids[0] != ids[1] && ids[1] != ids[2] && ids[0] != ids[2], "{ids:?}");
     assert_eq!(vm.prints("cat /tmp/word"), "later");
     vm.until("the socket's end", |_| (!socket.exists()).then_some(()));
 
@@ -487,6 +495,26 @@ fn ctrl_alt_del_reaches_the_keyboard_controller() {
     assert_eq!(vm.get("/")["state"], "Running");
     vm.put("/actions", json!({"action_type": "SendCtrlAltDel"}));
     assert_eq!(vm.ends(), Some(0));
+}
+
+/// A kernel that says that it has booted, twice, and switches off.
+const SAYS_IT_BOOTED: [u8; 20] = [
+    0xb8, 0x00, 0x00, 0x00, 0xc0, // mov eax, 0xc0000000
+    0xc6, 0x00, 0x7b, 0xc6, 0x00, 0x7b, // mov byte [rax], 123, and again
+    0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee, 0xeb, 0xfe, // off
+];
+
+#[test]
+fn boot_timer_logs_when_the_guest_says_that_it_has_booted() {
+    let kernel = pvmm_tests::tiny::kernel(&SAYS_IT_BOOTED);
+    for (flags, lines) in [(&["--boot-timer"][..], 1), (&[], 0)] {
+        let mut vm = Firecracker::with(flags);
+        vm.put("/boot-source", json!({"kernel_image_path": kernel.path()}));
+        vm.put("/actions", json!({"action_type": "InstanceStart"}));
+        assert_eq!(vm.ends(), Some(0));
+        let told = vm.console().matches("Guest-boot-time = ").count();
+        assert_eq!(told, lines, "{}", vm.console());
+    }
 }
 
 #[test]

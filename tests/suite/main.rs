@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
 mod balloon;
+mod beside;
 mod boot;
 mod code;
 mod compat;
@@ -17,6 +18,7 @@ mod fork;
 mod generation;
 mod golden;
 mod hostile;
+mod jail;
 mod killed;
 mod limits;
 mod mmds;

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::{Mac, MmdsConfig, MmdsVersion, Net, TapSource};
 use pvmm_tests::child::Child;
+use pvmm_tests::firecracker::Firecracker;
 use pvmm_tests::guest::Guest;
 use pvmm_tests::network;
 use serde_json::json;
@@ -129,4 +130,37 @@ fn a_copy_has_its_own(template: &pvmm::Template, token: &str) {
     assert!(copy.prints(&ask("GET /id")).starts_with("404 "));
     assert_eq!(copy.vm.set_metadata(&Arc::new(json!({ "id": "copy" }))).unwrap(), 1);
     assert_eq!(copy.prints(&get), "200 copy");
+}
+
+/// The same by the API: what a client puts, the guest reads, in a loaded machine too.
+#[test]
+fn guest_gets_what_a_client_of_the_api_puts() {
+    network::isolated(|| {
+        let vm = Firecracker::new();
+        vm.describe();
+        let card = json!({"iface_id": "1", "host_dev_name": TAP, "guest_mac": "02:00:00:00:00:07"});
+        vm.put("/network-interfaces/1", card);
+        vm.put("/mmds/config", json!({"version": "V1", "network_interfaces": ["1"]}));
+        vm.put("/mmds", json!({"identity": {"hostname": "one"}}));
+        vm.start();
+        vm.prints(
+            "busybox ip addr add 10.9.0.2/24 dev eth0; busybox ip link set eth0 up; \
+             busybox ip route add 169.254.169.254 dev eth0",
+        );
+        assert_eq!(vm.prints(&ask("GET /identity/hostname")), "200 one");
+        vm.patch("/mmds", json!({"identity": {"hostname": "two"}}));
+        assert_eq!(vm.prints(&ask("GET /identity/hostname")), "200 two");
+        vm.patch("/vm", json!({"state": "Paused"}));
+        let [state, memory] = ["vm.state", "vm.mem"].map(|name| vm.dir().join(name));
+        vm.put("/snapshot/create", json!({"snapshot_path": state, "mem_file_path": memory}));
+
+        let copy = Firecracker::new();
+        let load = json!({"snapshot_path": state, "mem_file_path": memory,
+                          "network_overrides": [{"iface_id": "1", "host_dev_name": "tap-copy"}],
+                          "vsock_override": {"uds_path": copy.vsock()}});
+        copy.put("/snapshot/load", load);
+        copy.put("/mmds", json!({"identity": {"hostname": "copy"}}));
+        copy.patch("/vm", json!({"state": "Resumed"}));
+        assert_eq!(copy.prints(&ask("GET /identity/hostname")), "200 copy");
+    });
 }

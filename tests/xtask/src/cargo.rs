@@ -50,6 +50,13 @@ pub fn ship(package: &str, name: &str) -> Result<PathBuf, CargoError> {
     Ok(target_dir().join("shipped").join(name))
 }
 
+/// Builds a program that runs in an empty jail, optimised no more than tests need.
+pub fn build_static(package: &str, name: &str) -> Result<PathBuf, CargoError> {
+    let arguments = ["rustc", "--release", "--package", package, "--bin", name];
+    run(&[&arguments[..], &["--", "-C", "target-feature=+crt-static"]].concat())?;
+    Ok(target_dir().join("release").join(name))
+}
+
 /// Builds the test target `name` of `package` in release and returns its program.
 pub fn build_test(package: &str, name: &str) -> Result<PathBuf, CargoError> {
     // Together with the launcher, so that the libraries below both are built once.

@@ -13,6 +13,8 @@ use crate::{artifacts, cache, cargo, checkout, fctools, on_kvm, progress, report
 
 /// The crate of drivers, a workspace of its own.
 pub const CRATE: &str = "tests/compat";
+/// The test that sends them.
+const BESIDE: &str = "compat_beside";
 /// How many requests schemathesis makes up for each operation.
 const EXAMPLES: &str = "50";
 
@@ -24,13 +26,22 @@ pub struct Options {
     /// Nothing but those
     #[arg(long, requires = "fctools")]
     only: bool,
+    /// Nothing but one script of requests to pvmm and to the Firecracker that FIRECRACKER_BIN names
+    #[arg(long, conflicts_with = "fctools")]
+    beside: bool,
 }
 
 pub fn run(options: &Options) -> ExitCode {
     let compat = || -> Result<u8, Box<dyn Error>> {
-        cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
         let mut code = 0;
+        if options.beside {
+            cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
+            let program = cargo::build_test("pvmm-tests", "suite")?;
+            artifacts::prepare()?;
+            return beside(&program);
+        }
         if !options.only {
+            cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
             requests_of_every_kind()?;
             code = clients()?;
         }
@@ -62,9 +73,23 @@ fn clients() -> Result<u8, Box<dyn Error>> {
     install_python(&source.join("requirements.txt"), &clients.join("python"))?;
     artifacts::prepare()?;
     let place = format!("PVMM_COMPAT={}", clients.display());
-    let arguments = ["--ignored", "--nocapture", "--test-threads=1", "compat_"].map(OsString::from);
-    let mut argv = vec!["env".into(), place.into(), program.into_os_string()];
-    argv.extend(arguments);
+    let arguments = ["--ignored", "--nocapture", "--test-threads=1", "compat_", "--skip", BESIDE];
+    let mut argv = vec!["env".into(), place.into(), program.clone().into_os_string()];
+    argv.extend(arguments.map(OsString::from));
+    let code = on_kvm(&argv)?;
+    Ok(code.max(beside(&program)?))
+}
+
+/// One script to pvmm and to Firecracker, if there is one.
+fn beside(program: &Path) -> Result<u8, Box<dyn Error>> {
+    let Some(firecracker) = env::var_os("FIRECRACKER_BIN") else {
+        eprintln!("compat: LEFT OUT: pvmm beside Firecracker, for FIRECRACKER_BIN names none");
+        return Ok(0);
+    };
+    let mut variable = OsString::from("FIRECRACKER_BIN=");
+    variable.push(fs::canonicalize(firecracker)?);
+    let mut argv = vec!["env".into(), variable, program.into()];
+    argv.extend(["--ignored", "--nocapture", "--test-threads=1", BESIDE].map(OsString::from));
     on_kvm(&argv)
 }
 

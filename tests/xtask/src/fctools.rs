@@ -12,7 +12,7 @@ use std::{env, fs};
 use serde_json::{Value, json};
 
 use crate::compat::{CRATE, build, check, on_kvm, replace, target};
-use crate::{artifacts, cache, cargo, checkout, progress};
+use crate::{artifacts, cache, cargo, checkout, packages, progress};
 
 const VERSION: &str = "0.6.0";
 /// The tests that touch a machine; `other` does not.
@@ -20,6 +20,8 @@ const PROGRAMS: [&str; 4] = ["vm", "vm_api", "process", "extensions"];
 
 /// Runs the tests with `filter` in their names; 0 if exactly those pass that should.
 pub fn run(filter: &str) -> Result<u8, Box<dyn Error>> {
+    // Their networks are made by it.
+    packages::install(&["nftables"])?;
     let programs = programs()?;
     let data = test_data()?;
     let log = checkout::scratch().join("fctools.log");
@@ -142,9 +144,11 @@ fn test_data() -> Result<PathBuf, Box<dyn Error>> {
     let artifacts = artifacts::prepare()?;
     replace(&artifacts.kernel.vmlinux, &data.join("assets/kernel"))?;
     root_file_system(&data.join("assets/rootfs.ext4"))?;
-    // Static, because half of the machines run in a jail where there is no loader.
-    replace(&cargo::ship("pvmm-launcher", "pvmm")?, &data.join("toolchain/firecracker"))?;
-    replace(&cargo::ship("pvmm-jailer", "pvmm-jailer")?, &data.join("toolchain/jailer"))?;
+    let pvmm = cargo::build_static("pvmm-launcher", "pvmm")?;
+    replace(&pvmm, &data.join("toolchain/firecracker"))?;
+    replace(&pvmm, &data.join("toolchain/snapshot-editor"))?;
+    let jailer = cargo::build_static("pvmm-jailer", "pvmm-jailer")?;
+    replace(&jailer, &data.join("toolchain/jailer"))?;
     let here = |name: &str| data.join("assets").join(name).display().to_string();
     let flat = |name: &str| format!("/{name}");
     let config = |path: &dyn Fn(&str) -> String, read_only: bool| {
@@ -164,7 +168,7 @@ fn test_data() -> Result<PathBuf, Box<dyn Error>> {
     write(&data.join("configs/jailed.json"), &config(&flat, false))?;
     // Guests boot slowly where processors are emulated.
     let options = json!({
-        "toolchain": { "version": "1.16.0", "snapshot_version": "11.0.0" },
+        "toolchain": { "version": "1.16.0", "snapshot_version": "v1" },
         "waits": { "shutdown_timeout_ms": 15000, "boot_wait_ms": 5000, "boot_socket_timeout_ms": 10000 },
         "network_interface": "lo", "jailer_uid": 1000, "jailer_gid": 1000
     });

@@ -54,7 +54,8 @@ fn finish(verb: &str, result: Result<u8, Box<dyn Error>>) -> ExitCode {
 
 /// Runs the suite where guests run and returns its exit code.
 fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
-    cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
+    let programs = ["--package", "pvmm-launcher", "--package", "pvmm-jailer"];
+    cargo::run(&[&["build", "--release"], &programs[..]].concat())?;
     let suite = cargo::build_test("pvmm-tests", "suite")?;
 
     build_kernel()?;
