@@ -127,6 +127,10 @@ impl Side {
                         *version = "VERSION".into();
                     }
                 }
+                // Firecracker lists those of a running machine in no certain order.
+                if let Some(Value::Array(drives)) = body.get_mut("drives") {
+                    drives.sort_by_key(|drive| drive["drive_id"].to_string());
+                }
                 format!("{} {body}", reply.status)
             }
         }
