@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use pvmm_guest_agent::Channel;
-use pvmm_guest_agent::limits::{INPUT_WINDOW, MAX_DATA, OUTPUT_WINDOW};
+use pvmm_guest_agent::limits::{FILE_WINDOW, INPUT_WINDOW, MAX_DATA, OUTPUT_WINDOW};
 use pvmm_guest_agent::message::{OutputCount, OutputLimit};
 use pvmm_guest_agent::output::Tail;
 use pvmm_guest_agent::window::{ReceiveWindow, SendWindow, WindowError};
@@ -192,6 +192,8 @@ impl Source {
 pub struct Sink {
     fd: Option<OwnedFd>,
     buffer: Vec<u8>,
+    /// So much of the buffer is written.
+    done: usize,
     writable: bool,
     /// The client has sent its last byte.
     ended: bool,
@@ -225,6 +227,7 @@ impl Sink {
         Self {
             fd: Some(fd),
             buffer: Vec::new(),
+            done: 0,
             writable: true,
             ended: false,
             refused: false,
@@ -232,6 +235,13 @@ impl Sink {
             window: ReceiveWindow::new(INPUT_WINDOW),
             commit,
         }
+    }
+
+    /// The way to whoever writes a file, who sets `committed` apart from an end for another reason.
+    pub fn file(fd: OwnedFd, committed: Arc<AtomicBool>) -> Self {
+        let mut sink = Self::new(fd, Some(committed));
+        sink.window.grow_to(FILE_WINDOW);
+        sink
     }
 
     /// A connected socket that is also read.
@@ -275,8 +285,13 @@ impl Sink {
     /// Writes what is buffered, as far as the pipe takes it.
     pub fn pump(&mut self, out: &mut Outbox, stream: u32) {
         let mut buffer = std::mem::take(&mut self.buffer);
-        let done = self.write(&buffer, out, stream);
-        buffer.drain(..done);
+        self.done += self.write(&buffer[self.done..], out, stream);
+        // What is left moves only when that is less than what has gone, so that
+        // moving never costs more than writing did.
+        if self.done > buffer.len() / 2 {
+            buffer.drain(..self.done);
+            self.done = 0;
+        }
         self.buffer = buffer;
         if self.ended && self.buffer.is_empty() {
             if let Some(commit) = &self.commit {

@@ -5,10 +5,15 @@ use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 
+use pvmm_guest_agent::limits::MAX_DATA;
 use pvmm_guest_agent::message::{Code, Goodbye};
 use pvmm_guest_agent::{Decoder, Kind};
 
 use crate::outbox::Outbox;
+use crate::sys;
+
+/// Two packets of the guest's kernel: for less, the call that sets the mark is not worth its while.
+const WORTH_WAITING: usize = 8 << 10;
 
 pub struct Connection {
     pub socket: OwnedFd,
@@ -17,6 +22,8 @@ pub struct Connection {
     pub readable: bool,
     pub writable: bool,
     pub hung_up: bool,
+    /// The socket becomes readable when it has so many bytes.
+    pub low_water: usize,
     /// Something waits for room among the frames to be sent.
     pub pressed: bool,
     /// The hello has come and was answered.
@@ -39,12 +46,28 @@ impl Connection {
             readable: false,
             writable: true,
             hung_up: false,
+            low_water: 1,
             pressed: false,
             greeted: false,
             control: false,
             streams: BTreeMap::new(),
             last_stream: 0,
             deadline: None,
+        }
+    }
+
+    /// Has the socket wait for the rest of a frame that has begun: a large one comes in many packets, and
+    /// waking up for each of them costs more than all else.
+    pub fn await_rest(&mut self) {
+        let wanted = match self.decoder.missing() {
+            few if few < WORTH_WAITING => 1,
+            many => many.min(MAX_DATA),
+        };
+        if wanted != self.low_water {
+            // What came below the old mark has made no edge.
+            self.readable |= wanted < self.low_water;
+            self.low_water = wanted;
+            sys::set_low_water(&self.socket, wanted as u32);
         }
     }
 

@@ -17,12 +17,13 @@ use pvmm_guest_agent::message::{
     Answer, ByteBuf, Code, Entry, Failure, FileKind, Metadata, Outcome, ReadFile, Remove, Request,
     Symlink, WriteFile,
 };
-use pvmm_guest_agent::sparse::{Piece, Segment, SegmentDecoder};
+use pvmm_guest_agent::sparse::{Piece, SEGMENT_HEAD, Segment, SegmentDecoder};
 
 use crate::pool::{Report, Reporter};
 use crate::{sys, tree_work, watch};
 
-const CHUNK: usize = 64 << 10;
+/// What is moved at once.
+const CHUNK: usize = 256 << 10;
 /// Names tried for a temporary file before giving up.
 const TEMPORARY_NAMES: u32 = 100;
 
@@ -158,18 +159,45 @@ fn read(request: &ReadFile, mut pipe: File, started: impl FnOnce(Metadata)) -> R
     if request.sparse {
         return read_sparse(request, file, pipe, path);
     }
-    let mut rest = file.take(request.len.unwrap_or(u64::MAX));
-    let mut buffer = vec![0; CHUNK];
+    let most = request.len.unwrap_or(u64::MAX);
+    let mut way = Way::default();
     let mut total = 0;
-    loop {
-        let count = match rest.read(&mut buffer) {
-            Ok(0) => return Ok(total),
-            Ok(count) => count,
-            Err(e) if e.kind() == ErrorKind::Interrupted => continue,
-            Err(e) => return Err(e).at(path, "read"),
-        };
-        pipe.write_all(&buffer[..count]).at(path, "send")?;
-        total += count as u64;
+    while total < most {
+        match way.pass(&mut file, &mut pipe, most - total).at(path, "read")? {
+            0 => break,
+            count => total += count,
+        }
+    }
+    Ok(total)
+}
+
+/// The way between a pipe and a file: within the kernel, or through a buffer where it cannot.
+#[derive(Default)]
+struct Way {
+    buffer: Vec<u8>,
+}
+
+impl Way {
+    /// Moves at most `most` bytes; none at the end.
+    fn pass(&mut self, from: &mut File, to: &mut File, most: u64) -> io::Result<u64> {
+        let most = most.min(CHUNK as u64) as usize;
+        if self.buffer.is_empty() {
+            match sys::splice(from, to, most) {
+                // Devices and some filesystems: nothing was moved, and nothing will be this way.
+                Err(e) if e.raw_os_error() == Some(libc::EINVAL) => self.buffer = vec![0; CHUNK],
+                moved => return moved.map(|count| count as u64),
+            }
+        }
+        loop {
+            match from.read(&mut self.buffer[..most]) {
+                Ok(count) => {
+                    to.write_all(&self.buffer[..count])?;
+                    return Ok(count as u64);
+                }
+                Err(e) if e.kind() == ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
     }
 }
 
@@ -178,7 +206,8 @@ fn read(request: &ReadFile, mut pipe: File, started: impl FnOnce(Metadata)) -> R
 fn read_sparse(request: &ReadFile, mut file: File, mut pipe: File, path: &Path) -> Result<u64> {
     let end = request.len.map_or(u64::MAX, |len| request.offset.saturating_add(len));
     let mut at = request.offset;
-    let mut buffer = vec![0; CHUNK];
+    // A segment's head and its bytes, which go together: a head alone would take a page of the pipe.
+    let mut buffer = vec![0; SEGMENT_HEAD + CHUNK];
     let mut data_until = at;
     while at < end {
         if at >= data_until {
@@ -198,14 +227,15 @@ fn read_sparse(request: &ReadFile, mut file: File, mut pipe: File, path: &Path) 
             file.seek(SeekFrom::Start(at)).at(path, "seek")?;
         }
         let most = (data_until.min(end) - at).min(CHUNK as u64) as usize;
-        let count = match file.read(&mut buffer[..most]) {
+        let (head, bytes) = buffer.split_at_mut(SEGMENT_HEAD);
+        let count = match file.read(&mut bytes[..most]) {
             Ok(0) => break,
             Ok(count) => count,
             Err(e) if e.kind() == ErrorKind::Interrupted => continue,
             Err(e) => return Err(e).at(path, "read"),
         };
-        pipe.write_all(&Segment::Data(count as u64).head()).at(path, "send")?;
-        pipe.write_all(&buffer[..count]).at(path, "send")?;
+        head.copy_from_slice(&Segment::Data(count as u64).head());
+        pipe.write_all(&buffer[..SEGMENT_HEAD + count]).at(path, "send")?;
         at += count as u64;
     }
     Ok(at - request.offset)
@@ -295,17 +325,12 @@ fn write_in_place(request: &WriteFile, path: &Path, pipe: File, context: &Contex
 
 /// Copies the input into the file; fails unless the client ended it.
 fn fill(file: &mut File, mut pipe: File, path: &Path, context: &Context) -> Result<u64> {
-    let mut buffer = vec![0; CHUNK];
+    let mut way = Way::default();
     let mut total = 0;
     loop {
-        match pipe.read(&mut buffer) {
-            Ok(0) => break,
-            Ok(count) => {
-                file.write_all(&buffer[..count]).at(path, "write")?;
-                total += count as u64;
-            }
-            Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) => return Err(e).at(path, "receive"),
+        match way.pass(&mut pipe, file, u64::MAX).at(path, "write")? {
+            0 => break,
+            count => total += count,
         }
     }
     if context.committed.load(Ordering::Acquire) {

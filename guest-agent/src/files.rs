@@ -5,6 +5,7 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
+use pvmm_guest_agent::limits::FILE_WINDOW;
 use pvmm_guest_agent::message::{Code, Failure, Outcome, Request, Started};
 use pvmm_guest_agent::{Channel, Kind};
 
@@ -72,6 +73,9 @@ impl Server {
         match &request {
             Request::ReadFile(_) | Request::ReadTar(_) | Request::List(_) | Request::Watch(_) => {
                 let (ours, theirs) = sys::pipe()?;
+                if !matches!(request, Request::Watch(_)) {
+                    sys::widen_pipe(&ours, FILE_WINDOW);
+                }
                 sys::set_nonblocking(&ours)?;
                 self.watch(&ours, Token::Output(id))?;
                 job.sources.push(Source::new(Channel::Output, ours, None));
@@ -79,9 +83,10 @@ impl Server {
             }
             Request::WriteFile(_) | Request::WriteTar(_) => {
                 let (theirs, ours) = sys::pipe()?;
+                sys::widen_pipe(&ours, FILE_WINDOW);
                 sys::set_nonblocking(&ours)?;
                 self.watch(&ours, Token::Input(id))?;
-                job.sink = Some(Sink::new(ours, Some(Arc::clone(&context.committed))));
+                job.sink = Some(Sink::file(ours, Arc::clone(&context.committed)));
                 context.pipe = Some(theirs.into());
             }
             _ => {}

@@ -292,6 +292,17 @@ impl Decoder {
         !self.lent && !self.stash.is_empty()
     }
 
+    /// Bytes that a frame which has begun still needs, as far as is known.
+    pub fn missing(&self) -> usize {
+        if !self.in_frame() {
+            return 0;
+        }
+        // A header is only believed once all of it was checked.
+        let header = self.stash.first_chunk().and_then(|header| Header::parse(header).ok());
+        let whole = HEADER_LEN + header.map_or(0, |header| header.len as usize);
+        whole.saturating_sub(self.stash.len())
+    }
+
     /// Bytes held for a frame that has not ended.
     pub fn held(&self) -> usize {
         if self.lent { 0 } else { self.stash.len() }

@@ -28,6 +28,9 @@ pub const MAX_DEPTH: usize = 16;
 pub const INPUT_WINDOW: u32 = 128 << 10;
 /// What the agent may send on each output channel of a stream before the client grants more.
 pub const OUTPUT_WINDOW: u32 = 256 << 10;
+/// What a receiver lets be on its way of a file or an archive, once more than a little of it has come. Where
+/// every switch between two threads costs, few large steps are quicker than many small ones.
+pub const FILE_WINDOW: u32 = 1 << 20;
 /// No grant may lift a window above this.
 pub const MAX_WINDOW: u32 = 16 << 20;
 

@@ -19,7 +19,7 @@ use crate::token::Token;
 use crate::{files, refresh, sys, terminal};
 
 /// Bytes read from a socket at once.
-const READ_BYTES: usize = 128 << 10;
+const READ_BYTES: usize = 256 << 10;
 
 /// Why a connection is ended: the client's fault, in words for its log.
 type Fault = (Code, String);
@@ -51,9 +51,14 @@ impl Server {
             Ok(count) => {
                 // As with pipes: a short read has emptied the socket, but for an announced end.
                 connection.readable = count == READ_BYTES || connection.hung_up;
-                let more = connection.readable;
                 self.take_bytes(id, &bytes);
-                if more { Step::More } else { Step::Waiting }
+                match self.connections.get_mut(&id) {
+                    Some(connection) => {
+                        connection.await_rest();
+                        if connection.readable { Step::More } else { Step::Waiting }
+                    }
+                    None => Step::Waiting,
+                }
             }
         };
         if self.scratch.capacity() < bytes.capacity() {

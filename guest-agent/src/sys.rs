@@ -7,6 +7,7 @@ pub mod session;
 pub mod tcp;
 
 use std::ffi::{CStr, CString};
+use std::fs::File;
 use std::io::{Error, Result};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
@@ -115,6 +116,35 @@ pub fn pipe() -> Result<(OwnedFd, OwnedFd)> {
     check(unsafe { libc::pipe2(ends.as_mut_ptr(), libc::O_CLOEXEC) })?;
     // SAFETY: pipe2 has made both for us.
     Ok(unsafe { (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1])) })
+}
+
+/// Has a socket become readable only when it has so many bytes; some kinds of socket do not heed it.
+pub fn set_low_water(socket: &OwnedFd, bytes: u32) {
+    let (value, len) = (bytes as libc::c_int, size_of::<libc::c_int>() as libc::socklen_t);
+    let (level, name) = (libc::SOL_SOCKET, libc::SO_RCVLOWAT);
+    // SAFETY: the kernel reads one int.
+    let _ = unsafe {
+        libc::setsockopt(socket.as_raw_fd(), level, name, (&raw const value).cast(), len)
+    };
+}
+
+/// Lets a pipe hold so many bytes, if the kernel allows this user that many.
+pub fn widen_pipe(fd: &OwnedFd, bytes: u32) {
+    // SAFETY: fcntl with F_SETPIPE_SZ takes no pointer.
+    let _ = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_SETPIPE_SZ, bytes as libc::c_int) };
+}
+
+/// Moves up to `most` bytes between a file and a pipe within the kernel; EINVAL where it cannot.
+pub fn splice(from: &File, to: &File, most: usize) -> Result<usize> {
+    loop {
+        let (null, from, to) = (std::ptr::null_mut(), from.as_raw_fd(), to.as_raw_fd());
+        // SAFETY: without offsets of ours there is no pointer that is followed.
+        let moved = check_len(unsafe { libc::splice(from, null, to, null, most, 0) });
+        match moved {
+            Err(e) if e.raw_os_error() == Some(libc::EINTR) => {}
+            other => return other,
+        }
+    }
 }
 
 /// Makes reads and writes return at once. The flag belongs to this end of a pipe alone.

@@ -224,6 +224,32 @@ fn window_is_not_overrun_and_not_overfilled() {
     assert!(receive.received(1).is_err());
 }
 
+#[test]
+fn decoder_knows_what_a_frame_still_needs() {
+    let mut decoder = Decoder::default();
+    let frame = [&raw(1000, 1, 5, 0, 0)[..], &[7; 1000]].concat();
+    for (end, missing) in [(0, 0), (1, HEADER_LEN - 1), (HEADER_LEN, 1000), (HEADER_LEN + 999, 1)] {
+        frames_of(&frame[..end], &mut decoder).unwrap();
+        assert_eq!(decoder.missing(), missing, "after {end} bytes");
+        decoder = Decoder::default();
+    }
+    assert_eq!(frames_of(&frame, &mut decoder).unwrap().len(), 1);
+    assert_eq!(decoder.missing(), 0);
+}
+
+#[test]
+fn window_that_grows_does_so_once_and_with_a_grant() {
+    let mut receive = ReceiveWindow::new(10);
+    receive.grow_to(100);
+    receive.received(10).unwrap();
+    assert!(receive.received(1).is_err());
+    assert_eq!(receive.consumed(5), Some(5 + 90));
+    receive.received(95).unwrap();
+    assert!(receive.received(1).is_err());
+    assert_eq!(receive.consumed(49), None);
+    assert_eq!(receive.consumed(1), Some(50));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
@@ -288,8 +314,12 @@ proptest! {
 
     /// Both ends of a window, with frames on their way, for any order of steps.
     #[test]
-    fn windows_of_both_ends_agree(steps in prop::collection::vec((any::<bool>(), 1usize..60), 0..200)) {
+    fn windows_of_both_ends_agree(
+        steps in prop::collection::vec((any::<bool>(), 1usize..60), 0..200),
+        grown in prop::sample::select(vec![0u32, 64, 200]),
+    ) {
         let (mut send, mut receive) = (SendWindow::new(64), ReceiveWindow::new(64));
+        receive.grow_to(grown);
         let mut held = 0usize;
         for (sends, count) in steps {
             if sends {
@@ -304,7 +334,7 @@ proptest! {
                     prop_assert!(send.grant(grant).is_ok());
                 }
             }
-            prop_assert!(held <= 64);
+            prop_assert!(held <= grown.max(64) as usize);
             // Nothing held and no credit would be a stream that never moves again.
             prop_assert!(held > 0 || send.left() > 0);
         }

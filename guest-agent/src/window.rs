@@ -46,14 +46,21 @@ impl SendWindow {
 /// The receiver's count.
 #[derive(Debug, Clone, Copy)]
 pub struct ReceiveWindow {
-    initial: u32,
+    size: u32,
+    /// What the size becomes with the first grant.
+    grown: u32,
     left: u32,
     owed: u32,
 }
 
 impl ReceiveWindow {
     pub fn new(initial: u32) -> Self {
-        Self { initial, left: initial, owed: 0 }
+        Self { size: initial, grown: initial, left: initial, owed: 0 }
+    }
+
+    /// Lets the first grant widen the window to `size`: who sends little never needs it.
+    pub fn grow_to(&mut self, size: u32) {
+        self.grown = size.max(self.size);
     }
 
     /// Accounts for bytes that came.
@@ -68,10 +75,11 @@ impl ReceiveWindow {
     /// Accounts for bytes that were passed on; says what to grant once that is worth a frame.
     pub fn consumed(&mut self, bytes: usize) -> Option<u32> {
         self.owed += bytes as u32;
-        if self.owed < self.initial / 2 {
+        if self.owed < self.size / 2 {
             return None;
         }
-        let grant = std::mem::take(&mut self.owed);
+        let grant = std::mem::take(&mut self.owed) + (self.grown - self.size);
+        self.size = self.grown;
         self.left += grant;
         Some(grant)
     }

@@ -241,6 +241,7 @@ pub struct FileReader {
 impl FileReader {
     pub(super) fn begin(stream: StreamRef, started: Option<Started>) -> Result<Self, AgentError> {
         let metadata = started.and_then(|started| started.metadata);
+        stream.expect_much();
         let mut reader =
             Self { stream, metadata, chunk: Vec::new(), taken: 0, total: 0, ended: false };
         if reader.metadata.is_none() {

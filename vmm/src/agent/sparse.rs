@@ -7,7 +7,6 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::Path;
 use std::time::Instant;
 
-use pvmm_guest_agent::limits::MAX_DATA;
 use pvmm_guest_agent::message::{Answer, Metadata, Outcome, ReadFile, Request};
 use pvmm_guest_agent::sparse::{Piece, Segment, SegmentDecoder};
 
@@ -17,6 +16,9 @@ use super::stream::{Event, StreamRef};
 use super::{ANSWER_TIME, Agent, FileWriter, WriteOptions};
 use crate::sys::{next_data, next_hole};
 
+/// What is copied at once.
+const CHUNK: usize = 256 << 10;
+
 impl Agent {
     /// Opens a file for reading with its holes told apart.
     pub fn open_read_sparse(&self, path: impl AsRef<Path>) -> Result<SparseReader, AgentError> {
@@ -25,6 +27,7 @@ impl Agent {
         let stream = self.open(&Request::ReadFile(request))?;
         let started = stream.started(Some(Instant::now() + ANSWER_TIME))?;
         let metadata = started.and_then(|started| started.metadata);
+        stream.expect_much();
         let decoder = SegmentDecoder::default();
         let mut reader = SparseReader { stream, metadata, decoder, ended: false };
         if reader.metadata.is_none() {
@@ -46,7 +49,7 @@ impl Agent {
             return Err(AgentError::InvalidRequest { field: "in_place", why });
         }
         let writer = self.open_write_as(path.as_ref(), options, true)?;
-        Ok(SparseWriter { writer, total: 0, data_until: 0 })
+        Ok(SparseWriter { writer, segment: Vec::new(), total: 0, data_until: 0 })
     }
 }
 
@@ -129,6 +132,8 @@ pub enum SparseError {
 /// A file of the guest being written, in which holes can be left.
 pub struct SparseWriter {
     writer: FileWriter,
+    /// A head and its bytes, which are sent together.
+    segment: Vec<u8>,
     total: u64,
     /// Of the file that is copied: there is data up to here.
     data_until: u64,
@@ -137,9 +142,11 @@ pub struct SparseWriter {
 impl SparseWriter {
     /// Adds bytes.
     pub fn data(&mut self, bytes: &[u8]) -> Result<(), AgentError> {
-        for chunk in bytes.chunks(MAX_DATA) {
-            self.writer.send_all(&Segment::Data(chunk.len() as u64).head())?;
-            self.writer.send_all(chunk)?;
+        for chunk in bytes.chunks(CHUNK) {
+            self.segment.clear();
+            self.segment.extend_from_slice(&Segment::Data(chunk.len() as u64).head());
+            self.segment.extend_from_slice(chunk);
+            self.writer.send_all(&self.segment)?;
             self.total += chunk.len() as u64;
         }
         Ok(())
@@ -173,7 +180,7 @@ impl SparseWriter {
             let hole = found(next_hole(file, at)).map_or(end, |hole| hole.unwrap_or(end));
             self.data_until = hole.max(at + 1);
         }
-        let mut buffer = vec![0; (self.data_until - at).min(MAX_DATA as u64) as usize];
+        let mut buffer = vec![0; (self.data_until - at).min(CHUNK as u64) as usize];
         let count = loop {
             match file.read_at(&mut buffer, at) {
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}

@@ -6,13 +6,16 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Instant;
 
 use pvmm_guest_agent::frame::{END, Frame, Header, credit_frame};
-use pvmm_guest_agent::limits::{INPUT_WINDOW, MAX_DATA, OUTPUT_WINDOW};
+use pvmm_guest_agent::limits::{FILE_WINDOW, INPUT_WINDOW, MAX_DATA, OUTPUT_WINDOW};
 use pvmm_guest_agent::message::{Outcome, Request, Signal, Started, WindowSize};
 use pvmm_guest_agent::window::{ReceiveWindow, SendWindow};
 use pvmm_guest_agent::{Channel, Kind, decode, encode};
 
 use super::connection::{Connection, lock};
 use super::error::{AgentError, Lost};
+
+/// What is sent at once: a few frames, so that the other end wakes up for more than one.
+const SEND_BYTES: usize = 4 * MAX_DATA;
 
 /// Something that happened on a stream.
 #[derive(Debug, PartialEq, Eq)]
@@ -98,7 +101,7 @@ impl State {
         if self.input_refused || self.input_ended || self.over {
             return Some(0);
         }
-        let count = self.input.left().min(len).min(MAX_DATA);
+        let count = self.input.left().min(len).min(SEND_BYTES);
         self.input.sent(count);
         (count > 0).then_some(count)
     }
@@ -248,7 +251,7 @@ impl StreamRef {
             Some(Ok(taken)) => Some(Exchange::Event(self.settle(taken))),
             Some(Err(0)) => Some(Exchange::InputRefused),
             Some(Err(count)) => {
-                self.send_data(&input[..count], false)?;
+                self.send_data(&input[..count])?;
                 Some(Exchange::Sent(count))
             }
         })
@@ -285,7 +288,7 @@ impl StreamRef {
     ) -> Result<Option<usize>, AgentError> {
         let count = self.wait(deadline, |state| state.reserve_input(bytes.len()))?;
         if let Some(count) = count.filter(|count| *count > 0) {
-            self.send_data(&bytes[..count], false)?;
+            self.send_data(&bytes[..count])?;
         }
         Ok(count)
     }
@@ -295,13 +298,26 @@ impl StreamRef {
         let mut state = lock(&self.stream.state);
         let pointless = state.over || std::mem::replace(&mut state.input_ended, true);
         drop(state);
-        if pointless { Ok(()) } else { self.send_data(&[], true) }
+        if pointless {
+            return Ok(());
+        }
+        let header = Header::new(Kind::Data, self.number(), Channel::Input.bits() | END, 0);
+        self.connection.send(&[&header.to_bytes()]).map_err(AgentError::Lost)
     }
 
-    fn send_data(&self, bytes: &[u8], end: bool) -> Result<(), AgentError> {
-        let flags = Channel::Input.bits() | if end { END } else { 0 };
-        let header = Header::new(Kind::Data, self.number(), flags, bytes.len());
-        self.connection.send(&[&header.to_bytes(), bytes]).map_err(AgentError::Lost)
+    fn send_data(&self, bytes: &[u8]) -> Result<(), AgentError> {
+        let header = |chunk: &[u8]| {
+            Header::new(Kind::Data, self.number(), Channel::Input.bits(), chunk.len()).to_bytes()
+        };
+        let frames: Vec<_> = bytes.chunks(MAX_DATA).map(|chunk| (header(chunk), chunk)).collect();
+        let parts: Vec<&[u8]> =
+            frames.iter().flat_map(|(head, chunk)| [&head[..], chunk]).collect();
+        self.connection.send(&parts).map_err(AgentError::Lost)
+    }
+
+    /// More than a little will come, a file or an archive: lets more of it be on its way.
+    pub fn expect_much(&self) {
+        lock(&self.stream.state).output.window.grow_to(FILE_WINDOW);
     }
 
     pub fn signal(&self, signal: &Signal) -> Result<(), AgentError> {
