@@ -167,7 +167,13 @@ pub fn follow(
             Ok(Some(ProcessEvent::Stderr(bytes))) => drop(stderr.write(&bytes)),
             Ok(Some(ProcessEvent::Exited(status))) => return Ok(End::Exited(status)),
             Ok(None) | Err(ExecError::Overdue(_)) => return Ok(End::Overdue),
-            Err(error) => return Err(error),
+            Err(error) => {
+                // What is said of it begins on a line of its own, wherever the command left the cursor.
+                if manner.has_terminal {
+                    let _ = stderr.write(b"\r\n");
+                }
+                return Err(error);
+            }
         }
     }
 }

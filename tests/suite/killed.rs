@@ -1,11 +1,12 @@
 //! Whoever is killed in mid-stream, everybody else learns of it soon, by name, and nothing hangs.
 
 use std::fs;
-use std::io::Read;
+use std::io::{self, Read, Write};
 use std::process::Child;
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::AgentError;
+use pvmm::agent::{Agent, AgentError, WriteOptions};
 use pvmm::exec::{ExecError, ExecRequest, ProcessEvent};
 use pvmm_tests::cli::User;
 use pvmm_tests::guest::Guest;
@@ -19,6 +20,23 @@ fn streaming(user: &User, vm: &str) -> Child {
     let mut some = [0; 4096];
     client.stdout.as_mut().unwrap().read_exact(&mut some).unwrap();
     client
+}
+
+/// A file without end that is being written into the guest; why that ended.
+fn writing(user: &User, vm: &str) -> JoinHandle<io::Error> {
+    let socket = user.runtime().join(vm).join("vsock.sock");
+    let agent = Agent::connect(&socket, Instant::now() + SOON).unwrap();
+    let options = WriteOptions { in_place: true, ..WriteOptions::default() };
+    let mut writer = agent.open_write("/dev/null", &options).unwrap();
+    let block = [7; 1 << 16];
+    writer.write_all(&block).unwrap();
+    std::thread::spawn(move || {
+        loop {
+            if let Err(why) = writer.write_all(&block) {
+                return why;
+            }
+        }
+    })
 }
 
 #[test]
@@ -36,6 +54,7 @@ fn client_and_vmm_killed_in_mid_stream_leave_nobody_waiting() {
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 
     let client = streaming(&user, &vm);
+    let file = writing(&user, &vm);
     let listed = user.pvmm(["ps", "--json"]);
     let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
     let pid = listed[0]["pid"].as_i64().unwrap() as i32;
@@ -46,6 +65,8 @@ fn client_and_vmm_killed_in_mid_stream_leave_nobody_waiting() {
         libc::kill(pid, libc::SIGKILL);
     }
     let output = client.wait_with_output().unwrap();
+    let lost = file.join().unwrap().downcast::<AgentError>();
+    assert!(matches!(lost, Ok(AgentError::Lost(_))), "{lost:?}");
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
     assert_eq!(output.status.code(), Some(125));
     let words = String::from_utf8_lossy(&output.stderr);

@@ -19,6 +19,9 @@ pub struct Ps {
     /// As JSON
     #[arg(long)]
     pub json: bool,
+    /// Taken out of habit: those that have ended are listed anyway
+    #[arg(short, long, hide = true)]
+    pub all: bool,
 }
 
 /// Show what a VM's guest uses
