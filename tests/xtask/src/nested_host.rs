@@ -39,10 +39,6 @@ pub const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 /// A host that has been silent for so long will not come back, however busy the machine.
 const HEARTBEAT_DEADLINE: Duration = Duration::from_secs(90);
 
-/// One that is silent for this long is interrupted: under an emulator a processor that runs a busy guest now and then
-/// misses its timer, and then nothing gives it back to the host.
-const NUDGE_AFTER: Duration = Duration::from_secs(8);
-
 /// A boot takes about ten seconds, several times that on a busy machine.
 const BOOT_DEADLINE: Duration = Duration::from_secs(180);
 
@@ -133,7 +129,7 @@ pub struct NestedHost {
     qemu: Child,
     ports: Vec<UnixStream>,
     pulse: UnixStream,
-    monitor: Arc<Mutex<Monitor>>,
+    monitor: Mutex<Monitor>,
     paused: Arc<Mutex<Paused>>,
     console: Arc<Mutex<VecDeque<u8>>>,
 }
@@ -220,8 +216,7 @@ impl NestedHost {
         qemu.args(["-chardev", &format!("socket,id=monitor,fd={}", other.as_raw_fd())]);
         qemu.args(["-mon", "chardev=monitor,mode=control"]);
         theirs.push(other.into());
-        let monitor = Monitor::new(monitor).map_err(HostError::Channels)?;
-        let monitor = Arc::new(Mutex::new(monitor));
+        let monitor = Mutex::new(Monitor::new(monitor).map_err(HostError::Channels)?);
 
         sys::die_with_parent(&mut qemu, theirs.iter().map(|fd| fd.as_raw_fd()).collect());
         // A group of its own, so that Ctrl-C reaches the command and not the machine under it.
@@ -253,34 +248,26 @@ impl NestedHost {
         self.qemu.id()
     }
 
-    /// Watches the heartbeat from now on, wakes a host that misses it, and kills one that has lost it, which ends
-    /// every session with [`session::End::HostLost`].
+    /// Watches the heartbeat from now on and kills a host that has lost it, which ends every
+    /// session with [`session::End::HostLost`].
     pub fn watch(&self) -> io::Result<()> {
-        let mut pulse = self.pulse.try_clone()?;
-        pulse.set_read_timeout(Some(NUDGE_AFTER))?;
+        let pulse = self.pulse.try_clone()?;
+        pulse.set_read_timeout(Some(HEARTBEAT_DEADLINE))?;
         let pid = self.qemu.id();
-        let (paused, monitor) = (Arc::clone(&self.paused), Arc::clone(&self.monitor));
+        let paused = Arc::clone(&self.paused);
         thread::Builder::new().name("watchdog".into()).spawn(move || {
-            let mut heard = Instant::now();
+            let mut pulse = pulse;
             loop {
                 match pulse.read(&mut [0; 64]) {
-                    Ok(n) if n > 0 => heard = Instant::now(),
-                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                        match *lock(&paused) {
-                            Paused::Now => continue,
-                            Paused::Until(at) => heard = heard.max(at),
-                        }
-                        if heard.elapsed() >= HEARTBEAT_DEADLINE {
-                            break;
-                        }
-                        let woken = lock(&monitor).nudge();
-                        eprintln!(
-                            "nested host: silent for {:?}, woken: {woken:?}",
-                            heard.elapsed()
-                        );
-                    }
+                    Ok(n) if n > 0 => continue,
+                    Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                     // Dead already.
                     _ => break,
+                }
+                match *lock(&paused) {
+                    Paused::Now => {}
+                    Paused::Until(at) if at.elapsed() < HEARTBEAT_DEADLINE => {}
+                    Paused::Until(_) => break,
                 }
             }
             // The child is collected by its owner only after this process is done with it, so

@@ -1,4 +1,4 @@
-//! Tells QEMU to stop and continue the host's clock and CPU, and to wake it.
+//! Tells QEMU to stop and continue the host's clock and CPU.
 //!
 //! An idle host polls, which keeps it alive but takes a whole core of the outer machine; one that
 //! nobody uses is therefore paused.
@@ -30,11 +30,6 @@ impl Monitor {
 
     pub fn resume(&mut self) -> io::Result<()> {
         self.execute("cont")
-    }
-
-    /// Interrupts the processor in a way that nothing in the host can have masked.
-    pub fn nudge(&mut self) -> io::Result<()> {
-        self.execute("inject-nmi")
     }
 
     fn execute(&mut self, command: &str) -> io::Result<()> {
