@@ -9,6 +9,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
+use std::os::unix::fs::symlink;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode};
@@ -39,6 +40,14 @@ const PORT_DEADLINE: Duration = Duration::from_secs(20);
 
 const OPEN_FILES: u64 = 1 << 20;
 
+/// Names that programs expect and the kernel alone does not make.
+const DESCRIPTORS: [(&str, &str); 4] = [
+    ("/dev/fd", "/proc/self/fd"),
+    ("/dev/stdin", "/proc/self/fd/0"),
+    ("/dev/stdout", "/proc/self/fd/1"),
+    ("/dev/stderr", "/proc/self/fd/2"),
+];
+
 /// First process of the host: starts the worker, collects orphans, switches off at the end.
 pub fn first_process() -> ExitCode {
     match Command::new("/run/nested-serve").arg("nested-serve-worker").spawn() {
@@ -53,6 +62,10 @@ pub fn first_process() -> ExitCode {
 pub fn worker() -> io::Result<()> {
     sys::raise_open_files(OPEN_FILES)?;
     fs::write(DROP_CACHES, SILENTLY)?;
+    for (name, place) in DESCRIPTORS {
+        // There already, if another has put it there.
+        let _ = symlink(place, name);
+    }
     for port in SESSION_PORTS {
         let device = open_port(port)?;
         thread::Builder::new().name(format!("port-{port}")).spawn(move || {
