@@ -67,7 +67,8 @@ fn golden_snapshots_go_on_or_are_refused_for_their_processor() {
     assert!(count > 0);
 }
 
-/// Prints a new golden snapshot: `cargo xtask soak golden | base64 -d > tests/golden/v1.tar.gz`.
+/// Prints a new golden snapshot, for `tests/golden`: `cargo xtask soak golden_is_made`, and what stands between its
+/// name and `ok` through `base64 -d`.
 #[test]
 #[ignore = "makes a golden snapshot"]
 fn golden_is_made() {

@@ -18,8 +18,8 @@ use super::{PAGE, Pages, Runs, pages, sys};
 
 /// The most pieces of one layer: a process may have 65,530 mappings in all.
 pub const MAX_RUNS: usize = 2048;
-/// Gaps up to this size between two changed pieces are copied with them: each piece is a mapping in every
-/// child, which costs more than a few pages once.
+/// Gaps up to this size between two changed pieces are copied with them beside the guest: each piece is a mapping
+/// in every child, which costs more than a few pages once. A guest that waits for the copy is spared that.
 const GAP: u64 = 16 * PAGE;
 /// How much of what a guest has written it is expected to write again at once: more than a first command
 /// does, and little enough to keep.
@@ -163,7 +163,7 @@ impl MemoryImage {
     }
 
     fn layered(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Self> {
-        let runs = runs.joined(GAP).at_most(MAX_RUNS);
+        let runs = runs.at_most(MAX_RUNS);
         let file = sys::memfd(c"pvmm-memory", self.size())?;
         for run in runs.iter() {
             pages::write_run(guest, run, &file)?;

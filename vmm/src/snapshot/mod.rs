@@ -5,10 +5,12 @@
 //! | `manifest.rs` | what a folder says of itself, readable without decoding anything |
 //! | `sections.rs` | how a machine's registers are kept, each part with its version |
 //! | `checksum.rs` | whether a large file is still the one that was written |
+//! | `fill.rs` | how a large file is written and summed up in one pass |
 //! | `host.rs` | whether this host can go on with it |
 //! | `write.rs` | how a folder comes to be, whole or not at all |
 //! | `files.rs` | the same as two files of the caller's naming, as Firecracker's clients know it |
 //! | `written_file.rs` | how one file comes to be, whole or not at all |
+//! | `edit.rs` | what such a pair says, and how a memory file is brought up to date |
 //! | `handover.rs` | how a template goes to another process without a folder |
 //! | `read.rs` | how a folder becomes a template again, or is refused by name |
 //!
@@ -18,6 +20,7 @@
 mod checksum;
 mod edit;
 mod files;
+mod fill;
 mod handover;
 mod host;
 mod manifest;
