@@ -107,6 +107,35 @@ fn inflate_releases_the_pages_it_names_and_no_others() {
 }
 
 #[test]
+fn deflate_takes_back_what_inflate_gave() {
+    let mut driver = MockDriver::ready(everything());
+    driver.request(INFLATE, &[Readable(&numbers(&[FIRST, FIRST + 1, FIRST + 2]))]);
+    driver.request(DEFLATE, &[Readable(&numbers(&[FIRST + 1]))]);
+    let DeviceState::Balloon(state) = driver.suspend().state.device else { panic!() };
+    assert_eq!(state.actual_pages, 2);
+}
+
+#[test]
+fn features_follow_the_configuration() {
+    let plain = BalloonConfig {
+        limit_pages: 1000,
+        target_pages: 0,
+        deflate_on_oom: false,
+        free_page_reporting: false,
+        free_page_hinting: false,
+    };
+    let offered = |config| super::super::VirtioDevice::features(&Balloon::new(config));
+    assert_eq!(offered(plain), feature::STATS);
+    let with = |bit| feature::STATS | bit;
+    let on_oom = BalloonConfig { deflate_on_oom: true, ..plain };
+    assert_eq!(offered(on_oom), with(feature::DEFLATE_ON_OOM));
+    let reporting = BalloonConfig { free_page_reporting: true, ..plain };
+    assert_eq!(offered(reporting), with(feature::REPORTING));
+    let hinting = BalloonConfig { free_page_hinting: true, ..plain };
+    assert_eq!(offered(hinting), with(feature::HINTING));
+}
+
+#[test]
 fn pages_that_are_not_memory_are_left_out_and_counted() {
     let mut driver = MockDriver::ready(everything());
     fill(&driver, FIRST..FIRST + 2);

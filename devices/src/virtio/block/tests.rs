@@ -511,6 +511,15 @@ fn c13_failed_flush_fails_for_good() {
 }
 
 #[test]
+fn flush_of_an_unsafe_disk_asks_nothing_of_the_host() {
+    let host = Fragile::new(0);
+    let mut block = Block::on(Box::new(host.clone()), SECTORS);
+    block.facts.cache = CacheMode::Unsafe;
+    assert_eq!(flush(&mut MockDriver::ready(block)), OK);
+    assert_eq!(host.calls.load(Ordering::Relaxed), 0);
+}
+
+#[test]
 fn c14_file_in_use_is_refused_unless_all_only_read() {
     let image = image();
     let open = |read_only| Block::new(BlockConfig::new(image.path()).read_only(read_only));

@@ -90,6 +90,46 @@ fn auto_and_io_uring_engines_serve_what_a_plain_one_does() {
     }
 }
 
+/// Of a ring nothing comes back before it was submitted; plain calls have ended when they return.
+fn is_ring(mut engine: Box<dyn Engine>) -> bool {
+    engine.start(1, Op::Sync);
+    engine.finished().is_none()
+}
+
+#[test]
+fn engine_is_a_ring_where_one_is_asked_for() {
+    let image = image();
+    let engine = |kind| Block::new(BlockConfig::new(image.path()).engine(kind)).unwrap().engine;
+    assert!(!is_ring(engine(EngineKind::Plain)));
+    assert!(is_ring(engine(EngineKind::IoUring)));
+    assert!(is_ring(engine(EngineKind::Auto)));
+}
+
+/// strace answers in the kernel's place; the disk is that of this program, run again with one test.
+#[test]
+fn auto_engine_is_plain_where_the_host_makes_no_ring() {
+    let run = std::process::Command::new("strace")
+        .args(["-f", "-o", "/dev/null", "-e", "inject=io_uring_setup:error=EPERM"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--ignored", "--exact"])
+        .arg("virtio::block::tests::engines::disk_of_a_host_without_rings")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&run.stdout);
+    assert!(run.status.success() && said.contains("1 passed"), "{run:?}");
+}
+
+#[test]
+#[ignore = "run by the test above"]
+fn disk_of_a_host_without_rings() {
+    let image = image();
+    let open = |kind| Block::new(BlockConfig::new(image.path()).engine(kind));
+    let refused = open(EngineKind::IoUring).err().unwrap();
+    assert!(matches!(refused, BlockError::Open { source: OpenError::IoUring { .. }, .. }));
+    let mut driver = MockDriver::ready(open(EngineKind::Auto).unwrap());
+    assert_eq!(read(&mut driver, 8, 512), (OK, vec![8; 512]));
+}
+
 #[test]
 fn ring_refuses_a_token_that_is_out_already() {
     let image = image();
@@ -150,6 +190,18 @@ fn quiesce_and_reset_wait_for_what_is_out() {
     assert!(!driver.needs_reset());
 }
 
+/// Whether this process has the image open for direct I/O.
+fn is_open_direct(image: &NamedTempFile) -> bool {
+    let fds = fs::read_dir("/proc/self/fd").unwrap().flatten();
+    let ours = fds.filter(|fd| fs::read_link(fd.path()).is_ok_and(|path| path == image.path()));
+    ours.into_iter().any(|fd| {
+        let info = format!("/proc/self/fdinfo/{}", fd.file_name().display());
+        let info = fs::read_to_string(info).unwrap_or_default();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:")).unwrap_or("0");
+        i32::from_str_radix(flags.trim(), 8).unwrap() & libc::O_DIRECT != 0
+    })
+}
+
 #[test]
 fn direct_io_takes_buffers_of_any_alignment_and_keeps_to_its_unit() {
     for engine in [EngineKind::Plain, EngineKind::IoUring] {
@@ -159,6 +211,7 @@ fn direct_io_takes_buffers_of_any_alignment_and_keeps_to_its_unit() {
             Ok(block) => block,
             Err(error) => panic!("{error:?}"),
         };
+        assert!(is_open_direct(&image));
         let unit = block.facts.block_size;
         let mut driver = MockDriver::ready(block);
         assert_eq!(driver.read(mmio::offset::CONFIG + 20), unit);
@@ -203,6 +256,26 @@ fn limited_disk_serves_its_rate_and_everything_in_the_end() {
         assert_eq!(wait_used(&mut driver).len, 513);
     }
     assert!(start.elapsed() >= Duration::from_millis(145), "{:?}", start.elapsed());
+}
+
+#[test]
+fn limited_disk_moves_its_bytes_in_time_after_its_burst() {
+    let image = image();
+    let bucket = BucketConfig { size: 1024, one_time_burst: 512, refill_time_ms: 200 };
+    let limits = RateLimiterConfig { bytes: Some(bucket), ops: None };
+    let config = BlockConfig::new(image.path()).limits(limits);
+    let mut driver = MockDriver::ready(Block::new(config).unwrap());
+    let start = Instant::now();
+    for sector in 0..6 {
+        driver.send(0, &[Readable(&header(IN, sector)), Writable(512), Writable(1)]);
+    }
+    driver.run();
+    // The burst's one and the bucket's two; the other three fill it one and a half times.
+    assert_eq!(driver.used_index(0), 3);
+    for _ in 0..6 {
+        assert_eq!(wait_used(&mut driver).len, 513);
+    }
+    assert!(start.elapsed() >= Duration::from_millis(295), "{:?}", start.elapsed());
 }
 
 #[test]

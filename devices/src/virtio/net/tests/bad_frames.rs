@@ -205,3 +205,31 @@ fn d12_dead_peer_costs_frames_and_nothing_else() {
     assert!(!driver.needs_reset());
     assert_eq!(driver.transport.counters().refused, 0);
 }
+
+/// A tap that takes frames and fails every read.
+struct Mute(std::io::PipeWriter);
+
+impl super::super::tap::Link for Mute {
+    fn fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        std::os::fd::AsFd::as_fd(&self.0)
+    }
+    fn set_offload(&mut self, _offload: u32) -> std::io::Result<()> {
+        Ok(())
+    }
+    fn name(&self) -> &str {
+        "mute"
+    }
+}
+
+#[test]
+fn d12_tap_whose_reads_fail_costs_what_it_had_and_the_card_sends_on() {
+    let (mut sent, tap) = std::io::pipe().unwrap();
+    let mut driver = MockDriver::ready(Net { link: Box::new(Mute(tap)), ..wired().0 });
+    refill(&mut driver, 4, 2048);
+    assert!(driver.devices.run(50) < 50, "spins on a tap that fails");
+    assert!(!driver.needs_reset());
+    driver.request(TX, &[Readable(&NO_HEADER), Readable(&frame(60))]);
+    let mut bytes = [0; HEADER_LEN + 60];
+    std::io::Read::read_exact(&mut sent, &mut bytes).unwrap();
+    assert_eq!(bytes[HEADER_LEN..], frame(60));
+}

@@ -148,6 +148,21 @@ fn client_that_reads_after_the_guest_closed_gets_everything() {
 }
 
 #[test]
+fn client_that_never_reads_what_the_guest_left_is_given_up() {
+    let drain = Duration::from_millis(50);
+    let mut guest = Guest::with_limits(Limits { drain, ..Limits::default() });
+    let (mut client, ports) = guest.connected_client();
+    client.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    let sent = pattern(6 * MAX_PAYLOAD as usize);
+    sent.chunks(MAX_PAYLOAD as usize).for_each(|chunk| guest.send_data(ports, chunk));
+    guest.send_shutdown(ports, SHUTDOWN_BOTH);
+    let start = Instant::now();
+    guest.run_until(|_| start.elapsed() > 4 * drain);
+    // What the socket had taken by then is all there is.
+    assert!(read_rest(&mut client).len() < sent.len());
+}
+
+#[test]
 fn socket_that_somebody_listens_on_is_refused_and_a_dead_one_replaced() {
     use crate::virtio::vsock::{Vsock, VsockConfig, VsockError};
     let dir = tempfile::tempdir().unwrap();
