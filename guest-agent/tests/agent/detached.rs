@@ -128,10 +128,26 @@ fn signals_reach_a_detached_process_and_its_tree() {
     assert!(matches!(process.wait().unwrap().status, ExecStatus::Signaled { signal: 9, .. }));
     assert!(agent.signal_process(id, 0, false).is_err());
     assert!(agent.signal_process(99_999, 9, true).is_err());
+    // A whole tree ends, not only its root.
+    let id = start(&agent, "sleep 60 & echo $!; wait");
+    let mut process = agent.attach(id, AttachFrom::default()).unwrap();
+    let Ok(Some(ProcessEvent::Stdout(child))) = process.next_event(Some(soon())) else { panic!() };
+    let child = format!("/proc/{}", String::from_utf8(child).unwrap().trim());
+    agent.signal_process(id, 9, true).unwrap();
+    wait_for("the end of its child", || !std::path::Path::new(&child).exists());
     // To forget one that runs is to kill it.
     let id = start(&agent, "sleep 60");
     agent.forget_process(id).unwrap();
     wait_for("its end", || agent.info().unwrap().execs == 0);
+}
+
+#[test]
+fn end_of_a_process_that_closed_its_outputs_is_told_to_who_waits() {
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    let id = start(&agent, "exec >/dev/null 2>&1; sleep 0.5; exit 6");
+    let (said, status) = replayed(&agent, id, 0);
+    assert_eq!((said.as_str(), status.shell_code()), ("", 6));
 }
 
 #[test]

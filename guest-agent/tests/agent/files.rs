@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
-use pvmm::agent::{AgentError, FileKind, WriteOptions};
+use pvmm::agent::{AgentError, FileKind, Owner, WriteOptions};
 
 use crate::fixture::{Fixture, wait_for};
 
@@ -91,6 +91,19 @@ fn file_replaced_keeps_mode_unless_told() {
     let options = WriteOptions { mode: Some(0o4755), sync: true, ..WriteOptions::default() };
     agent.write_file(&path, b"new", &options).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o4755);
+}
+
+#[test]
+fn file_has_the_owner_it_is_given_and_keeps_it() {
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    let path = fixture.path("f");
+    let owner = Some(Owner { uid: 12345, gid: 54321 });
+    for options in [WriteOptions { owner, ..WriteOptions::default() }, WriteOptions::default()] {
+        agent.write_file(&path, b"new", &options).unwrap();
+        let facts = fs::metadata(&path).unwrap();
+        assert_eq!((facts.uid(), facts.gid()), (12345, 54321));
+    }
 }
 
 #[test]

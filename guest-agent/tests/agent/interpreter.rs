@@ -382,6 +382,30 @@ fn node_code_out_of_time_is_interrupted_and_the_session_goes_on() {
     assert!(matches!(died.report.status, RunStatus::Died { .. }));
 }
 
+/// As much of matplotlib as a session asks of it, for machines that have none.
+const STAND_IN: &str = "figures = {}
+class Figure:
+  def savefig(self, to, **options): to.write(b'\\x89PNG' + options['format'].encode())
+def plot(*_): figures[1] = Figure()
+def get_fignums(): return list(figures)
+def figure(number): return figures[number]
+def close(which): figures.clear()";
+
+#[test]
+fn figure_that_the_code_left_open_comes_out_once() {
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    let s = python(&agent);
+    std::fs::create_dir(fixture.path("matplotlib")).unwrap();
+    std::fs::write(fixture.path("matplotlib/__init__.py"), "").unwrap();
+    std::fs::write(fixture.path("matplotlib/pyplot.py"), STAND_IN).unwrap();
+    let path = format!("import sys\nsys.path.insert(0, {:?})", fixture.folder.path());
+    let code = format!("{path}\nimport matplotlib.pyplot as plt\nplt.plot([1, 4, 9])");
+    let shown = run(&agent, &s, &code).displays;
+    assert_eq!((shown.len(), shown[0].get("image/png")), (1, Some(&b"\x89PNGpng"[..])));
+    assert!(run(&agent, &s, "1").displays.is_empty());
+}
+
 /// With the Python of PVMM_TEST_PYTHON, which has matplotlib and pandas.
 #[test]
 #[ignore = "needs a Python with matplotlib and pandas: set PVMM_TEST_PYTHON to it"]

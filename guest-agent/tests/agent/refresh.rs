@@ -201,6 +201,19 @@ fn refresh_without_fresh_random_numbers_stops_even_a_workload_that_ran() {
 }
 
 #[test]
+fn refresh_feeds_the_kernel_s_generator_and_has_it_reseed() {
+    let log = tempfile::NamedTempFile::new().unwrap();
+    let trace = format!("set -- strace -D -f -e ioctl -o {} \"$@\"", log.path().display());
+    let Some(fixture) = Fixture::start_isolated(&trace) else { return };
+    fixture.control().refresh(&refresh(1).without_ids(), soon()).unwrap();
+    let calls = std::fs::read_to_string(log.path()).unwrap();
+    for name in ["RNDADDENTROPY", "RNDRESEEDCRNG"] {
+        let done = |line: &str| line.contains(name) && line.ends_with("= 0");
+        assert!(calls.lines().any(done), "{name}: {calls}");
+    }
+}
+
+#[test]
 fn refresh_of_a_frozen_copy_ends_the_connections_of_its_former_life() {
     let Some(fixture) = Fixture::start_isolated("true") else { return };
     if !fixture.has_cgroups() {

@@ -109,6 +109,14 @@ fn ctrl_c_interrupts_the_foreground_job_and_the_shell_goes_on() {
 }
 
 #[test]
+fn ctrl_c_reaches_a_program_that_no_shell_has_given_the_terminal() {
+    let fixture = Fixture::start();
+    let mut session = Session::start(&fixture, ExecRequest::argv(["sleep", "5"]));
+    session.types("\x03").sees("^C");
+    assert_eq!(session.ends().shell_code(), 130);
+}
+
+#[test]
 fn full_screen_program_draws_scrolls_and_leaves() {
     let fixture = Fixture::start();
     let file = fixture.path("lines");
