@@ -90,7 +90,7 @@ impl Spec {
         config.drives.push(Drive::read_only(&self.guest.rootfs));
         config.drives.extend(self.disk.as_ref().map(Drive::writable));
         config.nets.extend(self.tap.as_deref().map(net));
-        config.vsock = Some(Vsock { guest_cid: 3, uds_path: self.socket() });
+        config.vsock = Some(Vsock::new(3, self.socket()));
         config
     }
 }
