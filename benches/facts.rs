@@ -20,7 +20,8 @@ pub fn of(mut known: Value) -> Value {
         "cpu": of_cpu("model name"),
         "processors": std::thread::available_parallelism().map_or(0, usize::from),
         "virtualised": flags.split(' ').any(|flag| flag == "hypervisor"),
-        "emulated": std::env::var_os("PVMM_NESTED_HOST").is_some(),
+        "emulated": emulated(),
+        "addresses": if emulated() { "fixed" } else { "random" },
         "load": read("/proc/loadavg"),
         "huge_pages": read("/sys/kernel/mm/transparent_hugepage/enabled"),
         "images": "tmpfs, in memory",
@@ -31,4 +32,9 @@ pub fn of(mut known: Value) -> Value {
         known.extend(host);
     }
     known
+}
+
+/// Whether this is a nested host, whose processor is a program.
+pub fn emulated() -> bool {
+    std::env::var_os("PVMM_NESTED_HOST").is_some()
 }

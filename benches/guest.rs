@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::board::Outcome;
+use crate::facts;
 
 pub const MEMORY_MIB: u64 = 512;
 /// How long anything about a guest may take where processors are emulated.
@@ -72,8 +73,13 @@ impl Guest {
     /// A machine with a network card if there are taps, and nothing else of its own.
     pub fn spec(&self, dir: &Path, tap: Option<String>) -> Spec {
         let (guest, dir) = (self.clone(), dir.to_owned());
-        Spec { guest, dir, tap, disk: None, cmdline: CMDLINE.to_owned() }
+        Spec { guest, dir, tap, disk: None, cmdline: cmdline() }
     }
+}
+
+/// Fixed addresses in the guest for the reason that `main.rs` gives for the host.
+fn cmdline() -> String {
+    CMDLINE.to_owned() + if facts::emulated() { " norandmaps" } else { "" }
 }
 
 impl Spec {
@@ -90,7 +96,7 @@ impl Spec {
         config.drives.push(Drive::read_only(&self.guest.rootfs));
         config.drives.extend(self.disk.as_ref().map(Drive::writable));
         config.nets.extend(self.tap.as_deref().map(net));
-        config.vsock = Some(Vsock { guest_cid: 3, uds_path: self.socket() });
+        config.vsock = Some(Vsock::new(3, self.socket()));
         config
     }
 }

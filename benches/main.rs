@@ -127,6 +127,11 @@ fn on_tmpfs() -> Outcome<PathBuf> {
     if let Err(e) = isolated {
         eprintln!("bench: no network and tmpfs of its own ({e}); using {}", place.display());
     }
+    if facts::emulated() {
+        // An emulator translates a program anew for each address it finds it at. No processor does anything like
+        // that, and it would be most of what a new process costs, whoever's it is.
+        sys::fix_addresses()?;
+    }
     let program = place.join("pvmm-bench");
     fs::copy(std::env::current_exe()?, &program)?;
     let failed = Command::new(program).args(std::env::args_os().skip(1)).env(PLACE, &place).exec();

@@ -45,6 +45,12 @@ pub fn unshare() -> io::Result<()> {
     })
 }
 
+/// Whatever this process starts from now on lies at the same addresses each time.
+pub fn fix_addresses() -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::personality(libc::ADDR_NO_RANDOMIZE as libc::c_ulong) })
+}
+
 /// Memory as a file system, at `path`.
 pub fn mount_tmpfs(path: &Path) -> io::Result<()> {
     let target = CString::new(path.as_os_str().as_bytes())?;

@@ -100,7 +100,7 @@ pub fn answer(vm: &mut Vm, socket: &Path) -> Outcome<Agent> {
 
 pub fn overrides(socket: PathBuf, tap: Option<&str>) -> Overrides {
     Overrides {
-        vsock: Some(Vsock { guest_cid: 3, uds_path: socket }),
+        vsock: Some(Vsock::new(3, socket)),
         nets: tap.map(|tap| (0, guest::net(tap))).into_iter().collect(),
         ..Default::default()
     }

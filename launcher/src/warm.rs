@@ -125,7 +125,7 @@ fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> R
     };
     let mut config = machine::config(parts, &record, false);
     let uds_path = room.join("v");
-    config.vsock = Some(Vsock { guest_cid: 3, uds_path: uds_path.clone() });
+    config.vsock = Some(Vsock::new(3, uds_path.clone()));
     config.console = Console::Discard;
     let mut vm = Vm::boot(config).map_err(failed)?;
     vm.resume().map_err(failed)?;
@@ -145,7 +145,7 @@ fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> R
     let mut template = vm.freeze().map_err(failed)?;
     drop(vm);
     // What a first command touches, so that a run finds it in place.
-    let vsock = Some(Vsock { guest_cid: 3, uds_path: uds_path.clone() });
+    let vsock = Some(Vsock::new(3, uds_path.clone()));
     let overrides = Overrides { vsock, ..Overrides::default() };
     let first_use = |vm: &mut Vm| {
         vm.resume()?;

@@ -56,8 +56,8 @@ fn guest_boots_by_the_api_and_ends_the_process_with_code_0() {
     assert_eq!(vm.ends(), Some(0));
     let log = std::fs::read_to_string(log).unwrap();
     assert!(log.contains(":INFO]") && log.contains("InstanceStart"), "{log}");
-    // The socket stays, for its owner to remove.
-    assert!(vm.socket().exists());
+    // The sockets stay, for their owner to remove.
+    assert!(vm.socket().exists() && vm.vsock().exists());
 }
 
 /// What each published client sends that others do not, as it was recorded.

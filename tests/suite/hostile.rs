@@ -136,7 +136,7 @@ fn machine(code: &[u8], disk: &NamedTempFile, dir: &TempDir) -> Vm {
     config.boot_protocol = BootProtocol::Linux64;
     config.memory_mib = 64;
     config.drives.push(Drive::writable(disk.path()));
-    config.vsock = Some(Vsock { guest_cid: 3, uds_path: dir.path().join("v") });
+    config.vsock = Some(Vsock::new(3, dir.path().join("v")));
     Vm::boot(config).unwrap()
 }
 

@@ -24,10 +24,8 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let template = Template::load(&dir, elsewhere).unwrap();
 
     // Without a server, or with one that is not there, it is refused by name.
-    let own_socket = || Overrides {
-        vsock: Some(Vsock { guest_cid: 3, uds_path: place.path().join("v") }),
-        ..Default::default()
-    };
+    let own_socket =
+        || Overrides { vsock: Some(Vsock::new(3, place.path().join("v"))), ..Default::default() };
     let error = template.fork(own_socket()).err().unwrap();
     assert!(error.kind() == ErrorKind::InvalidConfig, "{error}");
     assert!(error.to_string().contains("page server"), "{error}");

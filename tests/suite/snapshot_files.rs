@@ -210,7 +210,7 @@ fn drive_of_a_loaded_machine_is_opened_when_it_runs_and_may_be_a_block_device() 
     let template = Template::load_files(&files.state(), Some(Path::new(&memory_device))).unwrap();
     let socket = files.path("v");
     let own_socket = || pvmm::Overrides {
-        vsock: Some(pvmm::Vsock { guest_cid: 3, uds_path: socket.clone() }),
+        vsock: Some(pvmm::Vsock::new(3, socket.clone())),
         ..Default::default()
     };
     let mut vm = template.fork(own_socket()).unwrap();

@@ -106,9 +106,9 @@ fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
     for wish in std::mem::take(&mut config.nets) {
         opened.add_net(net::Net::new(wish).map_err(|e| refused(e.into()))?);
     }
-    if let Some(config::Vsock { guest_cid, uds_path }) = config.vsock.take() {
+    if let Some(config::Vsock { guest_cid, uds_path, keep_socket }) = config.vsock.take() {
         opened.vsock_path = Some(uds_path.clone());
-        let config = VsockConfig { guest_cid: guest_cid.into(), uds_path };
+        let config = VsockConfig { guest_cid: guest_cid.into(), uds_path, keep_socket };
         opened.devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
     }
     if config.rng {

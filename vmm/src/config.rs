@@ -142,6 +142,15 @@ pub struct Vsock {
     /// Host clients connect here and say `CONNECT port`; the guest's own connections arrive at
     /// `<uds_path>_<port>`.
     pub uds_path: PathBuf,
+    /// The socket's file stays when the machine ends, for callers that want to remove it themselves.
+    pub keep_socket: bool,
+}
+
+impl Vsock {
+    /// A socket whose file goes with the machine.
+    pub fn new(guest_cid: u32, uds_path: impl Into<PathBuf>) -> Self {
+        Self { guest_cid, uds_path: uds_path.into(), keep_socket: false }
+    }
 }
 
 /// How a guest gives memory back that it does not need. All of it is off by default.
@@ -382,7 +391,7 @@ mod tests {
     #[test]
     fn validate_of_reserved_cid_is_refused() {
         for guest_cid in [0, 1, 2, u32::MAX] {
-            let vsock = Vsock { guest_cid, uds_path: "v.sock".into() };
+            let vsock = Vsock::new(guest_cid, "v.sock");
             assert_eq!(refused(|c| c.vsock = Some(vsock)), ConfigError::Cid(guest_cid));
         }
     }

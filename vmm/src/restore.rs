@@ -171,12 +171,18 @@ fn open_devices(
             }
             DeviceState::NetV2(saved) => open_net(template, overrides, &mut opened, saved)?,
             DeviceState::Vsock(saved) => {
-                let (guest_cid, uds_path) = match overrides.vsock.take() {
-                    Some(config::Vsock { guest_cid, uds_path }) => (guest_cid.into(), uds_path),
-                    None => (saved.guest_cid, template.vsock_path.clone().unwrap_or_default()),
+                let config = match overrides.vsock.take() {
+                    Some(config::Vsock { guest_cid, uds_path, keep_socket }) => {
+                        VsockConfig { guest_cid: guest_cid.into(), uds_path, keep_socket }
+                    }
+                    None => VsockConfig {
+                        guest_cid: saved.guest_cid,
+                        uds_path: template.vsock_path.clone().unwrap_or_default(),
+                        keep_socket: false,
+                    },
                 };
-                opened.vsock_path = Some(uds_path.clone());
-                let vsock = Vsock::open(&VsockConfig { guest_cid, uds_path })
+                opened.vsock_path = Some(config.uds_path.clone());
+                let vsock = Vsock::open(&config)
                     .and_then(|vsock| vsock.restore(saved.clone()))
                     .map_err(|e| refused("vsock".to_owned())(e.into()))?;
                 opened.devices.push(Box::new(vsock));

@@ -367,7 +367,9 @@ pub fn net_config(net: &NetworkInterface) -> Result<Net, Refusal> {
 }
 
 pub fn vsock_config(vsock: &Vsock) -> pvmm::Vsock {
-    pvmm::Vsock { guest_cid: vsock.guest_cid, uds_path: vsock.uds_path.clone().into() }
+    // Firecracker leaves the socket, and there are clients that fail where they find none to remove.
+    let uds_path = vsock.uds_path.clone().into();
+    pvmm::Vsock { guest_cid: vsock.guest_cid, uds_path, keep_socket: true }
 }
 
 fn balloon_config(balloon: &Balloon) -> pvmm::Balloon {

@@ -112,12 +112,12 @@ fn watch(
         Start::Boot(parts) => {
             let mut config = machine::config(*parts, record, console_copy.is_some());
             extras.add_to(&mut config);
-            config.vsock = Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() });
+            config.vsock = Some(Vsock::new(GUEST_CID, dir.vsock()));
             config.console = Console::File(console);
             Vm::boot(config)
         }
         Start::Template(template) => template.fork(Overrides {
-            vsock: Some(Vsock { guest_cid: GUEST_CID, uds_path: dir.vsock() }),
+            vsock: Some(Vsock::new(GUEST_CID, dir.vsock())),
             console: Console::File(console),
             ..Overrides::default()
         }),

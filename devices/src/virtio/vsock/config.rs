@@ -21,6 +21,8 @@ pub struct VsockConfig {
     pub guest_cid: u64,
     /// The socket that host clients connect to; a guest's connection to port P goes to `<uds_path>_P`.
     pub uds_path: PathBuf,
+    /// The socket's file stays when the device ends.
+    pub keep_socket: bool,
 }
 
 impl VsockConfig {
@@ -58,7 +60,7 @@ mod tests {
     use super::*;
 
     fn config(guest_cid: u64, uds_path: &str) -> VsockConfig {
-        VsockConfig { guest_cid, uds_path: uds_path.into() }
+        VsockConfig { guest_cid, uds_path: uds_path.into(), keep_socket: false }
     }
 
     #[test]

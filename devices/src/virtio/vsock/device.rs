@@ -42,7 +42,8 @@ pub struct Vsock {
 }
 
 impl Vsock {
-    /// Opens a device: binds the listening socket, and removes it again when the device is dropped.
+    /// Opens a device: binds the listening socket, and removes it again when the device is dropped unless
+    /// it is to be kept.
     ///
     /// A socket file left behind by a process that died is replaced; one that somebody listens on is
     /// refused, and so is anything else at that path.
@@ -52,8 +53,8 @@ impl Vsock {
         clear_stale(path)?;
         let listener = UnixListener::bind(path)
             .map_err(|source| VsockError::Bind { path: path.clone(), source })?;
-        let file = SocketFile::of(path)?;
-        Self::new(config, listener, Some(file))
+        let file = if config.keep_socket { None } else { Some(SocketFile::of(path)?) };
+        Self::new(config, listener, file)
     }
 
     /// Makes a device of a listening socket that somebody else bound and will remove. The path in `config`

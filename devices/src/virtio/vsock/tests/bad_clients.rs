@@ -166,7 +166,8 @@ fn client_that_never_reads_what_the_guest_left_is_given_up() {
 fn socket_that_somebody_listens_on_is_refused_and_a_dead_one_replaced() {
     use crate::virtio::vsock::{Vsock, VsockConfig, VsockError};
     let dir = tempfile::tempdir().unwrap();
-    let config = VsockConfig { guest_cid: 3, uds_path: dir.path().join("vsock") };
+    let config =
+        VsockConfig { guest_cid: 3, uds_path: dir.path().join("vsock"), keep_socket: false };
     let first = Vsock::open(&config).unwrap();
     assert!(matches!(Vsock::open(&config), Err(VsockError::InUse { .. })));
     drop(first);
@@ -174,6 +175,9 @@ fn socket_that_somebody_listens_on_is_refused_and_a_dead_one_replaced() {
     drop(std::os::unix::net::UnixListener::bind(&config.uds_path).unwrap());
     assert!(config.uds_path.exists());
     drop(Vsock::open(&config).unwrap());
+    drop(Vsock::open(&VsockConfig { keep_socket: true, ..config.clone() }).unwrap());
+    assert!(config.uds_path.exists());
+    std::fs::remove_file(&config.uds_path).unwrap();
     std::fs::write(&config.uds_path, "precious").unwrap();
     assert!(matches!(Vsock::open(&config), Err(VsockError::Bind { .. })));
     assert_eq!(std::fs::read(&config.uds_path).unwrap(), b"precious");
@@ -184,7 +188,8 @@ fn socket_bound_by_somebody_else_is_used_and_left() {
     use crate::virtio::testing::MockDriver;
     use crate::virtio::vsock::{Vsock, VsockConfig};
     let dir = tempfile::tempdir().unwrap();
-    let config = VsockConfig { guest_cid: 3, uds_path: dir.path().join("vsock") };
+    let config =
+        VsockConfig { guest_cid: 3, uds_path: dir.path().join("vsock"), keep_socket: false };
     let listener = std::os::unix::net::UnixListener::bind(&config.uds_path).unwrap();
     let driver = MockDriver::ready(Vsock::from_listener(&config, listener).unwrap());
     let mut client = UnixStream::connect(&config.uds_path).unwrap();

@@ -242,7 +242,8 @@ impl Guest {
 }
 
 pub fn open(dir: &TempDir, limits: Limits) -> Vsock {
-    let config = VsockConfig { guest_cid: CID, uds_path: dir.path().join("vsock") };
+    let config =
+        VsockConfig { guest_cid: CID, uds_path: dir.path().join("vsock"), keep_socket: false };
     let mut device = Vsock::open(&config).unwrap();
     device.limits = limits;
     device
