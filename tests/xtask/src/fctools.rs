@@ -171,7 +171,7 @@ fn test_data() -> Result<PathBuf, Box<dyn Error>> {
     // Guests boot slowly where processors are emulated.
     let options = json!({
         "toolchain": { "version": "1.16.0", "snapshot_version": "v1" },
-        "waits": { "shutdown_timeout_ms": 15000, "boot_wait_ms": 15000, "boot_socket_timeout_ms": 10000 },
+        "waits": { "shutdown_timeout_ms": 15000, "boot_wait_ms": 20000, "boot_socket_timeout_ms": 10000 },
         "network_interface": "lo", "jailer_uid": 1000, "jailer_gid": 1000
     });
     write(&data.join("options.json"), &options)?;

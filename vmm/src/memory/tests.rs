@@ -257,13 +257,13 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
 }
 
 #[test]
-fn working_set_of_children_is_short_runs_as_written_and_the_parents_own_as_read() {
+fn working_set_of_children_is_the_parents_own_and_the_short_runs_it_has_written() {
     let runs = |parts: &[(u64, u64)]| Runs::merged(parts.iter().map(|(a, b)| *a..*b).collect());
     let own =
         WorkingSet::new(&runs(&[(0, 0x2000), (0x80000, 0x81000)]), &runs(&[(0x3000, 0x4000)]));
-    let guess = WorkingSet::guess(&runs(&[(0, 0x2000), (0x80_0000, 0x120_0000)]), Some(&own));
-    assert_eq!(guess.written, runs(&[(0, 0x2000)]));
-    assert_eq!(guess.read, runs(&[(0x3000, 0x4000), (0x80000, 0x81000)]));
+    let guess = WorkingSet::guess(&runs(&[(0x2000, 0x3000), (0x80_0000, 0x120_0000)]), Some(&own));
+    assert_eq!(guess.written, runs(&[(0, 0x3000), (0x80000, 0x81000)]));
+    assert_eq!(guess.read, runs(&[(0x3000, 0x4000)]));
 }
 
 #[test]

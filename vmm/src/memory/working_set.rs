@@ -28,9 +28,10 @@ impl WorkingSet {
     /// touched, and of the pages that it has `written` the short runs, which its kernel and its agent write
     /// again and again.
     pub fn guess(written: &Runs, own: Option<&Self>) -> Self {
-        let (written, _) = written.shortest(AGAIN_MAX);
-        let own = own.into_iter().flat_map(|own| own.written.iter().chain(own.read.iter()));
-        let read = Runs::merged(own.collect()).without(&written);
+        let (again, _) = written.shortest(AGAIN_MAX);
+        let own_written = own.into_iter().flat_map(|own| own.written.iter());
+        let written = Runs::merged(own_written.chain(again.iter()).collect());
+        let read = own.map(|own| own.read.without(&written)).unwrap_or_default();
         Self::new(&written, &read)
     }
 
