@@ -95,13 +95,13 @@ fn look(moment: &str, agent: &Agent) {
 
 #[test]
 #[ignore = "needs cargo xtask compat"]
-fn compat_rs_sdk_boots_snapshots_loads_and_patches() {
+fn compat_rs_sdk_boots_snapshots_loads_elsewhere_and_patches() {
     network::isolated(|| drive(&mut Command::new(clients().join("rs-sdk")), look));
 }
 
 #[test]
 #[ignore = "needs cargo xtask compat"]
-fn compat_firepilot_boots_pauses_and_resumes() {
+fn compat_firepilot_boots_pauses_resumes_and_its_machine_goes_on_elsewhere() {
     network::isolated(|| drive(&mut Command::new(clients().join("firepilot")), look));
 }
 

@@ -1,11 +1,12 @@
 //! What the drivers of the clients have in common: the words they are given, and when the suite looks at the
 //! guest.
 //!
-//! A driver does what its client can do. Whenever the guest should be looked at, it says so and waits; what
-//! is looked at is none of the client's business.
+//! A driver does what its client can do, and asks beside it for what the client has no words for. Whenever the
+//! guest should be looked at, it says so and waits; what is looked at is none of the client's business.
 
-use std::io::{BufRead, Write};
-use std::path::PathBuf;
+use std::io::{BufRead, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 
 /// What a driver is given.
 pub struct Words {
@@ -42,6 +43,35 @@ impl Words {
     pub fn vsock(&self) -> PathBuf {
         self.dir.join("v.sock")
     }
+
+    pub fn snapshot(&self) -> PathBuf {
+        self.dir.join("vm.state")
+    }
+
+    pub fn memory(&self) -> PathBuf {
+        self.dir.join("vm.mem")
+    }
+
+    /// The body of a load that stays paused, with another tap.
+    pub fn load_elsewhere(&self) -> String {
+        let tap = format!("{}-2", self.tap);
+        format!(
+            r#"{{"snapshot_path": {:?}, "mem_backend": {{"backend_type": "File", "backend_path": {:?}}},
+                "network_overrides": [{{"iface_id": "eth0", "host_dev_name": {tap:?}}}]}}"#,
+            self.snapshot(),
+            self.memory()
+        )
+    }
+}
+
+/// Asks beside a client for what it cannot say itself.
+pub fn ask(socket: &Path, request: &str, body: &str) {
+    let mut stream = UnixStream::connect(socket).expect("connect");
+    let len = body.len();
+    write!(stream, "{request} HTTP/1.1\r\nContent-Length: {len}\r\n\r\n{body}").expect("send");
+    let mut answer = [0; 12];
+    stream.read_exact(&mut answer).expect("an answer");
+    assert_eq!(&answer, b"HTTP/1.1 204", "{request}");
 }
 
 /// Lets the suite look at the guest.

@@ -17,7 +17,7 @@ mod vmlinux;
 use std::collections::VecDeque;
 use std::env;
 use std::fs;
-use std::io::{self, PipeReader, Read};
+use std::io::{self, PipeReader, Read, Write};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
@@ -38,6 +38,13 @@ pub const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 
 /// A host that has been silent for so long will not come back, however busy the machine.
 const HEARTBEAT_DEADLINE: Duration = Duration::from_secs(90);
+
+/// How often the host is interrupted from outside.
+///
+/// QEMU's emulation of SVM changes its word of pending interrupts without the lock that its timers hold, so that now and
+/// then a timer is forgotten: its interrupt waits in the APIC, nothing looks there, and the next timer is only
+/// set by whoever handles this one. Any device that interrupts makes the processor look again.
+const INTERRUPT_EVERY: Duration = Duration::from_millis(100);
 
 /// A boot takes about ten seconds, several times that on a busy machine.
 const BOOT_DEADLINE: Duration = Duration::from_secs(180);
@@ -175,7 +182,8 @@ impl NestedHost {
         // each byte by itself, and kernels clear and copy every page with them.
         qemu.args(["-M", "q35", "-accel", "tcg,tb-size=1024", "-cpu", "max,-pku,-erms,+svm,+npt"]);
         // One CPU: with two, multi-threaded TCG and the kernel's patching of its own code make
-        // the host oops. Idle by polling: without it a boot now and then sleeps and never wakes.
+        // the host oops. Idle by polling: without it a boot now and then sleeps and never wakes, before
+        // there is a port to interrupt it by.
         qemu.args(["-m", "6144", "-smp", "1", "-nodefaults", "-no-reboot", "-nographic"]);
         qemu.args(["-serial", "stdio"]);
         qemu.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
@@ -248,27 +256,31 @@ impl NestedHost {
         self.qemu.id()
     }
 
-    /// Watches the heartbeat from now on and kills a host that has lost it, which ends every
+    /// Keeps the host awake from now on, and kills one that has lost its heartbeat, which ends every
     /// session with [`session::End::HostLost`].
     pub fn watch(&self) -> io::Result<()> {
         let pulse = self.pulse.try_clone()?;
-        pulse.set_read_timeout(Some(HEARTBEAT_DEADLINE))?;
+        pulse.set_read_timeout(Some(INTERRUPT_EVERY))?;
+        pulse.set_write_timeout(Some(INTERRUPT_EVERY))?;
         let pid = self.qemu.id();
         let paused = Arc::clone(&self.paused);
         thread::Builder::new().name("watchdog".into()).spawn(move || {
             let mut pulse = pulse;
+            let mut heard = Instant::now();
             loop {
                 match pulse.read(&mut [0; 64]) {
-                    Ok(n) if n > 0 => continue,
+                    Ok(n) if n > 0 => heard = Instant::now(),
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
                     // Dead already.
                     _ => break,
                 }
                 match *lock(&paused) {
-                    Paused::Now => {}
-                    Paused::Until(at) if at.elapsed() < HEARTBEAT_DEADLINE => {}
+                    Paused::Now => continue,
+                    Paused::Until(at) if heard.max(at).elapsed() < HEARTBEAT_DEADLINE => {}
                     Paused::Until(_) => break,
                 }
+                // A full channel means that it is being interrupted enough.
+                let _ = pulse.write(&[0]);
             }
             // The child is collected by its owner only after this process is done with it, so
             // the number is still its own.

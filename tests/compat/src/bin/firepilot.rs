@@ -1,8 +1,8 @@
 //! firepilot: boots without ever saying how large the machine is, pauses, resumes. It knows neither vsock nor
-//! snapshots, so the socket to look through is asked for beside it.
+//! snapshots, so they are asked for beside it, and its machine goes on in a process that it does not know.
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 use firepilot::builder::drive::DriveBuilder;
 use firepilot::builder::executor::FirecrackerExecutorBuilder;
@@ -10,7 +10,7 @@ use firepilot::builder::kernel::KernelBuilder;
 use firepilot::builder::network_interface::NetworkInterfaceBuilder;
 use firepilot::builder::{Builder, Configuration};
 use firepilot::machine::Machine;
-use pvmm_compat::{Words, look};
+use pvmm_compat::{Words, ask, look};
 
 #[tokio::main(flavor = "current_thread")]
 async fn main() {
@@ -42,22 +42,42 @@ async fn main() {
         .with_executor(executor.try_build().expect("executor"));
     let mut machine = Machine::new();
     machine.create(configuration).await.expect("create");
-    put_vsock(&words);
+    let socket = words.dir.join("vm").join("firecracker.socket");
+    let vsock = format!(r#"{{"guest_cid": 3, "uds_path": {:?}}}"#, words.vsock());
+    ask(&socket, "PUT /vsock", &vsock);
     machine.start().await.expect("start");
     look("booted");
     machine.pause().await.expect("pause");
     machine.resume().await.expect("resume");
     look("resumed");
+    machine.pause().await.expect("pause");
+    let files = format!(
+        r#"{{"snapshot_path": {:?}, "mem_file_path": {:?}}}"#,
+        words.snapshot(),
+        words.memory()
+    );
+    ask(&socket, "PUT /snapshot/create", &files);
     machine.kill().await.expect("kill");
+    std::fs::remove_file(words.vsock()).expect("the socket of the first");
+    go_on(&words);
 }
 
-fn put_vsock(words: &Words) {
-    let body = format!(r#"{{"guest_cid": 3, "uds_path": {:?}}}"#, words.vsock());
-    let socket = words.dir.join("vm").join("firecracker.socket");
-    let mut stream = UnixStream::connect(socket).expect("connect");
-    let len = body.len();
-    write!(stream, "PUT /vsock HTTP/1.1\r\nContent-Length: {len}\r\n\r\n{body}").expect("send");
-    let mut answer = [0; 12];
-    stream.read_exact(&mut answer).expect("an answer");
-    assert_eq!(&answer, b"HTTP/1.1 204");
+/// The machine from its snapshot, with another tap and another image behind its root drive.
+fn go_on(words: &Words) {
+    let socket = words.dir.join("two.sock");
+    let mut process = Command::new(&words.firecracker);
+    process.arg("--api-sock").arg(&socket).stdin(Stdio::null()).stdout(Stdio::null());
+    let mut process = process.spawn().expect("a second process");
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !socket.exists() {
+        assert!(Instant::now() < deadline, "no socket");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    ask(&socket, "PUT /snapshot/load", &words.load_elsewhere());
+    let root = format!(r#"{{"drive_id": "rootfs", "path_on_host": {:?}}}"#, words.other_rootfs);
+    ask(&socket, "PATCH /drives/rootfs", &root);
+    ask(&socket, "PATCH /vm", r#"{"state": "Resumed"}"#);
+    look("loaded");
+    process.kill().expect("kill");
+    process.wait().expect("its end");
 }

@@ -1,16 +1,17 @@
 //! firecracker-rs-sdk: boots, snapshots, loads in a second process, puts another image behind the root drive of
-//! the paused machine, resumes.
+//! the paused machine, resumes; then once more with another tap, which it has no word for.
+
+use std::path::PathBuf;
 
 use firecracker_rs_sdk::Result;
 use firecracker_rs_sdk::firecracker::FirecrackerOption;
 use firecracker_rs_sdk::instance::Instance;
 use firecracker_rs_sdk::models::*;
-use pvmm_compat::{Words, look};
+use pvmm_compat::{Words, ask, look};
 
 fn main() -> Result<()> {
     let words = Words::from_arguments();
-    let snapshot = words.dir.join("vm.state");
-    let memory = words.dir.join("vm.mem");
+    let (snapshot, memory) = (words.snapshot(), words.memory());
 
     let mut vm = process(&words, "one")?;
     vm.put_machine_configuration(&MachineConfiguration {
@@ -74,6 +75,18 @@ fn main() -> Result<()> {
         resume_vm: Some(false),
         snapshot_path: snapshot,
     })?;
+    go_on(&mut vm, &words)?;
+    vm.stop()?;
+    std::fs::remove_file(words.vsock())?;
+
+    let mut vm = process(&words, "three")?;
+    ask(&socket(&words, "three"), "PUT /snapshot/load", &words.load_elsewhere());
+    go_on(&mut vm, &words)?;
+    vm.stop()
+}
+
+/// Another image behind the root drive of the loaded machine, and on.
+fn go_on(vm: &mut Instance, words: &Words) -> Result<()> {
     vm.patch_guest_drive_by_id(&PartialDrive {
         drive_id: "rootfs".into(),
         path_on_host: Some(words.other_rootfs.clone()),
@@ -81,13 +94,17 @@ fn main() -> Result<()> {
     })?;
     vm.resume()?;
     look("loaded");
-    vm.stop()
+    Ok(())
+}
+
+fn socket(words: &Words, name: &str) -> PathBuf {
+    words.dir.join(format!("{name}.sock"))
 }
 
 fn process(words: &Words, name: &str) -> Result<Instance> {
     let null = "/dev/null";
     let mut vm = FirecrackerOption::new(&words.firecracker)
-        .api_sock(words.dir.join(format!("{name}.sock")))
+        .api_sock(socket(words, name))
         .id(name)
         .stdin(null)
         .stdout(null)
