@@ -60,10 +60,12 @@ fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
     let path = path.to_str().unwrap();
     ok(&user, &["snapshot", "web", path]);
     assert_eq!(user.pvmm(["snapshot", "web", path]).code, Some(2), "it exists already");
+    let saved_id = id_of("web");
     ok(&user, &["kill", "--signal", "KILL", &vm]);
     assert!(ok(&user, &["snapshots", "inspect", path]).contains("\"memory_mib\": 512"));
     ok(&user, &["restore", path, "--name", "back"]);
     assert_eq!(shell(&user, "back", "cat /root/word"), "one");
+    assert_ne!(id_of("back"), saved_id);
     ok(&user, &["kill", "--signal", "KILL", "back"]);
     let missing = user.pvmm(["restore", "no-such-snapshot"]);
     assert_eq!((missing.code, missing.stderr.lines().count()), (Some(2), 1), "{missing:?}");

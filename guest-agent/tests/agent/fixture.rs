@@ -157,9 +157,21 @@ fn cgroup_for_test() -> Option<PathBuf> {
     })
 }
 
+/// Fails where `test` would wait for ever.
+pub fn in_time(test: impl FnOnce() + Send + 'static) {
+    let test = std::thread::spawn(test);
+    wait_until(Instant::now() + Duration::from_secs(120), "the test's end", || test.is_finished());
+    if let Err(why) = test.join() {
+        std::panic::resume_unwind(why);
+    }
+}
+
 /// Waits for something that must happen soon.
-pub fn wait_for(what: &str, mut happened: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(20);
+pub fn wait_for(what: &str, happened: impl FnMut() -> bool) {
+    wait_until(Instant::now() + Duration::from_secs(20), what, happened);
+}
+
+fn wait_until(deadline: Instant, what: &str, mut happened: impl FnMut() -> bool) {
     while !happened() {
         assert!(Instant::now() < deadline, "{what} did not come");
         std::thread::sleep(Duration::from_millis(2));

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use pvmm::agent::Forward;
 
-use crate::fixture::{Fixture, wait_for};
+use crate::fixture::{Fixture, in_time, wait_for};
 
 /// Serves each client with `serve` on a thread of its own; the port.
 fn server(address: &str, serve: impl Fn(TcpStream) + Send + Sync + 'static) -> u16 {
@@ -49,15 +49,17 @@ fn unused_port() -> u16 {
 
 #[test]
 fn connection_half_closed_by_the_client_still_gets_the_answer() {
-    let fixture = Fixture::start();
-    let port = server("127.0.0.1:0", echo_at_end);
-    let mut tcp = fixture.agent().connect_tcp(port).unwrap();
-    let sent: Vec<u8> = (0..3_000_000u32).map(|i| (i % 253) as u8).collect();
-    tcp.write_all(&sent).unwrap();
-    tcp.shutdown_write().unwrap();
-    let mut got = Vec::new();
-    tcp.read_to_end(&mut got).unwrap();
-    assert!(got == sent);
+    in_time(|| {
+        let fixture = Fixture::start();
+        let port = server("127.0.0.1:0", echo_at_end);
+        let mut tcp = fixture.agent().connect_tcp(port).unwrap();
+        let sent: Vec<u8> = (0..3_000_000u32).map(|i| (i % 253) as u8).collect();
+        tcp.write_all(&sent).unwrap();
+        tcp.shutdown_write().unwrap();
+        let mut got = Vec::new();
+        tcp.read_to_end(&mut got).unwrap();
+        assert!(got == sent);
+    });
 }
 
 #[test]
@@ -135,27 +137,29 @@ fn connection_reset_in_the_guest_is_reset_here() {
 
 #[test]
 fn five_hundred_connections_at_once_each_have_their_own_bytes() {
-    const COUNT: usize = 500;
-    let fixture = Fixture::start();
-    let port = server("127.0.0.1:0", |mut client| {
-        let mut line = [0; 8];
-        client.read_exact(&mut line).unwrap();
-        client.write_all(&line).unwrap();
+    in_time(|| {
+        const COUNT: usize = 500;
+        let fixture = Fixture::start();
+        let port = server("127.0.0.1:0", |mut client| {
+            let mut line = [0; 8];
+            client.read_exact(&mut line).unwrap();
+            client.write_all(&line).unwrap();
+        });
+        let agent = fixture.agent();
+        let forward = agent.forward(here(), port, |e| panic!("{e}")).unwrap();
+        let mut clients: Vec<TcpStream> = (0..COUNT).map(|_| client_of(&forward)).collect();
+        wait_for("all connections", || forward.clients() == COUNT);
+        for (number, client) in clients.iter_mut().enumerate() {
+            client.write_all(format!("{number:8}").as_bytes()).unwrap();
+        }
+        for (number, client) in clients.iter_mut().enumerate() {
+            let mut text = String::new();
+            client.read_to_string(&mut text).unwrap();
+            assert_eq!(text, format!("{number:8}"));
+        }
+        drop(clients);
+        wait_for("all places", || forward.clients() == 0);
     });
-    let agent = fixture.agent();
-    let forward = agent.forward(here(), port, |e| panic!("{e}")).unwrap();
-    let mut clients: Vec<TcpStream> = (0..COUNT).map(|_| client_of(&forward)).collect();
-    wait_for("all connections", || forward.clients() == COUNT);
-    for (number, client) in clients.iter_mut().enumerate() {
-        client.write_all(format!("{number:8}").as_bytes()).unwrap();
-    }
-    for (number, client) in clients.iter_mut().enumerate() {
-        let mut text = String::new();
-        client.read_to_string(&mut text).unwrap();
-        assert_eq!(text, format!("{number:8}"));
-    }
-    drop(clients);
-    wait_for("all places", || forward.clients() == 0);
 }
 
 #[test]

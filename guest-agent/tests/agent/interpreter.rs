@@ -7,7 +7,7 @@ use pvmm::agent::{
     Agent, AgentError, CodeEvent, CodeOutput, CodeRequest, Language, RunStatus, SessionOptions,
 };
 
-use crate::fixture::{Fixture, wait_for};
+use crate::fixture::{Fixture, in_time, wait_for};
 
 fn python(agent: &Agent) -> String {
     agent.open_session(&SessionOptions::new(Language::Python)).unwrap().session
@@ -238,39 +238,44 @@ fn session_outlives_its_connection_and_an_abandoned_call_is_interrupted() {
 
 #[test]
 fn sessions_are_apart_listed_capped_and_closed() {
-    let fixture = Fixture::start();
-    let agent = fixture.agent();
-    let (a, b) = (python(&agent), python(&agent));
-    run(&agent, &a, "x = 'a'");
-    assert_eq!(thrown(&agent, &b, "x").0, "NameError");
-    let listed = agent.sessions().unwrap();
-    assert_eq!(listed.len(), 2);
-    assert!(listed.iter().all(|it| it.version.starts_with("3.") && !it.busy), "{listed:?}");
-    let mut running =
-        agent.start_code(&a, &CodeRequest::new("print(1, flush=True)\nwhile True: pass")).unwrap();
-    running.next_event(None).unwrap();
-    agent.close_session(&a).unwrap();
-    let ended = loop {
-        if let Some(CodeEvent::Ended(report)) = running.next_event(None).unwrap() {
-            break report;
+    in_time(|| {
+        let fixture = Fixture::start();
+        let agent = fixture.agent();
+        let (a, b) = (python(&agent), python(&agent));
+        run(&agent, &a, "x = 'a'");
+        assert_eq!(thrown(&agent, &b, "x").0, "NameError");
+        let listed = agent.sessions().unwrap();
+        assert_eq!(listed.len(), 2);
+        assert!(listed.iter().all(|it| it.version.starts_with("3.") && !it.busy), "{listed:?}");
+        let mut running = agent
+            .start_code(&a, &CodeRequest::new("print(1, flush=True)\nwhile True: pass"))
+            .unwrap();
+        running.next_event(None).unwrap();
+        agent.close_session(&a).unwrap();
+        let ended = loop {
+            if let Some(CodeEvent::Ended(report)) = running.next_event(None).unwrap() {
+                break report;
+            }
+        };
+        assert!(matches!(ended.status, RunStatus::Died { .. }));
+        assert_eq!(agent.close_session(&a).unwrap_err().errno(), Some(libc::ENOENT));
+        assert_eq!(agent.sessions().unwrap().len(), 1);
+        for wrong in ["", "a/b", &"x".repeat(65)] {
+            assert!(agent.open_session(&SessionOptions::named(Language::Python, wrong)).is_err());
         }
-    };
-    assert!(matches!(ended.status, RunStatus::Died { .. }));
-    assert_eq!(agent.close_session(&a).unwrap_err().errno(), Some(libc::ENOENT));
-    assert_eq!(agent.sessions().unwrap().len(), 1);
-    for wrong in ["", "a/b", &"x".repeat(65)] {
-        assert!(agent.open_session(&SessionOptions::named(Language::Python, wrong)).is_err());
-    }
-    let nowhere = SessionOptions {
-        program: Some("/no/python".into()),
-        ..SessionOptions::new(Language::Python)
-    };
-    assert_eq!(agent.open_session(&nowhere).unwrap_err().errno(), Some(libc::ENOENT));
-    let wrong =
-        SessionOptions { program: Some("false".into()), ..SessionOptions::new(Language::Python) };
-    let refused = agent.open_session(&wrong).unwrap_err();
-    assert!(refused.to_string().contains("did not start"), "{refused}");
-    wait_for("the failed one to be gone", || agent.sessions().unwrap().len() == 1);
+        let nowhere = SessionOptions {
+            program: Some("/no/python".into()),
+            ..SessionOptions::new(Language::Python)
+        };
+        assert_eq!(agent.open_session(&nowhere).unwrap_err().errno(), Some(libc::ENOENT));
+        let wrong = SessionOptions {
+            program: Some("false".into()),
+            ..SessionOptions::new(Language::Python)
+        };
+        let refused = agent.open_session(&wrong).unwrap_err();
+        assert!(refused.to_string().contains("did not start"), "{refused}");
+        wait_for("the failed one to be gone", || agent.sessions().unwrap().len() == 1);
+    });
 }
 
 #[test]

@@ -82,9 +82,13 @@ pub fn worker() -> io::Result<()> {
     loop {
         // A full channel means that nobody listens; the next beat tries again.
         let _ = heartbeat.write(&[0]);
-        // What came was only meant to interrupt.
-        while heartbeat.read(&mut [0; 64]).is_ok_and(|n| n > 0) {}
-        thread::sleep(HEARTBEAT_EVERY);
+        let next = Instant::now() + HEARTBEAT_EVERY;
+        while let Some(left) = next.checked_duration_since(Instant::now()) {
+            // What comes is only meant to interrupt. It is taken at once, for a port that holds something unread
+            // does not interrupt again.
+            sys::poll([Waiting { fd: Some(heartbeat.as_fd()), events: READABLE }], Some(left))?;
+            while heartbeat.read(&mut [0; 64]).is_ok_and(|n| n > 0) {}
+        }
     }
 }
 

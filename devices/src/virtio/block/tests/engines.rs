@@ -106,17 +106,35 @@ fn engine_is_a_ring_where_one_is_asked_for() {
 }
 
 /// strace answers in the kernel's place; the disk is that of this program, run again with one test.
-#[test]
-fn auto_engine_is_plain_where_the_host_makes_no_ring() {
+/// Runs an ignored test of this file where a system call fails.
+fn where_it_fails(call: &str, test: &str) {
     let run = std::process::Command::new("strace")
-        .args(["-f", "-o", "/dev/null", "-e", "inject=io_uring_setup:error=EPERM"])
+        .args(["-f", "-o", "/dev/null", "-e", &format!("inject={call}")])
         .arg(std::env::current_exe().unwrap())
         .args(["--ignored", "--exact"])
-        .arg("virtio::block::tests::engines::disk_of_a_host_without_rings")
+        .arg(format!("virtio::block::tests::engines::{test}"))
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&run.stdout);
     assert!(run.status.success() && said.contains("1 passed"), "{run:?}");
+}
+
+#[test]
+fn flush_of_a_disk_is_a_sync_of_its_file() {
+    where_it_fails("fdatasync:error=EIO", "disk_of_a_host_that_cannot_sync");
+}
+
+#[test]
+#[ignore = "run by the test above"]
+fn disk_of_a_host_that_cannot_sync() {
+    let image = image();
+    let disk = BlockConfig::new(image.path()).engine(EngineKind::Plain);
+    assert_eq!(flush(&mut MockDriver::ready(Block::new(disk).unwrap())), IOERR);
+}
+
+#[test]
+fn auto_engine_is_plain_where_the_host_makes_no_ring() {
+    where_it_fails("io_uring_setup:error=EPERM", "disk_of_a_host_without_rings");
 }
 
 #[test]
