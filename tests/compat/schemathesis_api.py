@@ -31,12 +31,20 @@ class Server:
         self.lock = threading.Lock()
 
     def connect(self):
+        deadline = time.time() + 10
         with self.lock:
-            if self.child is None or self.child.poll() is not None:
-                self.start()
-            client = socket.socket(socket.AF_UNIX)
-            client.connect(self.path)
-            return client
+            while True:
+                if self.child is None or self.child.poll() is not None:
+                    self.start()
+                client = socket.socket(socket.AF_UNIX)
+                try:
+                    client.connect(self.path)
+                    return client
+                except OSError:
+                    # It is just ending, or does not listen yet.
+                    client.close()
+                    assert time.time() < deadline, "the server takes no connection"
+                    time.sleep(0.01)
 
     def start(self):
         if self.child is not None:

@@ -77,6 +77,7 @@ fn main() -> Result<()> {
     })?;
     go_on(&mut vm, &words)?;
     vm.stop()?;
+    drop(vm);
     std::fs::remove_file(words.vsock())?;
 
     let mut vm = process(&words, "three")?;
