@@ -41,9 +41,10 @@ const HEARTBEAT_DEADLINE: Duration = Duration::from_secs(90);
 
 /// How often the host is interrupted from outside.
 ///
-/// QEMU's emulation of SVM changes its word of pending interrupts without the lock that its timers hold, so that now and
-/// then a timer is forgotten: its interrupt waits in the APIC, nothing looks there, and the next timer is only
-/// set by whoever handles this one. Any device that interrupts makes the processor look again.
+/// Now and then a host stops for good: interrupts are on, the timer's waits in the APIC, the processor is not told to
+/// look, and the next timer is only set by whoever handles this one. The likely cause, not proven, is that QEMU's
+/// emulation of SVM changes its word of pending interrupts without the lock that its timers hold. A device that
+/// interrupts makes the processor look again.
 const INTERRUPT_EVERY: Duration = Duration::from_millis(100);
 
 /// A boot takes about ten seconds, several times that on a busy machine.
