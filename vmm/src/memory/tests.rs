@@ -257,6 +257,19 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
 }
 
 #[test]
+fn working_set_of_forks_of_forks_does_not_grow() {
+    const MIB: u64 = 1 << 20;
+    let mut set = WorkingSet::default();
+    for generation in 0..20 {
+        // Each generation writes 2 MiB elsewhere, in runs of a page.
+        let pages = (0..512).map(|page| generation * 4 * MIB + page * 2 * PAGE);
+        let written = Runs::merged(pages.map(|at| at..at + PAGE).collect());
+        set = WorkingSet::guess(&written, Some(&set));
+        assert!(set.written.bytes() <= 4 * MIB, "generation {generation}: {}", set.written.bytes());
+    }
+}
+
+#[test]
 fn working_set_of_children_is_the_parents_own_and_the_short_runs_it_has_written() {
     let runs = |parts: &[(u64, u64)]| Runs::merged(parts.iter().map(|(a, b)| *a..*b).collect());
     let own =

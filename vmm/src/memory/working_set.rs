@@ -29,9 +29,11 @@ impl WorkingSet {
     /// again and again.
     pub fn guess(written: &Runs, own: Option<&Self>) -> Self {
         let (again, _) = written.shortest(AGAIN_MAX);
-        let own_written = own.into_iter().flat_map(|own| own.written.iter());
-        let written = Runs::merged(own_written.chain(again.iter()).collect());
-        let read = own.map(|own| own.read.without(&written)).unwrap_or_default();
+        // A fork's own set is a guess too: without a bound every generation would add to it.
+        let (own_again, _) = own.map(|own| own.written.shortest(AGAIN_MAX)).unwrap_or_default();
+        let written = Runs::merged(again.iter().chain(own_again.iter()).collect());
+        let own = own.into_iter().flat_map(|own| own.written.iter().chain(own.read.iter()));
+        let read = Runs::merged(own.collect()).without(&written);
         Self::new(&written, &read)
     }
 

@@ -105,8 +105,8 @@ fn engine_is_a_ring_where_one_is_asked_for() {
     assert!(is_ring(engine(EngineKind::Auto)));
 }
 
-/// strace answers in the kernel's place; the disk is that of this program, run again with one test.
-/// Runs an ignored test of this file where a system call fails.
+/// Runs an ignored test of this file where a system call fails: strace answers in the kernel's place, and the disk
+/// is that of this program, run again with the one test.
 fn where_it_fails(call: &str, test: &str) {
     let run = std::process::Command::new("strace")
         .args(["-f", "-o", "/dev/null", "-e", &format!("inject={call}")])
