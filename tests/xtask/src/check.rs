@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use crate::bad_input::Tests;
-use crate::{cargo, checkout, progress, report};
+use crate::{advisories, cargo, checkout, progress, report};
 
 /// More lines than this without tests, and a file does more than one thing.
 const LONG_FILE: usize = 600;
@@ -52,10 +52,17 @@ fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
         if !text.starts_with("//!") {
             faults.push(format!("{name} does not begin with a //! header"));
         }
+        if let Some(kind) = advisories::in_source(&text) {
+            faults.push(format!("{name} has a {kind} of its own; use the one of vm-memory"));
+        }
         let lines = lines_without_tests(path, &text);
         if lines > LONG_FILE {
             long.push(format!("{name} has {lines} lines without tests"));
         }
+    }
+    let lock = root.join("Cargo.lock");
+    if lock.exists() {
+        faults.extend(advisories::in_lock(&fs::read_to_string(lock)?));
     }
     let cases = root.join("docs/bad-input.md");
     if cases.exists() {
@@ -147,11 +154,15 @@ mod tests {
         fs::write(root.join("src/a.rs"), "//! Fine.\n").unwrap();
         fs::write(root.join("src/b.rs"), "fn main() {}\n").unwrap();
         fs::write(root.join("ARCHITECTURE.md"), "`src/a.rs`, `b.rs`, `src/gone.rs`").unwrap();
+        fs::write(root.join("Cargo.lock"), "name = \"vm-memory\"\nversion = \"0.12.1\"\n").unwrap();
+        fs::write(root.join("src/c.rs"), "//! Fine.\nimpl VolatileMemory for C {}\n").unwrap();
         let (faults, long) = look(&root).unwrap();
         fs::remove_dir_all(&root).unwrap();
-        assert_eq!(faults.len(), 2, "{faults:?}");
+        assert_eq!(faults.len(), 4, "{faults:?}");
         assert!(faults[0].starts_with("src/b.rs "));
-        assert!(faults[1].contains("src/gone.rs"));
+        assert!(faults[1].starts_with("src/c.rs has a VolatileMemory"));
+        assert!(faults[2].contains("CVE-2023-41051"));
+        assert!(faults[3].contains("src/gone.rs"));
         assert!(long.is_empty());
     }
 }

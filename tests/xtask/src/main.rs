@@ -2,6 +2,7 @@
 //!
 //! Each verb is a file of its own; this one only finds it.
 
+mod advisories;
 mod artifacts;
 mod bad_input;
 mod bench;
