@@ -358,6 +358,10 @@ impl MockDriver {
         self.address(queue, DESC)
     }
 
+    pub fn used_ring(&self, queue: usize) -> GuestAddress {
+        self.address(queue, USED)
+    }
+
     fn address(&self, queue: usize, offset: u64) -> GuestAddress {
         GuestAddress(RINGS_START + RINGS_SIZE * queue as u64 + offset)
     }

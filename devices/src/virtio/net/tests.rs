@@ -9,12 +9,12 @@ use super::super::conformance::{self, Specimen};
 use super::super::mmio::VERSION_1;
 use super::super::registry::DeviceState;
 use super::super::testing::Buffer::{Readable, Writable};
-use super::super::testing::MockDriver;
+use super::super::testing::{MockDriver, WRITE};
 use super::config::{Mac, NetConfig, TapSource};
 use super::device::{Net, feature};
 use super::state::NetStateV2;
 use super::testing::{MAC, NO_HEADER, Peer, RX, TX, limited, wired};
-use super::wire::{ETHERNET_LEN, HEADER_LEN};
+use super::wire::{ETHERNET_LEN, HEADER_LEN, NUM_BUFFERS_OFFSET};
 use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
 
 /// A frame from the guest's own address, `len` bytes long.
@@ -164,6 +164,22 @@ fn frame_that_waits_is_dropped_by_a_snapshot_and_its_buffers_are_not() {
     peer.send(&frame(60));
     driver.run();
     assert_eq!(driver.used(RX).unwrap().len, 72);
+}
+
+#[test]
+fn header_is_complete_before_its_buffer_is_given_back() {
+    let (net, peer) = wired();
+    let mut driver = MockDriver::ready(net);
+    // The count of buffers lies where the used ring has its index, so whichever is written last stays.
+    let at = driver.used_ring(RX).0 + 2 - NUM_BUFFERS_OFFSET;
+    for number in 1..=3 {
+        driver.descriptor(RX, number, at, 72, WRITE, 0);
+        driver.offer(RX, number);
+        driver.kick(RX);
+        peer.send(&frame(60));
+        driver.run();
+        assert_eq!(driver.used_index(RX), number);
+    }
 }
 
 #[test]

@@ -127,7 +127,7 @@ fn a11_source_flipped_by_another_thread_never_gets_out() {
         memory.write_slice(&MAC.0, GuestAddress(at.0 + 6)).unwrap();
     });
     let mut arrived = 0;
-    for _ in 0..2000 {
+    for _ in 0..10_000 {
         driver.offer(TX, offered.head);
         driver.kick(TX);
         driver.run();

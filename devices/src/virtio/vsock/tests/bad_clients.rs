@@ -71,14 +71,17 @@ fn e14_client_with_a_megabyte_for_a_line_is_closed_and_never_read() {
     let mut guest = Guest::new();
     let mut client = guest.client("");
     let writer = thread::spawn(move || client.write_all(&vec![b'x'; 1 << 20]));
+    let start = Instant::now();
     guest.run_until(|_| writer.is_finished());
     assert!(writer.join().unwrap().is_err());
+    assert!(start.elapsed() < Limits::default().half_open, "only the deadline ended it");
     guest.expect_silence();
 }
 
 #[test]
 fn e14_client_that_closes_early_leaves_nothing() {
-    let mut guest = Guest::new();
+    // There is room for one, so that whoever stays behind keeps the next one out.
+    let mut guest = Guest::with_limits(Limits { connections: 1, ..Limits::default() });
     for request in ["", "CONN", "CONNECT 1024"] {
         drop(guest.client(request));
         guest.expect_silence();
