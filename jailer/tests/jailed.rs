@@ -86,6 +86,22 @@ fn jail_that_cannot_be_made_leaves_nothing() {
 }
 
 #[test]
+fn link_in_place_of_a_folder_hands_out_nothing() {
+    let Some(place) = Place::new() else { return };
+    let root = place.root("four");
+    fs::create_dir_all(root.join("images")).unwrap();
+    for folder in ["dev", "run"] {
+        std::os::unix::fs::symlink("/images", root.join(folder)).unwrap();
+        let output = place.jail("four", &[]);
+        assert!(!output.status.success() && said(&output).contains(folder), "{}", said(&output));
+        let facts = fs::metadata(root.join("images")).unwrap();
+        assert_eq!((facts.uid(), facts.mode() & 0o777), (0, 0o755), "{folder}");
+        fs::remove_file(root.join(folder)).unwrap();
+        let _ = fs::remove_dir_all(root.join("dev"));
+    }
+}
+
+#[test]
 fn detached_program_has_its_pid_written_down_and_says_nothing() {
     let Some(place) = Place::new() else { return };
     let output = place.jail("three", &["--daemonize", "--new-pid-ns"]);

@@ -134,6 +134,31 @@ fn h13_sections_beyond_the_limit_are_refused() {
     let huge =
         SectionFacts { kind: "clock".into(), version: 1, offset: 0, len: u64::MAX, crc32: 0 };
     assert!(sections::decode(&[0; 64], &[huge]).is_err());
+    // Behind a good one the sum of the lengths overflows; and none may lie in the other's place.
+    let (bytes, table) = sections::encode(&saved()).unwrap();
+    for (offset, len) in [(table[1].offset, u64::MAX - 1), (0, table[1].len), (u64::MAX, 1)] {
+        let mut table = table.clone();
+        (table[1].offset, table[1].len) = (offset, len);
+        let error = sections::decode(&bytes, &table).err().unwrap().to_string();
+        assert!(error.contains("do not follow each other"), "{offset} {len}: {error}");
+    }
+}
+
+#[test]
+fn h7_impossible_ranges_of_memory_are_refused() {
+    let size = 16 * 4096;
+    assert_eq!(read::check_runs(&[(0, 4096), (8192, size)], size).unwrap().count(), 2);
+    let bad: [&[(u64, u64)]; 6] = [
+        &[(0, size + 4096)],
+        &[(4096, 4096)],
+        &[(8192, 4096)],
+        &[(0, 8192), (4096, 12288)],
+        &[(0, 100)],
+        &[(u64::MAX - 4095, 0)],
+    ];
+    for runs in bad {
+        assert!(read::check_runs(runs, size).is_err(), "{runs:?}");
+    }
 }
 
 #[test]
