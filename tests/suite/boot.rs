@@ -125,6 +125,9 @@ fn disk_written_by_the_guest_leaves_the_image_alone() {
     let guest = Guest::boot();
     guest.prints("echo changed > /etc/os-release; rm -rf /usr/share/python3; sync");
     assert_eq!(guest.prints("cat /etc/os-release"), "changed");
+    // Past the file system neither, even what is there already.
+    let write = "dd if=/dev/vda of=/dev/vda bs=4k count=1 conv=notrunc,fsync 2>/dev/null; echo $?";
+    assert_eq!(guest.prints(write), "1");
     drop(guest);
     assert_eq!(guest::digest(&image), before);
 }
