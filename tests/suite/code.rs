@@ -49,3 +49,38 @@ fn code_keeps_its_state_gives_every_form_and_heeds_its_time() {
     assert_eq!(code(&["--lang", "node", "-c", "1"]).code, Some(127));
     assert_eq!(user.pvmm(["kill", &id]).code, Some(0));
 }
+
+/// In a guest with Debian's matplotlib and pandas, of which `make soak` makes a template.
+#[test]
+#[ignore = "make soak"]
+fn soak_figures_and_tables_of_real_packages_come_out() {
+    let user = User::new();
+    let id = user.detached(&["--template", "soak-science", "--memory", "1G"]);
+    let code = |text: &str| {
+        let told = json(&user.pvmm(["code", &id, "--json", "--timeout", "5m", "-c", text]));
+        assert!(told["error"].is_null(), "{told}");
+        println!("code: {} ms for {text:?}", told["duration_ms"]);
+        told
+    };
+    // How many figures came, each of them a PNG.
+    let figures = |told: &serde_json::Value| {
+        let shown = told["displays"].as_array().unwrap();
+        for figure in shown {
+            let png = figure["image/png"].as_str().unwrap_or_default();
+            assert!(png.starts_with("iVBORw0KGgo") && png.len() > 4000, "{told}");
+        }
+        shown.len()
+    };
+    let left_open = code("import matplotlib.pyplot as plt\nplt.plot([1, 4, 9])\nNone");
+    assert_eq!(figures(&left_open), 1, "{left_open}");
+    let shown = code("for n in (1, 2):\n  plt.plot([n])\n  plt.show()\nprint('after')");
+    assert_eq!((figures(&shown), &shown["stderr"]), (2, &"".into()), "{shown}");
+    assert_eq!(figures(&code("1")), 0);
+
+    let table = code("import pandas as pd\npd.DataFrame({'a': [1, 2], 'b': ['x', 'y']})");
+    let html = table["result"]["text/html"].as_str().unwrap_or_default();
+    assert!(html.contains("<table") && html.contains("<td>y</td>"), "{table}");
+    let text = table["result"]["text/plain"].as_str().unwrap();
+    assert!(text.contains("1  2  y"), "{table}");
+    assert_eq!(user.pvmm(["kill", &id]).code, Some(0));
+}

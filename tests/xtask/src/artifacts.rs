@@ -16,6 +16,9 @@ use crate::progress;
 /// Programs that preparing needs and a minimal Debian may lack.
 const PACKAGES: [&str; 2] = ["e2fsprogs", "ca-certificates"];
 
+/// What the template of `prepare_science` has beyond `base`.
+const SCIENCE: [&str; 2] = ["python3-matplotlib", "python3-pandas"];
+
 #[derive(Debug, thiserror::Error)]
 pub enum ArtifactError {
     #[error(transparent)]
@@ -24,7 +27,7 @@ pub enum ArtifactError {
     Cache(#[from] CacheError),
     #[error("cannot prepare a guest kernel")]
     Kernel(#[source] KernelError),
-    #[error("cannot prepare the base template")]
+    #[error("cannot prepare a template")]
     Template(#[source] TemplateError),
 }
 
@@ -43,6 +46,15 @@ pub fn prepare() -> Result<Artifacts, ArtifactError> {
     let template =
         Template::ensure(&cache, &Recipe::base(), &mut lines()).map_err(ArtifactError::Template)?;
     Ok(Artifacts { kernel, template, cache })
+}
+
+/// Also a template with matplotlib and pandas, for the one long test that runs them in a guest.
+pub fn prepare_science() -> Result<Template, ArtifactError> {
+    packages::install(&PACKAGES)?;
+    let recipe = Recipe::new("soak-science", &SCIENCE.map(str::to_owned));
+    recipe
+        .and_then(|recipe| Template::ensure(&Cache::open()?, &recipe, &mut lines()))
+        .map_err(ArtifactError::Template)
 }
 
 impl Artifacts {

@@ -19,6 +19,9 @@ const SECOND_CHANCES: usize = 3;
 const FIRST_BOOT: &str = "reboot::first_boot_writes_a_snapshot";
 const SECOND_BOOT: &str = "reboot::soak_snapshot_of_an_earlier_boot_goes_on";
 
+/// The test whose guest has more than `base`.
+const OF_SCIENCE: &str = "code::soak_figures_and_tables_of_real_packages_come_out";
+
 /// What the unit tests need.
 const PACKAGES: [&str; 1] = ["strace"];
 
@@ -35,6 +38,9 @@ pub fn run(arguments: &[OsString]) -> ExitCode {
 /// The suite's long tests, which `run` leaves out.
 pub fn soak(filter: OsString) -> ExitCode {
     let soak = || -> Result<u8, Box<dyn Error>> {
+        if OF_SCIENCE.contains(&*filter.to_string_lossy()) {
+            artifacts::prepare_science()?;
+        }
         if SECOND_BOOT.contains(&*filter.to_string_lossy()) {
             let code = suite(&["--ignored".into(), "--exact".into(), FIRST_BOOT.into()])?;
             if code != 0 {
