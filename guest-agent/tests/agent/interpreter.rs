@@ -410,26 +410,3 @@ fn figure_that_the_code_left_open_comes_out_once() {
     assert_eq!((shown.len(), shown[0].get("image/png")), (1, Some(&b"\x89PNGpng"[..])));
     assert!(run(&agent, &s, "1").displays.is_empty());
 }
-
-/// With the Python of PVMM_TEST_PYTHON, which has matplotlib and pandas.
-#[test]
-#[ignore = "needs a Python with matplotlib and pandas: set PVMM_TEST_PYTHON to it"]
-fn figures_and_tables_of_real_packages_come_out() {
-    let program = std::env::var("PVMM_TEST_PYTHON").expect("PVMM_TEST_PYTHON");
-    let fixture = Fixture::start();
-    let agent = fixture.agent();
-    let options =
-        SessionOptions { program: Some(program), ..SessionOptions::new(Language::Python) };
-    let s = agent.open_session(&options).unwrap().session;
-    let output = run(&agent, &s, "import matplotlib.pyplot as plt\nplt.plot([1, 4, 9])\nNone");
-    assert_eq!(output.error, None);
-    assert_eq!(output.displays.len(), 1, "{output:?}");
-    assert!(output.displays[0].get("image/png").unwrap().starts_with(b"\x89PNG\r\n"));
-    let code = "plt.plot([1])\nplt.show()\nprint('between')\nplt.plot([2])\nplt.show()";
-    let output = run(&agent, &s, code);
-    assert_eq!((output.displays.len(), &output.stderr[..]), (2, &b""[..]), "{output:?}");
-    assert_eq!(run(&agent, &s, "1").displays.len(), 0);
-    let table = run(&agent, &s, "import pandas as pd\npd.DataFrame({'a': [1, 2]})").result.unwrap();
-    assert!(table.text("text/html").unwrap().contains("<table"), "{table:?}");
-    assert!(table.text("text/plain").unwrap().contains("a"));
-}
