@@ -4,7 +4,7 @@
 //! that the guest has changed go into a sealed file: few of them at once, many while the guest runs on, by a
 //! forked process that holds them still. Writing any of it to a disk comes later.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
@@ -104,6 +104,7 @@ impl Vm {
             base: self.held.base.clone(),
             working_set: Some(Arc::new(working_set)),
             without_memory: false,
+            msrs: OnceLock::new(),
             note: Vec::new(),
             pause: Duration::ZERO,
         };

@@ -44,6 +44,8 @@ use crate::vm::Vm;
 /// What kept the parts from coming together.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
+    #[error("cannot block signals")]
+    Signals(#[source] io::Error),
     #[error("cannot start the device thread")]
     DeviceThread(#[source] io::Error),
     #[error("cannot make an event descriptor")]
@@ -89,8 +91,7 @@ impl Machine {
         let ioapic = Arc::new(Ioapic::new(Box::new(KvmRoutes::new(kvm.fd().clone()))));
         buses.mmio.insert(layout::IOAPIC, ioapic::SIZE, ioapic.clone())?;
 
-        let console =
-            Console::spawn(output, ConsoleConfig::default()).map_err(MachineError::Serial)?;
+        let console = Console::new(output, ConsoleConfig::default());
         let serial = Arc::new(Serial::new(console.input()).map_err(MachineError::Serial)?);
         let connect = |line: &EventFd, gsi| {
             ioapic.wire(gsi);
@@ -108,7 +109,7 @@ impl Machine {
         let power = Arc::new(PowerRegisters::new(on_power));
         buses.ports.insert(layout::POWER_PORT.into(), power::PORTS, power)?;
 
-        let devices = DeviceThread::spawn().map_err(MachineError::DeviceThread)?;
+        let devices = DeviceThread::new().map_err(MachineError::DeviceThread)?;
         let transports = Vec::new();
         Ok(Self {
             buses,
@@ -161,6 +162,8 @@ impl Machine {
             let vsock = vsock.clone();
             self.ending.then(Box::new(move || vsock.abandon()));
         }
+        // Signals are for the process's other threads; these are born with all of them blocked.
+        let signals = sys::BlockedSignals::new().map_err(MachineError::Signals)?;
         let buses = Arc::new(self.buses);
         let report = self.ending.report();
         let start = |(id, vcpu)| {
@@ -168,6 +171,7 @@ impl Machine {
             VcpuThread::start(id, name, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
         };
         let vcpus = (0..).zip(vcpus).map(start).collect::<Result<Vec<_>, _>>()?;
+        drop(signals);
         Ok(Vm {
             vcpus,
             devices: self.devices,

@@ -4,7 +4,7 @@
 //! writing a snapshot all start from here.
 
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crate::config::{Console, Drive, Net, RateLimiterConfig, ThreadNames, Vsock};
@@ -32,6 +32,8 @@ pub struct Template {
     pub(crate) working_set: Option<Arc<WorkingSet>>,
     /// The memory was left where it is; machines must get theirs from a page server.
     pub(crate) without_memory: bool,
+    /// Which registers fresh vCPUs must be told, by vCPU: found out when the first machine is made.
+    pub(crate) msrs: OnceLock<Vec<Vec<(u32, u64)>>>,
     /// What the caller left in the snapshot for itself.
     pub(crate) note: Vec<u8>,
     pub(crate) pause: Duration,

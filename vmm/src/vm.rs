@@ -19,7 +19,7 @@ use crate::boot;
 use crate::config::VmConfig;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmVm;
-use crate::machine::{Ending, Held};
+use crate::machine::{Ending, Held, MachineError};
 use crate::memory::{Memory, PageServer};
 use crate::template::Template;
 use crate::trace;
@@ -69,11 +69,12 @@ impl Vm {
     pub fn resume(&mut self) -> Result<(), Error> {
         if !self.running {
             self.open_drives()?;
+            self.devices.handle().resume_all()?;
+            self.devices.start().map_err(MachineError::DeviceThread)?;
+            trace::step("resume devices");
             if let (Some(prefault), Some(first)) = (self.prefault.take(), self.vcpus.first()) {
                 first.prepare(prefault)?;
             }
-            self.devices.handle().resume_all()?;
-            trace::step("resume devices");
             for vcpu in &self.vcpus {
                 vcpu.resume()?;
             }

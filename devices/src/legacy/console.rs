@@ -2,6 +2,7 @@
 //!
 //! The thread may block on its target for ever; whoever pushes never does. What does not fit is dropped
 //! and counted. The target's descriptor is left in its own mode, for a terminal shares that with the shell.
+//! The thread starts with the first byte: most guests that are restored never print one.
 
 use std::io::{self, ErrorKind, Write};
 use std::num::NonZeroU32;
@@ -32,7 +33,6 @@ impl Default for ConsoleConfig {
 /// Guest output on its way to the host.
 pub struct Console {
     pipe: Arc<Pipe>,
-    thread: Option<JoinHandle<()>>,
 }
 
 /// The end that guest output is pushed into; clones push into the same buffer.
@@ -50,22 +50,20 @@ struct Pipe {
 
 #[derive(Default)]
 struct State {
+    /// Here until the thread takes it.
+    target: Option<Box<dyn Write + Send>>,
+    thread: Option<JoinHandle<()>>,
     bytes: Vec<u8>,
     closed: bool,
     ended: bool,
 }
 
 impl Console {
-    /// Starts the thread `pvmm-console`, which writes to `target`.
-    pub fn spawn(target: Box<dyn Write + Send>, config: ConsoleConfig) -> io::Result<Self> {
-        let state = State { bytes: Vec::with_capacity(config.capacity_bytes), ..State::default() };
-        let (state, changed, dropped) = (Mutex::new(state), Condvar::new(), AtomicU64::new(0));
-        let pipe = Arc::new(Pipe { config, state, changed, dropped });
-        let inner = pipe.clone();
-        let thread = thread::Builder::new()
-            .name("pvmm-console".into())
-            .spawn(move || inner.drain(target))?;
-        Ok(Self { pipe, thread: Some(thread) })
+    /// What is pushed goes to `target`, by way of the thread `pvmm-console`.
+    pub fn new(target: Box<dyn Write + Send>, config: ConsoleConfig) -> Self {
+        let state = Mutex::new(State { target: Some(target), ..State::default() });
+        let (changed, dropped) = (Condvar::new(), AtomicU64::new(0));
+        Self { pipe: Arc::new(Pipe { config, state, changed, dropped }) }
     }
 
     pub fn input(&self) -> ConsoleInput {
@@ -82,13 +80,12 @@ impl Drop for Console {
     fn drop(&mut self) {
         let mut state = self.pipe.lock();
         state.closed = true;
+        let Some(thread) = state.thread.take() else { return };
         self.pipe.changed.notify_all();
         let waited = self.pipe.changed.wait_timeout_while(state, CLOSE_DEADLINE, |s| !s.ended);
         let ended = waited.map_or_else(|e| e.into_inner().0.ended, |(state, _)| state.ended);
         // A thread that its target still holds is left to the end of the process.
-        if let (true, Some(thread)) = (ended, self.thread.take())
-            && thread.join().is_err()
-        {
+        if ended && thread.join().is_err() {
             log::error!("console thread panicked");
         }
     }
@@ -98,8 +95,18 @@ impl ConsoleInput {
     /// Takes what fits and drops the rest.
     pub fn push(&self, bytes: &[u8]) {
         let mut state = self.pipe.lock();
-        let room = self.pipe.config.capacity_bytes.saturating_sub(state.bytes.len());
-        let room = if state.closed { 0 } else { room };
+        let capacity = self.pipe.config.capacity_bytes;
+        if let Some(target) = state.target.take_if(|_| !bytes.is_empty()) {
+            state.bytes.reserve_exact(capacity);
+            match self.drain_to(target) {
+                Ok(thread) => state.thread = Some(thread),
+                Err(error) => {
+                    log::error!("cannot start the console's thread: {error}");
+                    state.closed = true;
+                }
+            }
+        }
+        let room = if state.closed { 0 } else { capacity.saturating_sub(state.bytes.len()) };
         let taken = bytes.get(..room).unwrap_or(bytes);
         if state.bytes.is_empty() && !taken.is_empty() {
             self.pipe.changed.notify_all();
@@ -107,6 +114,12 @@ impl ConsoleInput {
         state.bytes.extend_from_slice(taken);
         drop(state);
         self.pipe.count_dropped(bytes.len() - taken.len());
+    }
+
+    fn drain_to(&self, target: Box<dyn Write + Send>) -> io::Result<JoinHandle<()>> {
+        let pipe = self.pipe.clone();
+        let thread = thread::Builder::new().name("pvmm-console".into());
+        thread.spawn(move || pipe.drain(target))
     }
 }
 
@@ -222,7 +235,7 @@ mod tests {
     fn console(permits: Option<Receiver<()>>) -> (Console, Receiver<Vec<u8>>) {
         let (sent, received) = mpsc::channel();
         let target = Box::new(Target { sent, permits });
-        (Console::spawn(target, ConsoleConfig::default()).unwrap(), received)
+        (Console::new(target, ConsoleConfig::default()), received)
     }
 
     #[test]
@@ -232,6 +245,19 @@ mod tests {
         drop(console);
         let all: Vec<u8> = received.iter().flatten().collect();
         assert_eq!(all, (0..=255).collect::<Vec<u8>>());
+    }
+
+    #[test]
+    fn console_without_output_has_no_thread_and_one_that_ended_takes_nothing() {
+        let (console, received) = console(None);
+        let input = console.input();
+        input.push(b"");
+        assert!(console.pipe.lock().thread.is_none());
+        drop(console);
+        input.push(b"late");
+        assert_eq!(input.pipe.dropped.load(Ordering::Relaxed), 4);
+        drop(input);
+        assert_eq!(received.iter().count(), 0);
     }
 
     #[test]
@@ -254,7 +280,7 @@ mod tests {
     fn f1_rate_limit_holds_the_drain_back() {
         let (sent, received) = mpsc::channel();
         let config = ConsoleConfig { capacity_bytes: 100, bytes_per_second: NonZeroU32::new(1000) };
-        let console = Console::spawn(Box::new(Target { sent, permits: None }), config).unwrap();
+        let console = Console::new(Box::new(Target { sent, permits: None }), config);
         let start = Instant::now();
         while start.elapsed() < Duration::from_millis(300) {
             console.input().push(&[b'x'; 50]);
@@ -303,7 +329,7 @@ mod tests {
         }
         let (sent, received) = mpsc::channel();
         let target = Box::new(Sometimes(0, sent));
-        let console = Console::spawn(target, ConsoleConfig::default()).unwrap();
+        let console = Console::new(target, ConsoleConfig::default());
         console.input().push(b"abc");
         let arrived: Vec<u8> =
             (0..3).map(|_| received.recv_timeout(Duration::from_secs(10)).unwrap()).collect();

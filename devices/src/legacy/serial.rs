@@ -214,7 +214,7 @@ mod tests {
     const STATUS: u64 = 5;
 
     fn serial() -> (Serial, Console) {
-        let console = Console::spawn(Box::new(io::sink()), ConsoleConfig::default()).unwrap();
+        let console = Console::new(Box::new(io::sink()), ConsoleConfig::default());
         (Serial::new(console.input()).unwrap(), console)
     }
 
@@ -234,7 +234,7 @@ mod tests {
     fn output_reaches_the_console() {
         let path = tempfile::NamedTempFile::new().unwrap();
         let target = Box::new(path.reopen().unwrap());
-        let console = Console::spawn(target, ConsoleConfig::default()).unwrap();
+        let console = Console::new(target, ConsoleConfig::default());
         let serial = Serial::new(console.input()).unwrap();
         b"hello".iter().for_each(|byte| serial.write(DATA, &[*byte]));
         drop(console);

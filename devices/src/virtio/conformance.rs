@@ -285,7 +285,8 @@ pub fn random_rings_do_no_harm<S: Specimen>(specimen: &S) {
 }
 
 pub fn device_on_its_thread_stops_in_time<S: Specimen>(specimen: &S) {
-    let thread = DeviceThread::spawn().unwrap();
+    let mut thread = DeviceThread::new().unwrap();
+    thread.start().unwrap();
     let device = Box::new(specimen.fresh());
     let handle = thread.handle().clone();
     let transport = super::MmioTransport::new(device, memory(), handle.clone()).unwrap();

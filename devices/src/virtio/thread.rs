@@ -1,10 +1,12 @@
 //! The thread that runs all virtio devices, and how the other threads call it.
 //!
 //! Waits only point towards this thread: it waits for nobody but the kernel, so a call to it always ends.
-//! Each call still has a deadline, and a thread that is gone is an error, never a hang.
+//! Each call still has a deadline, and a thread that is gone is an error, never a hang. While a machine is
+//! being put together there is no thread yet, and calls run where they are made: a dozen of them would
+//! otherwise be a dozen changes of thread.
 
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 use std::{io, thread};
@@ -97,12 +99,28 @@ struct Letter {
 }
 
 struct Mailbox {
+    /// The devices and the letters to them, here until the thread takes both.
+    inner: Mutex<Option<Inner>>,
     letters: SyncSender<Letter>,
     wake: Arc<EventFd>,
 }
 
+struct Inner {
+    devices: DeviceLoop,
+    inbox: Receiver<Letter>,
+}
+
+impl Mailbox {
+    fn inner(&self) -> MutexGuard<'_, Option<Inner>> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl Calls for Mailbox {
     fn call(&self, command: Command) -> Answer {
+        if let Some(inner) = self.inner().as_mut() {
+            return inner.devices.handle(command);
+        }
         let (answer, reply) = mpsc::sync_channel(1);
         self.letters.try_send(Letter { command, answer }).map_err(|error| match error {
             TrySendError::Full(_) => DeviceError::Busy,
@@ -120,21 +138,29 @@ impl Calls for Mailbox {
 /// Owns the thread `pvmm-devices`; dropping it stops the devices and joins the thread.
 pub struct DeviceThread {
     handle: DeviceHandle,
+    mailbox: Arc<Mailbox>,
     join: Option<JoinHandle<()>>,
 }
 
 impl DeviceThread {
-    /// Starts the thread with no devices on it.
-    pub fn spawn() -> io::Result<Self> {
+    /// No devices, and no thread before [`Self::start`]: calls run on the caller's.
+    pub fn new() -> io::Result<Self> {
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let mut devices = DeviceLoop::new().map_err(io::Error::other)?;
-        devices.watch(wake.clone());
+        let devices = DeviceLoop::new().map_err(io::Error::other)?;
         let (letters, inbox) = mpsc::sync_channel(MAILBOX_SLOTS);
-        let join = thread::Builder::new()
-            .name("pvmm-devices".into())
-            .spawn(move || run(&mut devices, &inbox))?;
-        let handle = DeviceHandle::new(Arc::new(Mailbox { letters, wake }));
-        Ok(Self { handle, join: Some(join) })
+        let inner = Mutex::new(Some(Inner { devices, inbox }));
+        let mailbox = Arc::new(Mailbox { inner, letters, wake });
+        Ok(Self { handle: DeviceHandle::new(mailbox.clone()), mailbox, join: None })
+    }
+
+    /// Starts the thread, which has the devices from now on. Once is enough.
+    pub fn start(&mut self) -> io::Result<()> {
+        if let Some(mut inner) = self.mailbox.inner().take() {
+            inner.devices.watch(self.mailbox.wake.clone());
+            let thread = thread::Builder::new().name("pvmm-devices".into());
+            self.join = Some(thread.spawn(move || run(&mut inner.devices, &inner.inbox))?);
+        }
+        Ok(())
     }
 
     pub fn handle(&self) -> &DeviceHandle {
@@ -147,7 +173,10 @@ impl DeviceThread {
     }
 
     fn end(&mut self) -> Result<(), DeviceError> {
-        let Some(join) = self.join.take() else { return Ok(()) };
+        let Some(join) = self.join.take() else {
+            let inner = self.mailbox.inner().take();
+            return inner.map_or(Ok(()), |mut it| it.devices.handle(Command::Stop).map(drop));
+        };
         match self.handle.calls.call(Command::Stop) {
             // Not joined: a thread that does not answer would not end either.
             Err(error @ (DeviceError::Timeout { .. } | DeviceError::Busy)) => Err(error),
@@ -221,9 +250,41 @@ mod tests {
         fn rewind(&mut self, _state: &DeviceState) {}
     }
 
+    fn started() -> DeviceThread {
+        let mut thread = DeviceThread::new().unwrap();
+        thread.start().unwrap();
+        thread
+    }
+
+    #[test]
+    fn device_that_was_activated_before_the_thread_started_goes_on_there() {
+        let mut thread = DeviceThread::new().unwrap();
+        let handle = thread.handle().clone();
+        handle.quiesce_all().unwrap();
+        let id = handle.add(Box::new(Rng::default())).unwrap();
+        handle.activate(id, 0, activation()).unwrap();
+        thread.start().unwrap();
+        assert!(matches!(handle.activate(id, 0, activation()), Err(DeviceError::AlreadyActive)));
+        assert_eq!(handle.save(id).unwrap().in_flight, 0);
+        handle.resume_all().unwrap();
+        assert!(matches!(handle.save(id), Err(DeviceError::NotQuiet)));
+        thread.stop().unwrap();
+        assert!(matches!(handle.quiesce_all(), Err(DeviceError::Gone)));
+    }
+
+    #[test]
+    fn call_after_the_end_of_a_thread_that_never_started_answers_gone() {
+        let thread = DeviceThread::new().unwrap();
+        let handle = thread.handle().clone();
+        let id = handle.add(Box::new(Rng::default())).unwrap();
+        handle.activate(id, 0, activation()).unwrap();
+        thread.stop().unwrap();
+        assert!(matches!(handle.reset(id, 1), Err(DeviceError::Gone)));
+    }
+
     #[test]
     fn call_to_a_thread_that_died_answers_gone_at_once() {
-        let thread = DeviceThread::spawn().unwrap();
+        let thread = started();
         let handle = thread.handle().clone();
         let (id, start) = (handle.add(Box::new(Buggy)).unwrap(), Instant::now());
         assert!(matches!(handle.activate(id, 0, activation()), Err(DeviceError::Gone)));
@@ -252,7 +313,7 @@ mod tests {
 
     #[test]
     fn calls_from_many_threads_are_all_answered() {
-        let thread = DeviceThread::spawn().unwrap();
+        let thread = started();
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| (0..200).for_each(|_| thread.handle().resume_all().unwrap()));

@@ -31,7 +31,7 @@ pub fn accesses(bytes: &[u8]) {
     // One thread for all inputs: what is tried is the registers, not its start.
     thread_local! {
         static CONSOLE: Console =
-            Console::spawn(Box::new(io::sink()), ConsoleConfig::default()).unwrap();
+            Console::new(Box::new(io::sink()), ConsoleConfig::default());
     }
     let mut input = Input::new(bytes);
     let console = CONSOLE.with(Console::input);

@@ -28,6 +28,9 @@ const XSAVE_WORDS: usize = 1024;
 
 const TSC: u32 = 0x10;
 const TSC_DEADLINE: u32 = 0x6e0;
+/// By these, old and new, a guest asks for the time of day to be written to its memory, once. Setting them
+/// would write it again, where the guest has long read it.
+const WALL_CLOCK: [u32; 2] = [0x11, 0x4b56_4d00];
 
 /// A vCPU at the moment of a snapshot. Untrusted when it comes from a file.
 #[derive(Clone, Serialize, Deserialize)]
@@ -142,7 +145,18 @@ pub fn load_features(vcpu: &VcpuFd, id: u32, state: &VcpuStateV1) -> Result<(), 
     Ok(())
 }
 
-/// Puts a vCPU's state back.
+/// The registers that a fresh vCPU, which was given its features, must be told to become like `state`. It
+/// holds most of them already, and setting one costs as much as anything here.
+pub fn msrs_to_tell(
+    fresh: &VcpuFd,
+    id: u32,
+    state: &VcpuStateV1,
+    shape: &StateShape,
+) -> Result<Vec<(u32, u64)>, KvmError> {
+    Ok(to_set(&state.msrs, &get_msrs(fresh, id, &shape.msr_indices)?))
+}
+
+/// Puts a vCPU's state back; of its model-specific registers those in `msrs`, or all.
 ///
 /// Run state first, for setting it resets pending events; the control register that enables extended
 /// state before that state; the local APIC before the deadline of its timer; events last.
@@ -151,6 +165,7 @@ pub fn load(
     id: u32,
     state: &VcpuStateV1,
     shape: &StateShape,
+    msrs: Option<&[(u32, u64)]>,
 ) -> Result<(), KvmError> {
     let failed = |what| move |error: kvm_ioctls::Error| refused(id, what, error.into());
     vcpu.set_mp_state(state.mp_state).map_err(failed("run state"))?;
@@ -160,7 +175,10 @@ pub fn load(
     set_xsave(vcpu, &state.xsave, shape).map_err(failed("extended state"))?;
     vcpu.set_debug_regs(&state.debug_regs).map_err(failed("debug registers"))?;
     vcpu.set_lapic(&state.lapic).map_err(failed("local APIC"))?;
-    set_msrs(vcpu, id, &state.msrs)?;
+    match msrs {
+        Some(msrs) => set_msrs(vcpu, id, msrs)?,
+        None => set_msrs(vcpu, id, &to_set(&state.msrs, &[]))?,
+    }
     vcpu.set_vcpu_events(&state.events).map_err(failed("events"))?;
     if state.mp_state.mp_state == KVM_MP_STATE_RUNNABLE {
         // Tells the guest that it was stopped by its host, so that its watchdogs look away. A guest that
@@ -253,16 +271,27 @@ fn timer_at_once((index, value): (u32, u64)) -> (u32, u64) {
     }
 }
 
-/// The time stamp counter first and the timer's deadline after all others, for it counts in the former.
-fn set_msrs(vcpu: &VcpuFd, id: u32, values: &[(u32, u64)]) -> Result<(), KvmError> {
+/// The registers to set, in their order: the time stamp counter first and the timer's deadline after all
+/// others, for it counts in the former. These two are always set, for they do not stand still.
+fn to_set(values: &[(u32, u64)], held: &[(u32, u64)]) -> Vec<(u32, u64)> {
     let rank = |index: u32| match index {
         TSC => 0,
         TSC_DEADLINE => 2,
         _ => 1,
     };
-    let mut ordered: Vec<_> = values.iter().copied().map(timer_at_once).collect();
+    let needed = |value: &&(u32, u64)| match value.0 {
+        index if WALL_CLOCK.contains(&index) => false,
+        index => rank(index) != 1 || !held.contains(value),
+    };
+    let needed = values.iter().filter(needed);
+    let mut ordered: Vec<_> = needed.map(|value| timer_at_once(*value)).collect();
     ordered.sort_by_key(|(index, _)| rank(*index));
-    let mut left = ordered.as_slice();
+    ordered
+}
+
+/// Sets registers in the order they come in.
+fn set_msrs(vcpu: &VcpuFd, id: u32, ordered: &[(u32, u64)]) -> Result<(), KvmError> {
+    let mut left = ordered;
     while !left.is_empty() {
         let batch = msrs(id, left.iter().copied())?;
         let set = vcpu.set_msrs(&batch).map_err(|e| refused(id, "msrs", e.into()))?;
@@ -296,5 +325,13 @@ mod tests {
         assert_eq!(timer_at_once((TSC_DEADLINE, 0)), (TSC_DEADLINE, 1));
         assert_eq!(timer_at_once((TSC_DEADLINE, 7)), (TSC_DEADLINE, 7));
         assert_eq!(timer_at_once((TSC, 0)), (TSC, 0));
+    }
+
+    #[test]
+    fn register_that_is_held_already_is_not_set_but_for_those_that_move() {
+        let saved = [(1, 7), (TSC_DEADLINE, 5), (2, 0), (WALL_CLOCK[0], 9), (TSC, 9), (3, 4)];
+        assert_eq!(to_set(&saved, &[]), [(TSC, 9), (1, 7), (2, 0), (3, 4), (TSC_DEADLINE, 5)]);
+        let held = [(3, 1), (1, 7), (2, 0), (TSC, 9), (TSC_DEADLINE, 5)];
+        assert_eq!(to_set(&saved, &held), [(TSC, 9), (3, 4), (TSC_DEADLINE, 5)]);
     }
 }

@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use pvmm_devices::{GuestMemory, sparse};
-use vm_memory::{GuestAddress, GuestRegionMmap, MmapRegion};
+use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::donor::Donor;
 use super::{PAGE, Pages, Runs, pages, sys};
@@ -53,7 +53,7 @@ pub struct Region {
 
 /// One file of an image and the ranges for which it speaks.
 pub struct Layer {
-    pub file: File,
+    pub file: Arc<File>,
     pub runs: Runs,
 }
 
@@ -138,16 +138,22 @@ impl MemoryImage {
 
     /// A private view for one guest.
     pub fn map(&self) -> Result<GuestMemory, MemoryError> {
+        let (whole, above) = match self.layers.split_first() {
+            Some((lowest, above)) if lowest.runs == Runs::all(self.size()) => (Some(lowest), above),
+            _ => (None, self.layers.as_slice()),
+        };
         let mut regions = Vec::with_capacity(self.regions.len());
+        let mut offset = 0;
         for region in self.regions.iter() {
             let failed = |source| MemoryError::Map { mib: region.len >> 20, source };
-            let mapping =
-                MmapRegion::new(region.len as usize).map_err(|e| failed(io::Error::other(e)))?;
+            let of = |layer: &Arc<Layer>| FileOffset::from_arc(layer.file.clone(), offset);
+            let mapping = map_private(whole.map(of), region.len as usize).map_err(failed)?;
             let mapped = GuestRegionMmap::new(mapping, GuestAddress(region.address));
             regions.push(mapped.ok_or(MemoryError::Regions)?);
+            offset += region.len;
         }
         let guest = GuestMemory::from_regions(regions).map_err(|_| MemoryError::Regions)?;
-        for layer in &self.layers {
+        for layer in above {
             layer.cover(&guest)?;
         }
         Ok(guest)
@@ -169,7 +175,7 @@ impl MemoryImage {
             pages::write_run(guest, run, &file)?;
         }
         sys::seal(&file)?;
-        Ok(self.with(Layer { file, runs }))
+        Ok(self.with(Layer { file: file.into(), runs }))
     }
 
     /// Begins to make the image as `guest` sees it now. The guest must be paused for this call, and may go
@@ -187,7 +193,12 @@ impl MemoryImage {
         match Donor::start(guest, &runs, &file) {
             Ok(donor) => {
                 let (written, below) = (written.clone(), self.clone());
-                Ok(Some(Freezing { written, below, layer: Layer { file, runs }, donor }))
+                Ok(Some(Freezing {
+                    written,
+                    below,
+                    layer: Layer { file: file.into(), runs },
+                    donor,
+                }))
             }
             // A jail may forbid new processes, and there may be no room for one.
             Err(_) => Ok(None),
@@ -204,7 +215,8 @@ impl MemoryImage {
             pages::write_run(guest, run, &file)?;
         }
         sys::seal(&file)?;
-        Ok(Self::empty(self.regions.to_vec()).with(Layer { file, runs: Runs::all(self.size()) }))
+        Ok(Self::empty(self.regions.to_vec())
+            .with(Layer { file: file.into(), runs: Runs::all(self.size()) }))
     }
 
     /// Puts the top layer over what `guest` has there; it must be what `guest` has there already.
@@ -222,7 +234,7 @@ impl MemoryImage {
         };
         let file = hold().map_err(MemoryError::Keep)?;
         let held = Self::empty(self.regions.to_vec());
-        let held = held.with(Layer { file, runs: Runs::all(self.size()) });
+        let held = held.with(Layer { file: file.into(), runs: Runs::all(self.size()) });
         // It still is what the snapshot holds, if it was nothing else before.
         let all_base = self.base_layers == self.layers.len();
         Ok(held.on_base(usize::from(all_base && self.base_layers > 0)))
@@ -301,6 +313,14 @@ impl Freezing {
         finish().map_err(MemoryError::Keep)?;
         Ok(self.below.with(self.layer))
     }
+}
+
+/// Maps a file's range, or zeros, for one guest.
+fn map_private(file: Option<FileOffset>, len: usize) -> io::Result<MmapRegion> {
+    let zeros = if file.is_none() { libc::MAP_ANONYMOUS } else { 0 };
+    let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | zeros);
+    let flags = flags | libc::MAP_NORESERVE;
+    MmapRegion::build(file, len, protection, flags).map_err(io::Error::other)
 }
 
 impl Layer {

@@ -319,7 +319,7 @@ fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
 
     // Over an image too, with what is private on top; and mapped again it reads the same.
     let image = MemoryImage::empty(memory.image.regions().to_vec());
-    let layer = Layer { file, runs: Runs::all(2 << 20) };
+    let layer = Layer { file: file.into(), runs: Runs::all(2 << 20) };
     let again = Memory::map(image.with(layer)).unwrap();
     put(&again, 0x5000, 3);
     put(&again, HIGH + 0x1000, 0);

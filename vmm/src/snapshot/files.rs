@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::manifest::{self, Manifest, MemoryFacts};
@@ -228,7 +228,7 @@ impl Template {
         if let Some(path) = memory {
             let file = open_memory(path, size)?;
             check_sample(&file, path, state, saved.sample.as_deref().unwrap_or_default())?;
-            image = image.with(Layer { file, runs: Runs::all(size) });
+            image = image.with(Layer { file: file.into(), runs: Runs::all(size) });
         }
         trace::step("memory file");
         let host = Self::host()?;
@@ -252,6 +252,7 @@ impl Template {
             base: None,
             working_set: None,
             without_memory: memory.is_none(),
+            msrs: OnceLock::new(),
             note: saved.note.unwrap_or_default(),
             pause: Duration::ZERO,
         })

@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pvmm_devices::virtio::block::io::LayeredDisk;
@@ -144,7 +144,7 @@ impl Template {
                 [(0, end)] if *end == size => Runs::all(size),
                 runs => check_runs(runs, size)?,
             };
-            image = image.with(Layer { file, runs });
+            image = image.with(Layer { file: file.into(), runs });
         }
         image = image.on_base(message.base_layers);
         let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
@@ -177,6 +177,7 @@ impl Template {
             base: message.base.map(|(id, dir, depth)| Base { id, dir, depth }),
             working_set: working_set.map(Arc::new),
             without_memory: false,
+            msrs: OnceLock::new(),
             note: saved.note.unwrap_or_default(),
             pause: Duration::ZERO,
         })

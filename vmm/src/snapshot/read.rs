@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pvmm_devices::virtio::block::io::LayeredDisk;
@@ -86,6 +86,7 @@ impl Template {
             base: (!options.without_memory).then_some(Base { id, dir, depth }),
             working_set: working_set.map(Arc::new),
             without_memory: options.without_memory,
+            msrs: OnceLock::new(),
             note: Vec::new(),
             pause: Duration::ZERO,
         })
@@ -184,7 +185,7 @@ impl Folder {
         let size = self.manifest.memory.size;
         let file = self.large(MEMORY, size)?;
         let Some(base) = &self.manifest.memory.base else {
-            return Ok(vec![Layer { file, runs: Runs::all(size) }]);
+            return Ok(vec![Layer { file: file.into(), runs: Runs::all(size) }]);
         };
         let refused = |reason: String| SnapshotError::Base { dir: base.path.clone(), reason };
         if depth >= CHAIN_MAX {
@@ -200,7 +201,7 @@ impl Folder {
         let saved_below = below.state()?;
         below.verify(&saved_below.sums, options)?;
         let mut layers = below.layers(&saved_below, options, depth + 1)?;
-        layers.push(Layer { file, runs: check_runs(&saved.runs, size)? });
+        layers.push(Layer { file: file.into(), runs: check_runs(&saved.runs, size)? });
         Ok(layers)
     }
 

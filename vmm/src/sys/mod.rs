@@ -4,6 +4,7 @@
 use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
@@ -49,17 +50,32 @@ pub fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1
 }
 
-/// Blocks every signal in the calling thread, so that the process's other threads take them.
-pub fn block_all_signals() -> io::Result<()> {
-    // SAFETY: `set` is initialized by sigfillset before it is read; the mask is this thread's own.
-    let result = unsafe {
-        let mut set = std::mem::zeroed();
-        libc::sigfillset(&mut set);
-        libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut())
-    };
-    match result {
-        0 => Ok(()),
-        errno => Err(io::Error::from_raw_os_error(errno)),
+/// Every signal is blocked in the thread that made this, and in those that it starts, until this is dropped.
+pub struct BlockedSignals {
+    before: libc::sigset_t,
+    /// The mask is one thread's own.
+    _here: PhantomData<*const ()>,
+}
+
+impl BlockedSignals {
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: plain data; `all` is filled before it is read, `before` by the call that succeeds.
+        let (result, before) = unsafe {
+            let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
+            libc::sigfillset(&mut all);
+            (libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before), before)
+        };
+        match result {
+            0 => Ok(Self { before, _here: PhantomData }),
+            errno => Err(io::Error::from_raw_os_error(errno)),
+        }
+    }
+}
+
+impl Drop for BlockedSignals {
+    fn drop(&mut self) {
+        // SAFETY: a mask that this thread had.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };
     }
 }
 

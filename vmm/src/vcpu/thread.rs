@@ -58,7 +58,8 @@ pub struct VcpuThread {
 pub type Report = Arc<dyn Fn(Outcome) + Send + Sync>;
 
 impl VcpuThread {
-    /// Starts the thread, parked.
+    /// Starts the thread, parked. The caller keeps signals blocked meanwhile (`sys::BlockedSignals`): then a
+    /// kick, which may come before the thread runs, waits until it looks.
     pub fn start(
         id: u32,
         name: String,
@@ -68,24 +69,12 @@ impl VcpuThread {
         report: Report,
     ) -> Result<Self, ThreadError> {
         let (commands, mailbox) = mpsc::channel();
-        let (ready, started) = mpsc::channel();
+        unblock_while_running(&vcpu, sys::kick_signal()).map_err(ThreadError::Start)?;
         let thread = thread::Builder::new()
             .name(name)
-            .spawn(move || {
-                // From here on a kick cannot do harm; the owner sends none before it hears this.
-                let prepared = sys::block_all_signals()
-                    .and_then(|()| unblock_while_running(&vcpu, sys::kick_signal()));
-                let failed = prepared.is_err();
-                if ready.send(prepared).is_ok() && !failed {
-                    work(Parked { id, vcpu, shape }, &mailbox, &buses, &report);
-                }
-            })
+            .spawn(move || work(Parked { id, vcpu, shape }, &mailbox, &buses, &report))
             .map_err(ThreadError::Start)?;
-        match started.recv() {
-            Ok(Ok(())) => Ok(Self { commands: Some(commands), thread: Some(thread) }),
-            Ok(Err(error)) => Err(ThreadError::Start(error)),
-            Err(_) => Err(ThreadError::Gone),
-        }
+        Ok(Self { commands: Some(commands), thread: Some(thread) })
     }
 
     /// Leaves a parked vCPU something to do; its owner goes on meanwhile.
@@ -194,7 +183,7 @@ fn work(mut own: Parked, mailbox: &Receiver<Command>, buses: &Arc<Buses>, report
                 let _ = answer.send(state::save(&own.vcpu, own.id, &own.shape).map(Box::new));
             }
             Ok(Command::Load(saved, answer)) => {
-                let _ = answer.send(state::load(&own.vcpu, own.id, &saved, &own.shape));
+                let _ = answer.send(state::load(&own.vcpu, own.id, &saved, &own.shape, None));
             }
             Err(mpsc::TryRecvError::Disconnected) => return,
             Err(mpsc::TryRecvError::Empty) => match run::run(&mut own.vcpu, buses) {

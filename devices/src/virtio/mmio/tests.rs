@@ -271,7 +271,8 @@ fn b10_reset_loop_leaves_no_descriptor_behind() {
 
 #[test]
 fn b11_vcpus_that_fight_over_a_device_neither_deadlock_nor_break_it() {
-    let thread = DeviceThread::spawn().unwrap();
+    let mut thread = DeviceThread::new().unwrap();
+    thread.start().unwrap();
     let handle = thread.handle().clone();
     let device = Box::new(Rng::default());
     let transport = Arc::new(MmioTransport::new(device, memory(), handle.clone()).unwrap());

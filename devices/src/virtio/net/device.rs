@@ -52,8 +52,6 @@ pub struct Net {
     pub(super) rx_limiter: RateLimiter,
     pub(super) tx_limiter: RateLimiter,
     pub(super) mmds: Option<Mmds>,
-    /// A driver had it before, so the tap may hold frames that were meant for that one.
-    pub(super) used_before: bool,
     pub(super) host_errors: u64,
 }
 
@@ -81,7 +79,6 @@ impl Net {
                 .map(|mmds| Mmds::new(mmds, mac.0))
                 .transpose()
                 .map_err(NetError::Host)?,
-            used_before: false,
             host_errors: 0,
         })
     }
@@ -161,8 +158,7 @@ impl VirtioDevice for Net {
     }
 
     fn rewind(&mut self, _state: &DeviceState) {
-        // Its address and size never change; frames that came since were for a guest that is no more.
-        self.used_before = true;
+        // Its address and size never change.
     }
 
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {

@@ -290,10 +290,11 @@ impl Rx {
     }
 }
 
-/// Throws away what the tap holds for a driver that is gone; at most so much as taps queue by default.
+/// Throws away what the tap holds; at most so much as taps queue by default. Of each frame only the start is
+/// read: the rest goes with it.
 pub fn drain(net: &mut Net, memory: &GuestMemory) {
     const QUEUED_MAX: usize = 1000;
-    let mut scratch = vec![0; WHOLE];
+    let mut scratch = [0; 2 * HEADER_LEN];
     for _ in 0..QUEUED_MAX {
         if !matches!(sys::read_frame(net.link.fd(), memory, &[], &mut scratch), Ok(1..)) {
             break;

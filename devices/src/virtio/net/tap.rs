@@ -67,8 +67,6 @@ impl Tap {
             return Err(TapError::Kind);
         }
         sys::set_header_len(file.as_fd()).map_err(TapError::SetUp)?;
-        // Whatever somebody else allowed before, the next driver has not agreed to anything yet.
-        sys::set_offload(file.as_fd(), 0).map_err(TapError::SetUp)?;
         if !passed && !flags.contains(TapFlags::PERSISTENT) {
             // It exists since just now, so nobody else can have brought it up.
             sys::bring_up(&name, mtu).map_err(TapError::SetUp)?;

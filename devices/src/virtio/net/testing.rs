@@ -93,7 +93,6 @@ pub fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
         rx_limiter: RateLimiter::new(&rx).unwrap(),
         tx_limiter: RateLimiter::new(&tx).unwrap(),
         mmds: None,
-        used_before: false,
         host_errors: 0,
     };
     (net, Peer { socket: far, offload })

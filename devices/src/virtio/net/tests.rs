@@ -183,6 +183,18 @@ fn header_is_complete_before_its_buffer_is_given_back() {
 }
 
 #[test]
+fn frame_that_came_before_the_driver_is_not_handed_to_it() {
+    let (net, peer) = wired();
+    (0..3).for_each(|_| peer.send(&frame(1400)));
+    let mut driver = MockDriver::ready(net);
+    refill(&mut driver, 4, 1600);
+    peer.send(&frame(60));
+    driver.kick(RX);
+    driver.run();
+    assert_eq!((driver.used_index(RX), driver.used(RX).unwrap().len), (1, 72));
+}
+
+#[test]
 fn d5_flood_without_buffers_stops_reading_and_goes_on_after_a_refill() {
     let (net, peer) = wired();
     let mut driver = MockDriver::ready(net);

@@ -49,9 +49,6 @@ pub struct NetWorker {
 impl NetWorker {
     pub(super) fn new(mut net: Net, activation: Activation) -> Self {
         let Activation { memory, queues, interrupt, features } = activation;
-        if std::mem::replace(&mut net.used_before, true) {
-            rx::drain(&mut net, &memory);
-        }
         net.mmds.iter_mut().for_each(Mmds::reset);
         let mut failed = queues.len() != 2;
         if let Err(error) = net.link.set_offload(tap::offload_for(features)) {
@@ -64,6 +61,8 @@ impl NetWorker {
                 );
             }
         }
+        // What came before was for another driver, and may have work left undone that this one did not agree to.
+        rx::drain(&mut net, &memory);
         if failed {
             interrupt.needs_reset();
         }

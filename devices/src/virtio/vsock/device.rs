@@ -50,9 +50,7 @@ impl Vsock {
     pub fn open(config: &VsockConfig) -> Result<Self, VsockError> {
         config.validate()?;
         let path = &config.uds_path;
-        clear_stale(path)?;
-        let listener = UnixListener::bind(path)
-            .map_err(|source| VsockError::Bind { path: path.clone(), source })?;
+        let listener = bind(path)?;
         let file = if config.keep_socket { None } else { Some(SocketFile::of(path)?) };
         Self::new(config, listener, file)
     }
@@ -161,6 +159,17 @@ impl Drop for SocketFile {
             let _ = fs::remove_file(&self.path);
         }
     }
+}
+
+fn bind(path: &Path) -> Result<UnixListener, VsockError> {
+    let bound = match UnixListener::bind(path) {
+        Err(error) if error.kind() == ErrorKind::AddrInUse => {
+            clear_stale(path)?;
+            UnixListener::bind(path)
+        }
+        bound => bound,
+    };
+    bound.map_err(|source| VsockError::Bind { path: path.to_owned(), source })
 }
 
 fn clear_stale(path: &Path) -> Result<(), VsockError> {

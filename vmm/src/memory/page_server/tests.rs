@@ -60,7 +60,8 @@ fn owner_that_waits_for_a_page_goes_on_when_the_server_ends_and_is_told() {
     });
     // Waits for a page that nobody serves.
     memory.guest.read_obj::<u64>(GuestAddress(0x5000)).unwrap();
-    let devices = DeviceThread::spawn().unwrap();
+    let mut devices = DeviceThread::new().unwrap();
+    devices.start().unwrap();
     let started = server.started(devices.handle().clone(), Arc::new(|_| {}));
     assert!(matches!(started, Err(PageServerError::Lost)));
     assert!(server.check().is_err());
@@ -72,7 +73,8 @@ fn end_of_the_server_is_the_end_of_the_machine_and_dropping_wakes_who_waits() {
     let (memory, (_dir, path, listener)) = (memory(), listen());
     let mut server = PageServer::connect(&path, &memory.guest).unwrap();
     let (mut socket, _) = listener.accept().unwrap();
-    let devices = DeviceThread::spawn().unwrap();
+    let mut devices = DeviceThread::new().unwrap();
+    devices.start().unwrap();
     let (sender, outcomes) = mpsc::channel();
     let report: Report = Arc::new(move |outcome| drop(sender.send(outcome)));
     server.started(devices.handle().clone(), report).unwrap();
