@@ -5,7 +5,7 @@
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};
 use std::os::fd::AsFd;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, AgentError};
@@ -15,6 +15,7 @@ use pvmm::exec::{
 
 use crate::cli::CommandFlags;
 use crate::exit::{self, Failure, Outcome};
+use crate::screen::Screen;
 use crate::sys::poll;
 use crate::sys::signals::Signals;
 use crate::sys::terminal::{self, RawMode};
@@ -143,7 +144,14 @@ pub fn follow(
     // Only now: until here Ctrl-C is for us.
     let _raw = manner.has_terminal.then(RawMode::enter);
     let signaller = process.signaller();
-    let abort = Arc::new(abort);
+    let screen = Arc::new(Mutex::new(Screen::default()));
+    let abort = {
+        let screen = Arc::clone(&screen);
+        Arc::new(move |code| {
+            calm(&screen);
+            abort(code);
+        })
+    };
     let leave = manner.has_terminal.then(|| Arc::clone(&abort));
     in_background("signals", move || forward_signals(&signals, &signaller, manner, &*abort));
     if let Some(stdin) = process.take_stdin() {
@@ -159,15 +167,27 @@ pub fn follow(
     loop {
         match process.next_event(late) {
             Ok(Some(ProcessEvent::Stdout(bytes))) => {
+                if manner.has_terminal {
+                    screen.lock().unwrap_or_else(PoisonError::into_inner).note(&bytes);
+                }
                 if let Err(error) = stdout.write(&bytes) {
                     return Ok(End::Output(error));
                 }
             }
             // Nobody to tell that nobody listens.
             Ok(Some(ProcessEvent::Stderr(bytes))) => drop(stderr.write(&bytes)),
-            Ok(Some(ProcessEvent::Exited(status))) => return Ok(End::Exited(status)),
-            Ok(None) | Err(ExecError::Overdue(_)) => return Ok(End::Overdue),
+            Ok(Some(ProcessEvent::Exited(status))) => {
+                if !matches!(status.status, ExecStatus::Exited { .. }) {
+                    calm(&screen);
+                }
+                return Ok(End::Exited(status));
+            }
+            Ok(None) | Err(ExecError::Overdue(_)) => {
+                calm(&screen);
+                return Ok(End::Overdue);
+            }
             Err(error) => {
+                calm(&screen);
                 // What is said of it begins on a line of its own, wherever the command left the cursor.
                 if manner.has_terminal {
                     let _ = stderr.write(b"\r\n");
@@ -176,6 +196,13 @@ pub fn follow(
             }
         }
     }
+}
+
+/// Takes back what a program that was cut off has done to the terminal.
+fn calm(screen: &Mutex<Screen>) {
+    let bytes = screen.lock().unwrap_or_else(PoisonError::into_inner).calm();
+    // A terminal that takes nothing needs no calming.
+    let _ = Sink::new(&io::stdout()).write(&bytes);
 }
 
 /// A thread that ends with the process. Without it the command still runs, so its lack is no failure.

@@ -20,6 +20,7 @@ mod ports;
 mod prepare;
 mod progress;
 mod rootfs;
+mod screen;
 mod snapshots;
 mod sys;
 mod vm_dir;

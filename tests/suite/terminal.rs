@@ -16,6 +16,9 @@ fn shell_in_a_vm_is_one_a_person_can_use() {
     terminal.resizes(40, 100).types("stty size\r").sees("40 100").sees("# ");
     // Line editing: back over two letters, then to the front.
     terminal.types("cho edXX\x7f\x7fited\x01e\r").sees("edited\r\n").sees("# ");
+    // The same by the terminal itself, for programs that leave it to that.
+    terminal.types("read -p say: x; echo \"<$x>\"\r").sees("<$x>\"\r\n").sees("say:");
+    terminal.types("abX\x7fc\r").sees("<abc>").sees("# ");
     // Ctrl-C is for the guest's program, and the shell goes on.
     terminal.types("sh -c 'echo wait; exec sleep 600'\r").sees("wait\r\n");
     terminal.types("\x03").sees("# ").types("echo code $?\r").sees("code 130").sees("# ");
@@ -51,8 +54,11 @@ fn terminal_is_given_back_however_the_session_ends() {
     assert_eq!(hung_up.ends(), Some(129));
     assert!(!hung_up.is_raw());
 
+    // What a program was doing to the screen is undone, too.
     let mut orphan = session();
+    orphan.types("printf '\\033[?1049h\\033[?25l'; echo on; sleep 600\r").sees("on\r\n");
     assert_eq!(user.pvmm(["kill", "--signal", "KILL", &vm]).code, Some(0));
+    orphan.sees("\x1b[?25h\x1b[?1049l");
     assert_eq!(orphan.ends(), Some(125));
     assert!(!orphan.is_raw());
 
