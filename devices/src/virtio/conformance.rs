@@ -69,7 +69,11 @@ pub(crate) use suite;
 pub fn activated_device_works<S: Specimen>(specimen: &S) {
     let mut driver = MockDriver::ready(specimen.fresh());
     assert_eq!(driver.status(), 0xf);
-    (0..1000).for_each(|_| specimen.exercise(&mut driver));
+    for _ in 0..1000 {
+        specimen.exercise(&mut driver);
+        driver.run();
+        assert!(driver.is_kick_wanted(S::QUEUE), "would not hear of the next request");
+    }
     assert_eq!(driver.transport.counters().faults, 0);
 }
 

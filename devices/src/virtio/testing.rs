@@ -290,6 +290,13 @@ impl MockDriver {
         self.memory.write_obj(index.to_le(), self.address(queue, at)).unwrap();
     }
 
+    /// Whether a driver that agreed on event indices would kick for the next chain: others may not.
+    pub fn is_kick_wanted(&self, queue: usize) -> bool {
+        let ring = self.rings[queue];
+        let at = self.address(queue, USED + 4 + 8 * u64::from(ring.size));
+        u16::from_le(self.memory.read_obj(at).unwrap()) == ring.avail
+    }
+
     pub fn kick(&self, queue: usize) {
         self.write(offset::QUEUE_NOTIFY, queue as u32);
     }

@@ -206,6 +206,7 @@ fn d5_flood_without_buffers_stops_reading_and_goes_on_after_a_refill() {
         while peer.socket.send(&[&NO_HEADER[..], &frame(60)].concat()).is_ok() {}
         for _ in 0..300 {
             assert!(driver.devices.run(50) < 50, "spins without buffers");
+            assert!(!event_idx || driver.is_kick_wanted(RX), "would not hear of the refill");
             refill(&mut driver, 1, 2048);
             driver.run();
             assert_eq!(driver.used(RX).unwrap().len, 72);

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::guest::{CID, EVENT, GUEST_WINDOW, Guest, Ports, is_closed, pattern};
+use super::guest::{CID, EVENT, GUEST_WINDOW, Guest, Ports, RX, is_closed, pattern};
 use crate::virtio::chain::Segment;
 use crate::virtio::testing::memory;
 use crate::virtio::vsock::mux::{FIRST_HOST_PORT, Limits, Mux};
@@ -180,6 +180,7 @@ fn e16_host_bytes_for_a_guest_without_buffers_do_not_spin() {
     client.write_all(b"waiting").unwrap();
     guest.run();
     assert_eq!(guest.driver.devices.run(100), 0);
+    assert!(guest.driver.is_kick_wanted(RX), "would not hear of the next buffer");
     // Not even a hang-up, which an event loop reports whether or not it was asked.
     drop(client);
     guest.run();
