@@ -88,6 +88,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         ready,
         base: None,
         working_set: None,
+        _first: None,
         track_changes,
         vcpu_threads,
     };

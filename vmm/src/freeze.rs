@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
 use crate::kvm::state;
-use crate::memory::{Freezing, Memory, MemoryError, Runs, WorkingSet};
+use crate::memory::{Freezing, Lessons, Memory, MemoryError, Runs, WorkingSet};
 use crate::snapshot::state::MachineState;
 use crate::template::Template;
 use crate::trace;
@@ -92,7 +92,7 @@ impl Vm {
             FrozenMemory::Begun(freezing) => &freezing.written,
             FrozenMemory::InPlace(runs) => runs,
         };
-        let working_set = WorkingSet::guess(written, self.held.working_set.as_deref());
+        let guess = Arc::new(WorkingSet::guess(written, self.held.working_set.as_deref()));
         let template = Template {
             // Not asked again: that would take longer than all the registers.
             host: self.kvm.host().clone(),
@@ -102,7 +102,8 @@ impl Vm {
             taps: self.held.taps.clone(),
             vsock_path: self.held.vsock_path.clone(),
             base: self.held.base.clone(),
-            working_set: Some(Arc::new(working_set)),
+            working_set: Some(guess.clone()),
+            lessons: Some(Lessons::new(guess)),
             without_memory: false,
             msrs: OnceLock::new(),
             note: Vec::new(),

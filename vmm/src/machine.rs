@@ -33,7 +33,7 @@ use crate::drives::HeldDrive;
 use crate::error::Error;
 use crate::kvm::routes::KvmRoutes;
 use crate::kvm::vm::{KvmError, KvmVm};
-use crate::memory::{Memory, WorkingSet};
+use crate::memory::{First, Memory, WorkingSet};
 use crate::scratch::Scratch;
 use crate::snapshot::Base;
 use crate::sys;
@@ -235,6 +235,8 @@ pub struct Held {
     pub base: Option<Base>,
     /// What a first use of the template touched.
     pub working_set: Option<Arc<WorkingSet>>,
+    /// There if the template's other machines learn from this one.
+    pub _first: Option<First>,
     /// Whether a save as two files is followed by others that hold only what changed.
     pub track_changes: bool,
     pub vcpu_threads: ThreadNames,

@@ -85,19 +85,25 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     machine.generation.renew()?;
     trace::step("serial and generation");
 
-    let prefault = match (&template.working_set, &page_server) {
+    let (working_set, _first) = match &template.lessons {
+        Some(lessons) => {
+            let (set, first) = lessons.attend(&memory.guest);
+            (Some(set), first)
+        }
+        None => (template.working_set.clone(), None),
+    };
+    let prefault = match (&working_set, &page_server) {
         (Some(set), None) => prefault(set, overrides.prefault, &memory, &template.host),
         _ => None,
     };
     if let Some(server) = &mut page_server {
         server.started(machine.devices.handle().clone(), machine.ending.report())?;
     }
-    let (base, working_set) = (template.base.clone(), template.working_set.clone());
+    let (base, ready) = (template.base.clone(), None);
     let Overrides { track_changes, vcpu_threads, .. } = overrides;
-    let ready = None;
     #[rustfmt::skip]
     let held = Held {
-        drives, taps, scratch, vsock_path, ready, base, working_set, track_changes, vcpu_threads,
+        drives, taps, scratch, vsock_path, ready, base, working_set, _first, track_changes, vcpu_threads,
     };
     let mut vm = machine.start(vcpus, kvm, memory, held)?;
     vm.page_server = page_server;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use crate::config::{Console, Drive, Net, RateLimiterConfig, ThreadNames, Vsock};
 use crate::error::Error;
 use crate::kvm::vm::KvmHost;
-use crate::memory::{MemoryImage, WorkingSet};
+use crate::memory::{Lessons, MemoryImage, WorkingSet};
 use crate::snapshot::Base;
 use crate::snapshot::state::MachineState;
 use crate::storage::FrozenStorage;
@@ -30,6 +30,8 @@ pub struct Template {
     pub(crate) base: Option<Base>,
     /// What a first use touches, if that was recorded.
     pub(crate) working_set: Option<Arc<WorkingSet>>,
+    /// Where that is a guess: what the first machine shows to be missing in it.
+    pub(crate) lessons: Option<Lessons>,
     /// The memory was left where it is; machines must get theirs from a page server.
     pub(crate) without_memory: bool,
     /// Which registers fresh vCPUs must be told, by vCPU: found out when the first machine is made.
@@ -113,6 +115,7 @@ impl Template {
         drop(each_page);
         let (written_bytes, read_bytes) = (touched.written.bytes(), touched.read.bytes());
         self.working_set = Some(Arc::new(touched));
+        self.lessons = None;
         Ok(Touched { written_bytes, read_bytes })
     }
 

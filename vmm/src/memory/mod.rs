@@ -11,12 +11,14 @@
 //! | `flat.rs` | how memory becomes one file, and what changed since it did |
 //! | `donor.rs` | how pages are copied while the guest runs on |
 //! | `working_set.rs` | which pages a first use touches, and how they are made ready |
+//! | `lessons.rs` | what the children of a running machine learn from the first of them |
 //! | `page_server.rs` | how another process supplies the pages |
 //! | `uffd.rs`, `sys.rs` | the system calls |
 
 mod donor;
 mod flat;
 mod image;
+mod lessons;
 mod page_server;
 mod pages;
 mod sys;
@@ -24,6 +26,7 @@ mod uffd;
 mod working_set;
 
 pub use image::{AGAIN_MAX, Freezing, Layer, MAX_RUNS, MemoryError, MemoryImage, Region};
+pub use lessons::{First, Lessons};
 pub use page_server::{PageServer, PageServerError};
 pub use pages::Runs;
 pub(crate) use sys::memfd;

@@ -252,6 +252,7 @@ impl Template {
             base: None,
             working_set: None,
             without_memory: memory.is_none(),
+            lessons: None,
             msrs: OnceLock::new(),
             note: saved.note.unwrap_or_default(),
             pause: Duration::ZERO,

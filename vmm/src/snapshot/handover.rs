@@ -177,6 +177,7 @@ impl Template {
             base: message.base.map(|(id, dir, depth)| Base { id, dir, depth }),
             working_set: working_set.map(Arc::new),
             without_memory: false,
+            lessons: None,
             msrs: OnceLock::new(),
             note: saved.note.unwrap_or_default(),
             pause: Duration::ZERO,

@@ -86,6 +86,7 @@ impl Template {
             base: (!options.without_memory).then_some(Base { id, dir, depth }),
             working_set: working_set.map(Arc::new),
             without_memory: options.without_memory,
+            lessons: None,
             msrs: OnceLock::new(),
             note: Vec::new(),
             pause: Duration::ZERO,

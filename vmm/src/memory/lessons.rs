@@ -1,0 +1,126 @@
+//! What the first machine of a template has written tells what its siblings will write.
+//!
+//! Which pages a guest's kernel hands out next is known only to the guest, so the children of a running
+//! machine are made ready by a guess. The first child shows what was missing in it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use pvmm_devices::GuestMemory;
+
+use super::{AGAIN_MAX, Pages, Runs, WorkingSet, pages};
+
+/// How often the first machine is looked at: it may not have done much at the first time.
+const LOOKS: u32 = 3;
+
+/// A working set that begins as a guess and learns.
+pub struct Lessons {
+    progress: Mutex<Progress>,
+    guess: Runs,
+}
+
+struct Progress {
+    set: Arc<WorkingSet>,
+    first: Option<Arc<FirstMemory>>,
+    looks: u32,
+}
+
+/// The memory of the first machine, for as long as that lives.
+type FirstMemory = Mutex<Option<GuestMemory>>;
+
+/// Kept by the first machine. With it goes the last hold on its memory.
+pub struct First(Arc<FirstMemory>);
+
+impl Drop for First {
+    fn drop(&mut self) {
+        *lock(&self.0) = None;
+    }
+}
+
+impl Lessons {
+    pub fn new(guess: Arc<WorkingSet>) -> Self {
+        let written = guess.written.clone();
+        let progress = Progress { set: guess, first: None, looks: 0 };
+        Self { progress: Mutex::new(progress), guess: written }
+    }
+
+    /// The machine with the memory `guest` comes to life. What it should have ready, and something to keep if
+    /// it is the first.
+    pub fn attend(&self, guest: &GuestMemory) -> (Arc<WorkingSet>, Option<First>) {
+        let mut progress = lock(&self.progress);
+        let Some(first) = progress.first.clone() else {
+            let first = Arc::new(Mutex::new(Some(guest.clone())));
+            progress.first = Some(first.clone());
+            return (progress.set.clone(), Some(First(first)));
+        };
+        if progress.looks < LOOKS
+            && let Some(written) = lock(&first).as_ref().and_then(written)
+        {
+            progress.looks += 1;
+            progress.set = Arc::new(self.learned(&progress.set, &written));
+        }
+        (progress.set.clone(), None)
+    }
+
+    /// The set with what was `written` beyond the guess, short runs first: long ones are somebody's data.
+    fn learned(&self, set: &WorkingSet, written: &Runs) -> WorkingSet {
+        let (new, _) = written.without(&self.guess).shortest(AGAIN_MAX);
+        let written = Runs::merged(self.guess.iter().chain(new.iter()).collect());
+        WorkingSet::new(&written, &set.read.without(&written))
+    }
+}
+
+fn written(guest: &GuestMemory) -> Option<Runs> {
+    // Only a help: where pages cannot be listed, the guess stays.
+    pages::runs(guest, Pages::Private).ok()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::super::{Memory, MemoryImage, PAGE, Region};
+    use super::*;
+
+    fn memory() -> Memory {
+        let region = Region { address: 0, len: 64 << 20 };
+        Memory::map(MemoryImage::empty(vec![region])).unwrap()
+    }
+
+    fn write(memory: &Memory, pages: std::ops::Range<u64>) {
+        pages.for_each(|page| memory.guest.write_obj(1u8, GuestAddress(page * PAGE)).unwrap());
+    }
+
+    fn run(pages: std::ops::Range<u64>) -> Runs {
+        Runs::one(pages.start * PAGE..pages.end * PAGE)
+    }
+
+    #[test]
+    fn sibling_has_ready_what_the_first_wrote_beyond_the_guess() {
+        let guess = WorkingSet { written: run(0..2), read: run(8..12) };
+        let lessons = Lessons::new(Arc::new(guess.clone()));
+        let (first, second) = (memory(), memory());
+        let (set, kept) = lessons.attend(&first.guest);
+        assert!(kept.is_some() && *set == guess);
+        write(&first, 10..11);
+        write(&first, 1000..9000);
+        let (set, none) = lessons.attend(&second.guest);
+        assert!(none.is_none());
+        assert_eq!(set.written.without(&run(0..2)), run(10..11));
+        assert_eq!(set.read, guess.read);
+    }
+
+    #[test]
+    fn memory_of_a_first_machine_that_ended_is_let_go() {
+        let lessons = Lessons::new(Arc::default());
+        let (first, second) = (memory(), memory());
+        let (_, kept) = lessons.attend(&first.guest);
+        write(&first, 1..2);
+        drop(kept);
+        assert!(lock(lock(&lessons.progress).first.as_ref().unwrap()).is_none());
+        assert_eq!(*lessons.attend(&second.guest).0, WorkingSet::default());
+    }
+}
