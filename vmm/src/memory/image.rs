@@ -20,7 +20,7 @@ use super::{PAGE, Pages, Runs, pages, sys};
 pub const MAX_RUNS: usize = 2048;
 /// Gaps up to this size between two changed pieces are copied with them beside the guest: each piece is a mapping
 /// in every child, which costs more than a few pages once. A guest that waits for the copy is spared that.
-const GAP: u64 = 16 * PAGE;
+const GAP: u64 = 32 * PAGE;
 /// How much of what a guest has written it is expected to write again at once: more than a first command
 /// does, and little enough to keep.
 pub const AGAIN_MAX: u64 = 2 << 20;
