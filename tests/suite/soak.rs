@@ -12,6 +12,7 @@ use pvmm::{Drive, Template};
 use pvmm_tests::census::{Census, check_even};
 use pvmm_tests::child::{Child, SOON, prints, record};
 use pvmm_tests::guest::Guest;
+use pvmm_tests::stalls::Stalls;
 use tempfile::TempDir;
 
 /// A snapshot with its working set, as `pvmm template build` makes one.
@@ -31,13 +32,15 @@ fn restore_exec_kill(times: usize) {
     let cycle = || {
         let begun = Instant::now();
         assert_eq!(Child::of(&template).prints("echo $((6 * 7))"), "42");
-        begun.elapsed()
+        (begun, begun.elapsed())
     };
     // The first ones make what is made once.
     cycle();
     cycle();
+    let stalls = Stalls::watch();
     let before = Census::take();
-    check_even("restore, exec, kill", (0..times).map(|_| cycle()).collect());
+    let samples: Vec<_> = (0..times).map(|_| cycle()).collect();
+    check_even("restore, exec, kill", &stalls, &samples);
     before.check();
 }
 
@@ -69,12 +72,14 @@ fn rollbacks(times: usize) {
         drop(agent);
         let begun = Instant::now();
         guest.vm.rollback().unwrap();
-        begun.elapsed()
+        (begun, begun.elapsed())
     };
     cycle(0);
     cycle(0);
+    let stalls = Stalls::watch();
     let before = Census::take();
-    check_even("rollback", (0..times).map(&mut cycle).collect());
+    let samples: Vec<_> = (0..times).map(&mut cycle).collect();
+    check_even("rollback", &stalls, &samples);
     before.check();
 }
 
