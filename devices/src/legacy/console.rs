@@ -96,7 +96,8 @@ impl ConsoleInput {
     pub fn push(&self, bytes: &[u8]) {
         let mut state = self.pipe.lock();
         let capacity = self.pipe.config.capacity_bytes;
-        if let Some(target) = state.target.take_if(|_| !bytes.is_empty()) {
+        let begins = !bytes.is_empty() && !state.closed;
+        if let Some(target) = state.target.take_if(|_| begins) {
             state.bytes.reserve_exact(capacity);
             match self.drain_to(target) {
                 Ok(thread) => state.thread = Some(thread),
@@ -256,6 +257,7 @@ mod tests {
         drop(console);
         input.push(b"late");
         assert_eq!(input.pipe.dropped.load(Ordering::Relaxed), 4);
+        assert!(input.pipe.lock().thread.is_none());
         drop(input);
         assert_eq!(received.iter().count(), 0);
     }
