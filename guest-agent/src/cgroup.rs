@@ -21,8 +21,12 @@ const KILL_ROUNDS: usize = 16;
 pub struct Cgroups {
     base: PathBuf,
     next: u64,
-    /// Groups of ended execs that a background process still lives in.
+    /// Made beforehand: the next exec need not wait for it.
+    spare: Option<Cgroup>,
+    /// Groups of ended execs, not removed yet, perhaps because a background process still lives in them.
     lingering: Vec<PathBuf>,
+    /// Something has ended since the last time that we tidied up.
+    untidy: bool,
     frozen: Arc<AtomicBool>,
     /// The kernel accounts for memory, processes and processors of each group.
     limits: bool,
@@ -48,7 +52,8 @@ impl Cgroups {
         // Also tells a directory of some other filesystem from a control group.
         base.join("cgroup.kill").exists().then_some(())?;
         let frozen = Arc::default();
-        let mut this = Self { base, next: 0, lingering: Vec::new(), frozen, limits: false };
+        let (spare, lingering, limits) = (None, Vec::new(), false);
+        let mut this = Self { base, next: 0, spare, lingering, untidy: true, frozen, limits };
         // An agent before us may have ended in mid-freeze.
         let _ = this.thaw();
         this.adopt_leftovers();
@@ -69,7 +74,11 @@ impl Cgroups {
             // Who starts a process waits for its program, and that would never run.
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
-        self.sweep();
+        self.untidy = true;
+        self.spare.take().map_or_else(|| self.make(), Ok)
+    }
+
+    fn make(&mut self) -> io::Result<Cgroup> {
         loop {
             let path = self.base.join(format!("exec-{}", self.next));
             self.next += 1;
@@ -95,16 +104,36 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Removes a group now, or once the processes in it have gone.
+    /// Whether any group may be limited.
+    pub fn has_limits(&self) -> bool {
+        self.limits
+    }
+
+    /// Lets a group be removed once the processes in it have gone.
     pub fn retire(&mut self, cgroup: Cgroup) {
         drop(cgroup.dir);
-        if remove(&cgroup.path).is_err() {
-            self.lingering.push(cgroup.path);
+        self.lingering.push(cgroup.path);
+        self.untidy = true;
+    }
+
+    /// Processes have ended, and groups may be empty now.
+    pub fn note_deaths(&mut self) {
+        self.untidy = true;
+    }
+
+    /// Removes what is not needed any more and makes what will be, when nobody waits for anything else.
+    pub fn tidy(&mut self) {
+        if !std::mem::take(&mut self.untidy) {
+            return;
+        }
+        self.sweep();
+        if self.spare.is_none() {
+            // The exec that needs it will say why there is none.
+            self.spare = self.make().ok();
         }
     }
 
-    /// Removes groups that have become empty.
-    pub fn sweep(&mut self) {
+    fn sweep(&mut self) {
         self.lingering
             .retain(|path| remove(path).is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)));
     }
@@ -135,6 +164,7 @@ impl Cgroups {
     /// Ends everything in every group and removes them, as far as they empty within the call.
     pub fn close(mut self) {
         let _ = fs::write(self.base.join("cgroup.kill"), "1");
+        self.spare = None;
         self.adopt_leftovers();
         for _ in 0..100 {
             while sys::reap().is_some() {}

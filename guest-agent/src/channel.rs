@@ -41,6 +41,8 @@ pub struct Source {
     /// Why reading failed, if it did; the end is then not announced as one.
     errno: Option<i32>,
     ended: bool,
+    /// Its end is soon followed by other news.
+    end_can_wait: bool,
 }
 
 impl Source {
@@ -58,7 +60,13 @@ impl Source {
             stop_after: None,
             errno: None,
             ended: false,
+            end_can_wait: false,
         }
+    }
+
+    /// An output of a process: it mostly ends because the process does.
+    pub fn of_process(channel: Channel, fd: OwnedFd, limit: Option<OutputLimit>) -> Self {
+        Self { end_can_wait: true, ..Self::new(channel, fd, limit) }
     }
 
     pub fn has_ended(&self) -> bool {
@@ -182,7 +190,10 @@ impl Source {
             last.drain(..count);
             self.last = Some(last);
         }
-        out.data(stream, self.channel, &[], true);
+        match self.end_can_wait {
+            true => out.end_unhurried(stream, self.channel),
+            false => out.data(stream, self.channel, &[], true),
+        }
         self.ended = true;
         Step::Waiting
     }

@@ -11,7 +11,7 @@ use pvmm_guest_agent::message::{
 };
 use pvmm_guest_agent::{Channel, Kind};
 
-use crate::cgroup::{self, Cgroup};
+use crate::cgroup::{self, Cgroup, Cgroups};
 use crate::channel::{Sink, Source};
 use crate::detached::Outliving;
 use crate::forward;
@@ -97,8 +97,8 @@ impl Server {
             return Ok(());
         }
         let Stdio { input, output, error, terminal } = stdio;
-        let mut sources = vec![Source::new(Channel::Output, output.ours, limit)];
-        sources.extend(error.map(|ends| Source::new(Channel::Error, ends.ours, limit)));
+        let mut sources = vec![Source::of_process(Channel::Output, output.ours, limit)];
+        sources.extend(error.map(|ends| Source::of_process(Channel::Error, ends.ours, limit)));
         let sink = input.map(|ends| match terminal {
             Some(_) => Sink::terminal(ends.ours),
             None => Sink::new(ends.ours, None),
@@ -126,7 +126,7 @@ impl Server {
         if let Some(connection) = self.connections.get_mut(&connection) {
             connection.streams.insert(stream, id);
             let started = Started { pid: Some(pid as u32), ..Started::default() };
-            connection.out.control(Kind::Started, stream, &started);
+            connection.out.control_unhurried(Kind::Started, stream, &started);
         }
         Ok(())
     }
@@ -188,11 +188,12 @@ impl Server {
     }
 
     pub(crate) fn process_died(&mut self, id: u64, dead: &Reaped) {
+        let limited = self.settings.cgroups.as_ref().is_some_and(Cgroups::has_limits);
         let Some(job) = self.jobs.get_mut(&id) else { return };
         let Work::Process(process) = &mut job.work else { return };
         self.oom.catch_up();
         let oom = self.oom.names(dead.pid as u32)
-            || process.cgroup.as_ref().is_some_and(|cgroup| cgroup.oom_kills() > 0);
+            || process.cgroup.as_ref().is_some_and(|cgroup| limited && cgroup.oom_kills() > 0);
         process.phase = Phase::Dead(Death {
             oom,
             status: status(dead.status),
@@ -375,7 +376,7 @@ pub fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
         Some(spec) => users::find(spec)
             .map(Some)
             .ok_or(SpawnError { stage: Stage::User, errno: libc::ENOENT }),
-        None => Ok(users::find(&sys::user_id().to_string())),
+        None => Ok(users::find_own()),
     }
 }
 

@@ -3,6 +3,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::encode;
 use pvmm_guest_agent::frame::{self, Channel, END, HEADER_LEN, Header, Kind};
@@ -14,6 +15,9 @@ use crate::sys;
 const OUTPUT_MARK: usize = 128 << 10;
 /// Above this, the client's own frames are not read either: each may need an answer.
 const ANSWER_MARK: usize = 256 << 10;
+/// How long a frame that nobody waits for may lie until others go with it. A short command is over by then, and
+/// is told of in one packet instead of four.
+const LINGER: Duration = Duration::from_millis(50);
 /// An empty buffer keeps no more than this.
 const KEEP: usize = 256 << 10;
 
@@ -22,6 +26,10 @@ const KEEP: usize = 256 << 10;
 pub struct Outbox {
     buffer: Vec<u8>,
     sent: usize,
+    /// Somebody waits for what is in the buffer.
+    awaited: bool,
+    /// When it is sent even if nobody does.
+    due: Option<Instant>,
 }
 
 impl Outbox {
@@ -31,6 +39,34 @@ impl Outbox {
 
     pub fn is_empty(&self) -> bool {
         self.pending() == 0
+    }
+
+    /// Whether there is something that should be sent now.
+    pub fn is_due(&self) -> bool {
+        !self.is_empty() && (self.awaited || self.due.is_none_or(|due| due <= Instant::now()))
+    }
+
+    /// When what can wait is sent at the latest; `None` if nothing waits.
+    pub fn due(&self) -> Option<Instant> {
+        self.due
+    }
+
+    /// Adds a control frame that can wait for others to go with it.
+    pub fn control_unhurried<T: Serialize>(&mut self, kind: Kind, stream: u32, message: &T) {
+        // As in `control`.
+        let _ = encode(&mut self.buffer, kind, stream, message);
+        self.linger();
+    }
+
+    /// Says that no more comes on a channel, which can wait for what else there is to say.
+    pub fn end_unhurried(&mut self, stream: u32, channel: Channel) {
+        let header = Header::new(Kind::Data, stream, channel.bits() | END, 0);
+        self.buffer.extend_from_slice(&header.to_bytes());
+        self.linger();
+    }
+
+    fn linger(&mut self) {
+        self.due.get_or_insert_with(|| Instant::now() + LINGER);
     }
 
     /// Whether output may be added.
@@ -46,15 +82,18 @@ impl Outbox {
     /// Adds a control frame. One that cannot be encoded is too large: the caller bounds what it
     /// says, so nothing is lost by leaving it out.
     pub fn control<T: Serialize>(&mut self, kind: Kind, stream: u32, message: &T) -> bool {
+        self.awaited = true;
         encode(&mut self.buffer, kind, stream, message).is_ok()
     }
 
     pub fn credit(&mut self, stream: u32, channel: Channel, bytes: u32, end: bool) {
+        self.awaited = true;
         self.buffer.extend_from_slice(&frame::credit_frame(stream, channel, bytes, end));
     }
 
     /// Adds a data frame.
     pub fn data(&mut self, stream: u32, channel: Channel, bytes: &[u8], end: bool) {
+        self.awaited = true;
         let flags = channel.bits() | if end { END } else { 0 };
         let header = Header::new(Kind::Data, stream, flags, bytes.len());
         self.buffer.extend_from_slice(&header.to_bytes());
@@ -74,6 +113,7 @@ impl Outbox {
         let read = sys::read_onto(fd, &mut self.buffer, most);
         match read {
             Ok(count) if count > 0 => {
+                self.awaited = true;
                 let header = Header::new(Kind::Data, stream, channel.bits(), count).to_bytes();
                 self.buffer[start..start + HEADER_LEN].copy_from_slice(&header);
             }
@@ -97,7 +137,40 @@ impl Outbox {
         }
         self.buffer.clear();
         self.buffer.shrink_to(KEEP);
-        self.sent = 0;
+        (self.sent, self.awaited, self.due) = (0, false, None);
         Ok(true)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn frame_that_can_wait_goes_with_the_next_that_cannot() {
+        let mut out = Outbox::default();
+        out.end_unhurried(1, Channel::Output);
+        assert!(!out.is_due() && !out.is_empty());
+        out.data(1, Channel::Error, b"x", false);
+        assert!(out.is_due());
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        assert!(out.flush(&ours.into()).unwrap());
+        let mut both = Vec::new();
+        theirs.read_to_end(&mut both).unwrap();
+        assert_eq!(both.len(), 2 * HEADER_LEN + 1);
+        assert!(out.due().is_none());
+    }
+
+    #[test]
+    fn frame_that_can_wait_does_not_for_ever() {
+        let mut out = Outbox::default();
+        out.end_unhurried(1, Channel::Output);
+        let due = out.due().unwrap();
+        assert!(due <= Instant::now() + LINGER);
+        std::thread::sleep(LINGER);
+        assert!(out.is_due());
     }
 }

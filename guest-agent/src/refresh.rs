@@ -141,11 +141,11 @@ impl Server {
             Step::Addresses => configure_network(request),
             Step::Generation => {
                 self.identity.generation = request.generation;
-                make_place(PLACE, 0o755)?;
-                write(
-                    &format!("{PLACE}/generation"),
-                    format!("{}\n", request.generation).as_bytes(),
-                )
+                let (path, text) = (format!("{PLACE}/generation"), request.generation.to_string());
+                write(&path, format!("{text}\n").as_bytes()).or_else(|_| {
+                    make_place(PLACE, 0o755)?;
+                    write(&path, format!("{text}\n").as_bytes())
+                })
             }
             Step::Env => {
                 self.identity.env.clone_from(&request.env);
@@ -199,11 +199,12 @@ fn show(path: &str, bytes: &[u8]) -> io::Result<()> {
     if write(path, bytes).is_err() {
         mount_over(path, bytes)?;
     }
-    let mut shown = Vec::new();
-    open_plain(OpenOptions::new().read(true), path)?
-        .take(bytes.len() as u64 + 1)
-        .read_to_end(&mut shown)?;
-    if shown == bytes { Ok(()) } else { Err(io::Error::other(format!("{path} does not change"))) }
+    let mut shown = vec![0; bytes.len() + 1];
+    let count = open_plain(OpenOptions::new().read(true), path)?.read(&mut shown)?;
+    match shown.get(..count) == Some(bytes) {
+        true => Ok(()),
+        false => Err(io::Error::other(format!("{path} does not change"))),
+    }
 }
 
 fn mount_over(path: &str, bytes: &[u8]) -> io::Result<()> {
@@ -220,9 +221,12 @@ fn mount_over(path: &str, bytes: &[u8]) -> io::Result<()> {
     mounts::bind(&ours, path)
 }
 
+/// Writes a file in its place: one that was as long before keeps its page of memory.
 fn write(path: &str, bytes: &[u8]) -> io::Result<()> {
     let mut options = OpenOptions::new();
-    open_plain(options.write(true).create(true).truncate(true), path)?.write_all(bytes)
+    let mut file = open_plain(options.write(true).create(true).truncate(false), path)?;
+    file.write_all(bytes)?;
+    file.set_len(bytes.len() as u64)
 }
 
 /// Opens a file and nothing that could keep us waiting.

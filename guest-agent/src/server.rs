@@ -120,6 +120,12 @@ impl Server {
             if let Some(ended) = self.ending.take() {
                 return Ok(ended);
             }
+            if self.runnable.is_empty()
+                && let Some(cgroups) = &mut self.settings.cgroups
+            {
+                // Everything is on its way: whoever waits does not wait for this.
+                cgroups.tidy();
+            }
             self.epoll.wait(self.patience(), &mut ready)?;
             for event in &ready {
                 self.note(event);
@@ -165,7 +171,10 @@ impl Server {
         if !self.runnable.is_empty() {
             return Some(Duration::ZERO);
         }
-        let (first, _) = self.deadlines.first()?;
+        let lingering = self.connections.values().filter(|it| it.writable);
+        let lingering = lingering.filter_map(|connection| connection.out.due());
+        let first = self.deadlines.first().map(|(first, _)| *first);
+        let first = lingering.chain(first).min()?;
         Some(first.saturating_duration_since(Instant::now()))
     }
 
@@ -323,7 +332,7 @@ impl Server {
             }
         }
         if let Some(cgroups) = &mut self.settings.cgroups {
-            cgroups.sweep();
+            cgroups.note_deaths();
         }
     }
 
@@ -371,7 +380,7 @@ impl Server {
         let mut lost = Vec::new();
         let mut eased = Vec::new();
         for (id, connection) in &mut self.connections {
-            if connection.out.is_empty() || !connection.writable {
+            if !connection.writable || !connection.out.is_due() {
                 continue;
             }
             match connection.out.flush(&connection.socket) {

@@ -27,6 +27,11 @@ pub fn find(spec: &str) -> Option<User> {
     find_in(&account_file(PASSWD), &account_file(GROUP), spec)
 }
 
+/// Who the agent is. Without groups, for nobody needs to be made a member of them.
+pub fn find_own() -> Option<User> {
+    find_in(&account_file(PASSWD), "", &crate::sys::user_id().to_string())
+}
+
 fn find_in(passwd: &str, group: &str, spec: &str) -> Option<User> {
     let (user, wanted_group) = match spec.split_once(':') {
         Some((user, group)) => (user, Some(group)),

@@ -66,7 +66,21 @@ pub fn boot() -> Result<System, BootError> {
     furnish()?;
     let _ = sys::set_hostname(words.hostname.as_deref().unwrap_or(DEFAULT_HOSTNAME));
     raise_loopback();
+    sleep_deeply();
     Ok(system)
+}
+
+/// Keeps an idle guest from waking up every half second: a copy at rest should cost neither time nor pages.
+fn sleep_deeply() {
+    for (setting, value) in [
+        // Memory is still compacted when somebody needs it.
+        ("/proc/sys/vm/compaction_proactiveness", "0"),
+        // Counters that are only for show.
+        ("/proc/sys/vm/stat_interval", "10"),
+    ] {
+        // A kernel that does not have it does not do it.
+        let _ = fs::write(setting, value);
+    }
 }
 
 /// What the kernel shows of itself, needed before all else.

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::AgentError;
 use pvmm::exec::{ExecError, ExecRequest, ProcessEvent};
 
-use crate::fixture::Fixture;
+use crate::fixture::{Fixture, wait_for};
 
 #[test]
 fn stdin_of_50_mb_arrives_complete() {
@@ -65,6 +65,14 @@ fn stdout_of_200_mb_arrives_complete_and_in_order() {
     assert_eq!((total, status.stdout.total), (200 << 20, 200 << 20));
     let grown = fixture.private_kib().saturating_sub(before);
     assert!(grown < 2048, "the agent grew by {grown} KiB");
+}
+
+#[test]
+fn pid_of_a_process_that_says_nothing_is_told_all_the_same() {
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    let process = agent.start(&ExecRequest::argv(["sleep", "60"])).unwrap();
+    wait_for("the process's number", || process.pid().is_some());
 }
 
 #[test]
