@@ -11,7 +11,7 @@ use pvmm_devices::virtio::block::{Block, BlockConfig};
 use pvmm_devices::virtio::net::{Net, NetStateV2, TapSource};
 use pvmm_devices::virtio::registry::DeviceState;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
-use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
+use pvmm_devices::virtio::vsock::{Vsock, VsockConfig, VsockStateV2};
 use pvmm_devices::vmgenid::VmGenId;
 
 use crate::arch::x86_64::layout;
@@ -108,7 +108,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     let mut vm = machine.start(vcpus, kvm, memory, held)?;
     vm.page_server = page_server;
     vm.prefault = prefault;
-    trace::step("vCPU threads");
+    trace::step("hand over");
     Ok(vm)
 }
 
@@ -195,22 +195,9 @@ fn open_devices(
             }
             DeviceState::NetV2(saved) => open_net(template, overrides, &mut opened, saved)?,
             DeviceState::Vsock(saved) => {
-                let config = match overrides.vsock.take() {
-                    Some(config::Vsock { guest_cid, uds_path, keep_socket }) => {
-                        VsockConfig { guest_cid: guest_cid.into(), uds_path, keep_socket }
-                    }
-                    None => VsockConfig {
-                        guest_cid: saved.guest_cid,
-                        uds_path: template.vsock_path.clone().unwrap_or_default(),
-                        keep_socket: false,
-                    },
-                };
-                opened.vsock_path = Some(config.uds_path.clone());
-                let vsock = Vsock::open(&config)
-                    .and_then(|vsock| vsock.restore(saved.clone()))
-                    .map_err(|e| refused("vsock".to_owned())(e.into()))?;
-                opened.devices.push(Box::new(vsock));
+                open_vsock(template, overrides, &mut opened, &saved.clone().into())?;
             }
+            DeviceState::VsockV2(saved) => open_vsock(template, overrides, &mut opened, saved)?,
             DeviceState::Balloon(saved) => {
                 let refused = refused("balloon".to_owned());
                 let balloon = Balloon::restore(saved).map_err(|e| refused(e.into()))?;
@@ -226,6 +213,30 @@ fn open_devices(
     }
     check_all_used(overrides, &opened)?;
     Ok(opened)
+}
+
+fn open_vsock(
+    template: &Template,
+    overrides: &mut Overrides,
+    opened: &mut Opened,
+    saved: &VsockStateV2,
+) -> Result<(), Error> {
+    let config = match overrides.vsock.take() {
+        Some(config::Vsock { guest_cid, uds_path, keep_socket }) => {
+            VsockConfig { guest_cid: guest_cid.into(), uds_path, keep_socket }
+        }
+        None => VsockConfig {
+            guest_cid: saved.guest_cid,
+            uds_path: template.vsock_path.clone().unwrap_or_default(),
+            keep_socket: false,
+        },
+    };
+    opened.vsock_path = Some(config.uds_path.clone());
+    let vsock = Vsock::open(&config)
+        .and_then(|vsock| vsock.restore(saved))
+        .map_err(|e| refused("vsock".to_owned())(e.into()))?;
+    opened.devices.push(Box::new(vsock));
+    Ok(())
 }
 
 fn open_net(

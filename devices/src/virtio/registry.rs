@@ -8,7 +8,7 @@ use super::balloon::{BalloonStateV1, BalloonUpdate};
 use super::block::{BlockStateV1, BlockUpdate};
 use super::net::{NetStateV1, NetStateV2, NetUpdate};
 use super::rng::RngStateV1;
-use super::vsock::VsockStateV1;
+use super::vsock::{VsockStateV1, VsockStateV2};
 
 /// A kind of device, numbered as virtio 1.2 section 5 does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -39,11 +39,13 @@ impl DeviceKind {
 pub enum DeviceState {
     Block(BlockStateV1),
     Rng(RngStateV1),
+    /// Read, no longer written.
     Vsock(VsockStateV1),
     /// Read, no longer written.
     Net(NetStateV1),
     Balloon(BalloonStateV1),
     NetV2(NetStateV2),
+    VsockV2(VsockStateV2),
 }
 
 impl DeviceState {
@@ -51,7 +53,7 @@ impl DeviceState {
         match self {
             Self::Block(_) => DeviceKind::Block,
             Self::Rng(_) => DeviceKind::Rng,
-            Self::Vsock(_) => DeviceKind::Vsock,
+            Self::Vsock(_) | Self::VsockV2(_) => DeviceKind::Vsock,
             Self::Net(_) | Self::NetV2(_) => DeviceKind::Net,
             Self::Balloon(_) => DeviceKind::Balloon,
         }

@@ -15,7 +15,7 @@ use vmm_sys_util::timerfd::TimerFd;
 use super::config::{self, VsockConfig};
 use super::host::UnixHost;
 use super::mux::{FIRST_HOST_PORT, Limits};
-use super::state::{OwedReset, VsockStateV1};
+use super::state::{OwedReset, VsockStateV2};
 use super::worker::VsockWorker;
 use super::{VsockError, sys};
 use crate::virtio::registry::{DeviceKind, DeviceState};
@@ -32,10 +32,10 @@ pub struct Vsock {
     pub(super) host: UnixHost,
     pub(super) socket_file: Option<SocketFile>,
     pub(super) next_host_port: u32,
-    /// What a snapshot said the guest waits for in vain; with `restored`, the guest must first drop all
-    /// connections it remembers.
+    /// What a snapshot said the guest waits for in vain.
     pub(super) owed_resets: Vec<OwedReset>,
-    pub(super) restored: bool,
+    /// The guest must first drop the connections that it remembers, or learn its new address.
+    pub(super) out_of_date: bool,
     pub(super) timer: TimerFd,
     pub(super) again: EventFd,
     pub(super) limits: Limits,
@@ -64,12 +64,17 @@ impl Vsock {
 
     /// Gives a device the past that a snapshot holds. Address and path are those it was opened with, so
     /// copies of one snapshot can have their own; the guest will read its address again.
-    pub fn restore(mut self, state: VsockStateV1) -> Result<Self, VsockError> {
+    pub fn restore(mut self, state: &VsockStateV2) -> Result<Self, VsockError> {
         state.validate()?;
-        self.next_host_port = state.next_host_port;
-        self.owed_resets = state.owed_resets;
-        self.restored = true;
+        self.take_past(state);
         Ok(self)
+    }
+
+    fn take_past(&mut self, state: &VsockStateV2) {
+        self.next_host_port = state.next_host_port;
+        self.owed_resets.clone_from(&state.owed_resets);
+        // A guest that remembers nothing is spared a way there and back before its first connection.
+        self.out_of_date = state.connected || state.guest_cid != self.guest_cid;
     }
 
     fn new(
@@ -87,7 +92,7 @@ impl Vsock {
             socket_file,
             next_host_port: FIRST_HOST_PORT,
             owed_resets: Vec::new(),
-            restored: false,
+            out_of_date: false,
             timer,
             again,
             limits: Limits::default(),
@@ -117,18 +122,19 @@ impl VirtioDevice for Vsock {
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::Vsock(VsockStateV1 {
+        DeviceState::VsockV2(VsockStateV2 {
             guest_cid: self.guest_cid,
             next_host_port: self.next_host_port,
             owed_resets: self.owed_resets.clone(),
+            connected: self.out_of_date,
         })
     }
 
     fn rewind(&mut self, state: &DeviceState) {
-        if let DeviceState::Vsock(state) = state {
-            self.next_host_port = state.next_host_port;
-            self.owed_resets.clone_from(&state.owed_resets);
-            self.restored = true;
+        match state {
+            DeviceState::VsockV2(state) => self.take_past(state),
+            DeviceState::Vsock(state) => self.take_past(&state.clone().into()),
+            _ => {}
         }
     }
 }

@@ -36,7 +36,7 @@ use std::path::PathBuf;
 
 pub use config::VsockConfig;
 pub use device::Vsock;
-pub use state::VsockStateV1;
+pub use state::{VsockStateV1, VsockStateV2};
 
 /// Why a vsock device could not be made.
 #[derive(Debug, thiserror::Error)]

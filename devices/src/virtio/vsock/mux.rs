@@ -155,6 +155,11 @@ impl<H: Host> Mux<H> {
         self.next_host_port
     }
 
+    /// Whether the guest may believe itself connected to anything.
+    pub fn has_connections(&self) -> bool {
+        self.table.connections().next().is_some()
+    }
+
     /// The connections that a restored guest would wait for in vain, for a transport reset only reaches
     /// those that it believes established.
     pub fn owed_after_restore(&self) -> Vec<OwedReset> {

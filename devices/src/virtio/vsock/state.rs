@@ -11,7 +11,7 @@ use super::connection::Pair;
 use super::mux::{FIRST_HOST_PORT, LAST_HOST_PORT, Limits};
 use super::wire::TYPE_STREAM;
 
-/// Version 1 of the saved state. Untrusted until `validate`.
+/// Version 1 of the saved state. Read, no longer written.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VsockStateV1 {
     pub guest_cid: u64,
@@ -19,6 +19,23 @@ pub struct VsockStateV1 {
     pub next_host_port: u32,
     /// Ports that the guest is waiting for and that nobody will answer.
     pub owed_resets: Vec<OwedReset>,
+}
+
+/// Version 2 of the saved state. Untrusted until `validate`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VsockStateV2 {
+    pub guest_cid: u64,
+    pub next_host_port: u32,
+    pub owed_resets: Vec<OwedReset>,
+    /// The guest may remember connections that are no more.
+    pub connected: bool,
+}
+
+impl From<VsockStateV1> for VsockStateV2 {
+    fn from(old: VsockStateV1) -> Self {
+        let VsockStateV1 { guest_cid, next_host_port, owed_resets } = old;
+        Self { guest_cid, next_host_port, owed_resets, connected: true }
+    }
 }
 
 /// A reset that the guest has not received yet.
@@ -40,7 +57,7 @@ impl OwedReset {
     }
 }
 
-impl VsockStateV1 {
+impl VsockStateV2 {
     /// Checks a state that came from a file.
     pub fn validate(&self) -> Result<(), VsockError> {
         check_cid(self.guest_cid)?;

@@ -33,7 +33,7 @@ impl conformance::Specimen for Unserved {
     }
 
     fn restored(&self, state: &DeviceState) -> Vsock {
-        let DeviceState::Vsock(state) = state.clone() else { panic!("not a vsock state") };
+        let DeviceState::VsockV2(state) = state else { panic!("not a vsock state") };
         self.fresh().restore(state).unwrap()
     }
 

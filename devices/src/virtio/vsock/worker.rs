@@ -16,7 +16,7 @@ use super::device::{SocketFile, Vsock};
 use super::host::UnixHost;
 use super::mux::{Limits, MAX_BURST, MIN_BUFFER, Mux, Readiness};
 use super::resync::Resync;
-use super::state::VsockStateV1;
+use super::state::VsockStateV2;
 use crate::GuestMemory;
 use crate::virtio::chain::{self, Chain, Segment};
 use crate::virtio::registry::DeviceState;
@@ -74,7 +74,7 @@ impl VsockWorker {
             queues,
             interrupt,
             mux,
-            resync: if device.restored { Resync::owed() } else { Resync::Done },
+            resync: if device.out_of_date { Resync::owed() } else { Resync::Done },
             socket_file: device.socket_file,
             limits: device.limits,
             timer: device.timer,
@@ -336,10 +336,11 @@ impl Worker for VsockWorker {
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::Vsock(VsockStateV1 {
+        DeviceState::VsockV2(VsockStateV2 {
             guest_cid: self.mux.guest_cid(),
             next_host_port: self.mux.next_host_port(),
             owed_resets: self.mux.owed_after_restore(),
+            connected: self.mux.has_connections() || !self.resync.allows_rx(),
         })
     }
 
@@ -356,7 +357,7 @@ impl Worker for VsockWorker {
             next_host_port,
             // The next driver starts without a past.
             owed_resets: Vec::new(),
-            restored: false,
+            out_of_date: false,
             timer,
             again,
             limits,

@@ -232,11 +232,11 @@ impl Guest {
     pub fn restored(self) -> Self {
         let Self { driver, free_rx, .. } = self;
         let suspended = driver.suspend();
-        let DeviceState::Vsock(state) = suspended.state.device.clone() else {
+        let DeviceState::VsockV2(state) = suspended.state.device.clone() else {
             panic!("not a vsock state")
         };
         let dir = tempfile::tempdir().unwrap();
-        let device = open(&dir, Limits::default()).restore(state).unwrap();
+        let device = open(&dir, Limits::default()).restore(&state).unwrap();
         Self { driver: suspended.resume(device).unwrap(), dir, free_rx }
     }
 }

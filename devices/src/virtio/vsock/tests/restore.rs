@@ -3,17 +3,22 @@
 use std::io::{Read, Write};
 use std::time::Duration;
 
-use super::guest::{CID, EVENT, Guest, Ports, is_closed, read_rest};
+use super::guest::{CID, EVENT, Guest, Ports, is_closed, open, read_rest};
 use crate::virtio::registry::DeviceState;
-use crate::virtio::vsock::VsockStateV1;
 use crate::virtio::vsock::mux::{FIRST_HOST_PORT, LAST_HOST_PORT, Limits};
 use crate::virtio::vsock::state::OwedReset;
 use crate::virtio::vsock::wire::Op;
+use crate::virtio::vsock::{VsockStateV1, VsockStateV2};
 
 const DIAL: Ports = Ports { host: 1025, guest: 7000 };
 
-fn state() -> VsockStateV1 {
-    VsockStateV1 { guest_cid: CID, next_host_port: FIRST_HOST_PORT, owed_resets: Vec::new() }
+fn state() -> VsockStateV2 {
+    VsockStateV2 {
+        guest_cid: CID,
+        next_host_port: FIRST_HOST_PORT,
+        owed_resets: Vec::new(),
+        connected: false,
+    }
 }
 
 #[test]
@@ -43,11 +48,56 @@ fn e15_restored_guest_hears_the_transport_reset_before_anything_else() {
 fn e15_restored_guest_that_never_answers_the_event_is_not_waited_for_long() {
     let mut guest = Guest::new();
     guest.post_event();
+    let _remembered = guest.connected_client();
     let mut copy = guest.restored();
     let _client = copy.client("CONNECT 1024\n");
+    copy.expect_silence();
     copy.run_until(|guest| {
         guest.receive().is_some_and(|(header, _)| header.op == Op::Request as u16)
     });
+}
+
+#[test]
+fn restored_guest_that_remembers_nothing_is_reached_at_once() {
+    let mut guest = Guest::new();
+    guest.post_event();
+    let (client, ports) = guest.connected_client();
+    drop(client);
+    guest.expect(Op::Shutdown);
+    guest.send(ports, Op::Reset);
+    guest.run();
+    let mut copy = guest.restored();
+    let _client = copy.client("CONNECT 1024\n");
+    copy.expect(Op::Request);
+    assert!(copy.driver.used(EVENT).is_none());
+}
+
+#[test]
+fn restored_guest_that_has_not_answered_yet_is_told_again_when_it_is_restored_again() {
+    let mut guest = Guest::new();
+    guest.post_event();
+    guest.post_event();
+    let _remembered = guest.connected_client();
+    let mut copy = guest.restored();
+    copy.run();
+    assert_eq!(copy.driver.used(EVENT).unwrap().len, 4);
+    let mut again = copy.restored();
+    again.run();
+    assert_eq!(again.driver.used(EVENT).unwrap().len, 4);
+}
+
+#[test]
+fn restored_guest_with_another_address_is_told() {
+    let device = open(&tempfile::tempdir().unwrap(), Limits::default());
+    assert!(!device.restore(&state()).unwrap().out_of_date);
+    let device = open(&tempfile::tempdir().unwrap(), Limits::default());
+    assert!(device.restore(&VsockStateV2 { guest_cid: CID + 1, ..state() }).unwrap().out_of_date);
+}
+
+#[test]
+fn state_of_the_first_version_may_hold_connections() {
+    let old = VsockStateV1 { guest_cid: CID, next_host_port: FIRST_HOST_PORT, owed_resets: vec![] };
+    assert_eq!(VsockStateV2::from(old), VsockStateV2 { connected: true, ..state() });
 }
 
 #[test]
@@ -178,7 +228,10 @@ fn state_of_an_active_device_round_trips() {
     guest.connected_client();
     let saved = guest.driver.suspend().state;
     let next_host_port = FIRST_HOST_PORT + 1;
-    assert_eq!(saved.device, DeviceState::Vsock(VsockStateV1 { next_host_port, ..state() }));
+    assert_eq!(
+        saved.device,
+        DeviceState::VsockV2(VsockStateV2 { next_host_port, connected: true, ..state() })
+    );
 }
 
 #[test]
@@ -186,10 +239,10 @@ fn state_with_impossible_values_is_refused() {
     state().validate().unwrap();
     let reset = OwedReset { host_port: 1, guest_port: 2, kind: 1 };
     let wrong = [
-        VsockStateV1 { guest_cid: 2, ..state() },
-        VsockStateV1 { next_host_port: 0, ..state() },
-        VsockStateV1 { next_host_port: LAST_HOST_PORT, ..state() },
-        VsockStateV1 { owed_resets: vec![reset; 1 << 20], ..state() },
+        VsockStateV2 { guest_cid: 2, ..state() },
+        VsockStateV2 { next_host_port: 0, ..state() },
+        VsockStateV2 { next_host_port: LAST_HOST_PORT, ..state() },
+        VsockStateV2 { owed_resets: vec![reset; 1 << 20], ..state() },
     ];
     for state in wrong {
         assert!(state.validate().is_err(), "{:?}", state.guest_cid);
