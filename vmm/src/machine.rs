@@ -44,8 +44,6 @@ use crate::vm::Vm;
 /// What kept the parts from coming together.
 #[derive(Debug, thiserror::Error)]
 pub enum MachineError {
-    #[error("cannot block signals")]
-    Signals(#[source] io::Error),
     #[error("cannot start the device thread")]
     DeviceThread(#[source] io::Error),
     #[error("cannot make an event descriptor")]
@@ -124,7 +122,7 @@ impl Machine {
         })
     }
 
-    /// Puts a virtio device in the next place and connects its interrupt and its kicks.
+    /// Puts a virtio device in the next place and connects its interrupt. Its kicks are once they are many.
     pub fn attach(
         &mut self,
         device: Box<dyn VirtioDevice>,
@@ -137,20 +135,19 @@ impl Machine {
         }
         let place = place(index);
         let kind = device.kind().name();
-        let transport = MmioTransport::new(device, memory.clone(), self.devices.handle().clone())
+        let kicks = Box::new(kvm.kicks_at(place.address + offset::QUEUE_NOTIFY));
+        let thread = self.devices.handle().clone();
+        let transport = MmioTransport::new(device, memory.clone(), thread, kicks)
             .map_err(|source| MachineError::Device { kind, source })?;
         let transport = Arc::new(transport);
         self.ioapic.wire(place.gsi);
         kvm.connect_interrupt(transport.interrupt().event(), place.gsi)?;
-        for (queue, kick) in transport.queue_kicks().iter().enumerate() {
-            kvm.connect_kick(kick, place.address + offset::QUEUE_NOTIFY, queue as u32)?;
-        }
         self.buses.mmio.insert(place.address, layout::VIRTIO_MMIO_SIZE, transport.clone())?;
         self.transports.push(transport);
         Ok(())
     }
 
-    /// Gives each vCPU its thread, parked, and hands the machine to its owner.
+    /// Hands the machine to its owner. Its threads start when it first runs.
     pub fn start(
         self,
         vcpus: Vec<VcpuFd>,
@@ -162,16 +159,13 @@ impl Machine {
             let vsock = vsock.clone();
             self.ending.then(Box::new(move || vsock.abandon()));
         }
-        // Signals are for the process's other threads; these are born with all of them blocked.
-        let signals = sys::BlockedSignals::new().map_err(MachineError::Signals)?;
         let buses = Arc::new(self.buses);
         let report = self.ending.report();
-        let start = |(id, vcpu)| {
+        let thread = |(id, vcpu)| {
             let name = held.vcpu_threads.vcpu(id);
-            VcpuThread::start(id, name, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
+            VcpuThread::new(id, name, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
         };
-        let vcpus = (0..).zip(vcpus).map(start).collect::<Result<Vec<_>, _>>()?;
-        drop(signals);
+        let vcpus = (0..).zip(vcpus).map(thread).collect::<Result<Vec<_>, _>>()?;
         Ok(Vm {
             vcpus,
             devices: self.devices,

@@ -68,15 +68,17 @@ impl Vm {
     /// Lets the guest run.
     pub fn resume(&mut self) -> Result<(), Error> {
         if !self.running {
+            // All of them before any runs: a machine runs as a whole or not at all.
+            self.vcpus.iter_mut().try_for_each(VcpuThread::start)?;
+            trace::step("vCPU threads");
             self.open_drives()?;
             self.devices.handle().resume_all()?;
             self.devices.start().map_err(MachineError::DeviceThread)?;
             trace::step("resume devices");
-            if let (Some(prefault), Some(first)) = (self.prefault.take(), self.vcpus.first()) {
-                first.prepare(prefault)?;
-            }
+            // The first vCPU makes the pages of a first use ready.
+            let mut prefault = self.prefault.take();
             for vcpu in &self.vcpus {
-                vcpu.resume()?;
+                vcpu.resume(prefault.take())?;
             }
             trace::step("resume vCPUs");
             self.running = true;

@@ -293,7 +293,8 @@ pub fn device_on_its_thread_stops_in_time<S: Specimen>(specimen: &S) {
     thread.start().unwrap();
     let device = Box::new(specimen.fresh());
     let handle = thread.handle().clone();
-    let transport = super::MmioTransport::new(device, memory(), handle.clone()).unwrap();
+    let transport =
+        super::MmioTransport::new(device, memory(), handle.clone(), Box::new(())).unwrap();
     let start = std::time::Instant::now();
     handle.quiesce_all().unwrap();
     assert_eq!(transport.save().unwrap().kind, transport.kind());

@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::device_loop::{Command, DeviceLoop, Reply};
-use super::mmio::{RestoreError, TransportStateV1, offset, status};
+use super::mmio::{KickShortcut, RestoreError, TransportStateV1, offset, status};
 use super::thread::Calls;
 use super::{DeviceError, DeviceHandle, MmioTransport, VirtioDevice};
 use crate::GuestMemory;
@@ -120,8 +120,25 @@ impl MockDriver {
         memory: GuestMemory,
         devices: &Arc<InlineLoop>,
     ) -> Self {
-        let sizes = device.queue_sizes();
-        let transport = MmioTransport::new(Box::new(device), memory.clone(), devices.handle());
+        Self::made_of(device, memory, devices, Box::new(()))
+    }
+
+    /// A driver whose kicks may get a way of their own.
+    pub fn with_shortcut(
+        device: impl VirtioDevice + 'static,
+        shortcut: Box<dyn KickShortcut>,
+    ) -> Self {
+        Self::made_of(device, memory(), &InlineLoop::new(), shortcut)
+    }
+
+    fn made_of(
+        device: impl VirtioDevice + 'static,
+        memory: GuestMemory,
+        devices: &Arc<InlineLoop>,
+        shortcut: Box<dyn KickShortcut>,
+    ) -> Self {
+        let (sizes, device) = (device.queue_sizes(), Box::new(device));
+        let transport = MmioTransport::new(device, memory.clone(), devices.handle(), shortcut);
         let rings = sizes.iter().map(|_| Ring::default()).collect();
         let (transport, devices) = (Arc::new(transport.unwrap()), devices.clone());
         // A page short of the hole, and above every ring.

@@ -11,6 +11,7 @@ use std::sync::Arc;
 use kvm_bindings::{CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
 use kvm_bindings::{kvm_enable_cap, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use pvmm_devices::virtio::mmio::KickShortcut;
 use pvmm_devices::{GuestMemory, ioapic};
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::EventFd;
@@ -49,8 +50,6 @@ pub enum KvmError {
     Cpuid(#[source] kvm_ioctls::Error),
     #[error("cannot connect a device's interrupt")]
     Irqfd(#[source] kvm_ioctls::Error),
-    #[error("cannot connect a device's kick")]
-    Ioeventfd(#[source] kvm_ioctls::Error),
     #[error("cannot read or set the guest's clock")]
     Clock(#[source] kvm_ioctls::Error),
     #[error("{what} of vCPU {id}: not accepted")]
@@ -154,10 +153,22 @@ impl KvmVm {
         self.fd.register_irqfd(interrupt, gsi).map_err(KvmError::Irqfd)
     }
 
-    /// A guest store of `value` at `address` becomes an event on `kick`, without leaving the kernel.
-    pub fn connect_kick(&self, kick: &EventFd, address: u64, value: u32) -> Result<(), KvmError> {
-        let address = IoEventAddress::Mmio(address);
-        self.fd.register_ioevent(kick, &address, value).map_err(KvmError::Ioeventfd)
+    /// What can make events of guest stores at `address`.
+    pub fn kicks_at(&self, address: u64) -> KvmKicks {
+        KvmKicks { vm: self.fd.clone(), address }
+    }
+}
+
+/// Kicks that do not leave the kernel. KVM makes everybody wait for a moment when one is added.
+pub struct KvmKicks {
+    vm: Arc<VmFd>,
+    address: u64,
+}
+
+impl KickShortcut for KvmKicks {
+    fn connect(&self, queue: u32, kick: &EventFd) -> io::Result<()> {
+        let address = IoEventAddress::Mmio(self.address);
+        Ok(self.vm.register_ioevent(kick, &address, queue)?)
     }
 }
 

@@ -1,15 +1,17 @@
 //! A vCPU thread: parked or running, told which by messages.
 //!
 //! ```text
-//!         resume            pause (kick)
-//! parked ───────► running ───────────────► parked
-//!    ▲               │ guest ended
-//!    └───────────────┘ (reported once to the owner)
+//!           resume           resume            pause (kick)
+//! no thread ───────► parked ───────► running ───────────────► parked
+//!                       ▲               │ guest ended
+//!                       └───────────────┘ (reported once to the owner)
 //! ```
+//!
+//! A machine that is made ready and never runs costs no thread.
 
 use std::io;
-use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -50,17 +52,26 @@ pub enum ThreadError {
 
 /// The owner's end of a vCPU thread. Dropping it stops the thread.
 pub struct VcpuThread {
+    /// There until the thread starts.
+    unborn: Option<Unborn>,
     commands: Option<Sender<Command>>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// A vCPU that has not run yet.
+struct Unborn {
+    own: Own,
+    name: String,
+    buses: Arc<Buses>,
+    report: Report,
 }
 
 /// Told once about every machine that ended, by whichever vCPU saw it.
 pub type Report = Arc<dyn Fn(Outcome) + Send + Sync>;
 
 impl VcpuThread {
-    /// Starts the thread, parked. The caller keeps signals blocked meanwhile (`sys::BlockedSignals`): then a
-    /// kick, which may come before the thread runs, waits until it looks.
-    pub fn start(
+    /// A vCPU without a thread; that starts when the guest first runs.
+    pub fn new(
         id: u32,
         name: String,
         vcpu: VcpuFd,
@@ -68,22 +79,43 @@ impl VcpuThread {
         buses: Arc<Buses>,
         report: Report,
     ) -> Result<Self, ThreadError> {
-        let (commands, mailbox) = mpsc::channel();
         unblock_while_running(&vcpu, sys::kick_signal()).map_err(ThreadError::Start)?;
-        let thread = thread::Builder::new()
-            .name(name)
-            .spawn(move || work(Parked { id, vcpu, shape }, &mailbox, &buses, &report))
-            .map_err(ThreadError::Start)?;
-        Ok(Self { commands: Some(commands), thread: Some(thread) })
+        let unborn = Unborn { own: Own { id, vcpu, shape }, name, buses, report };
+        Ok(Self { unborn: Some(unborn), commands: None, thread: None })
     }
 
-    /// Leaves a parked vCPU something to do; its owner goes on meanwhile.
-    pub fn prepare(&self, preparation: Preparation) -> Result<(), ThreadError> {
-        self.send(Command::Prepare(preparation))
+    /// Starts the thread, parked, if there is none. It is born with all signals blocked, which are for the
+    /// process's other threads: a kick that comes before it runs waits until it looks.
+    pub fn start(&mut self) -> Result<(), ThreadError> {
+        let Some(unborn) = self.unborn.take() else { return Ok(()) };
+        let (commands, mailbox) = mpsc::channel();
+        let thread = thread::Builder::new().name(unborn.name.clone());
+        // A thread that cannot be started must not take the vCPU with it.
+        let cradle = Arc::new(Mutex::new(Some(unborn)));
+        let theirs = cradle.clone();
+        let live = move || {
+            if let Some(unborn) = take(&theirs) {
+                work(unborn, &mailbox);
+            }
+        };
+        match sys::BlockedSignals::new().and_then(|_blocked| thread.spawn(live)) {
+            Ok(thread) => {
+                (self.commands, self.thread) = (Some(commands), Some(thread));
+                Ok(())
+            }
+            Err(error) => {
+                self.unborn = take(&cradle);
+                Err(ThreadError::Start(error))
+            }
+        }
     }
 
-    /// Lets the guest run.
-    pub fn resume(&self) -> Result<(), ThreadError> {
+    /// Lets the guest run, after `preparation` if there is one; the owner goes on meanwhile. The thread must have
+    /// been started.
+    pub fn resume(&self, preparation: Option<Preparation>) -> Result<(), ThreadError> {
+        if let Some(preparation) = preparation {
+            self.send(Command::Prepare(preparation))?;
+        }
         self.send(Command::Resume)
     }
 
@@ -110,6 +142,10 @@ impl VcpuThread {
     }
 
     fn send(&self, command: Command) -> Result<(), ThreadError> {
+        if let Some(unborn) = &self.unborn {
+            unborn.own.obey(command);
+            return Ok(());
+        }
         let commands = self.commands.as_ref().ok_or(ThreadError::Gone)?;
         commands.send(command).map_err(|_| ThreadError::Gone)
     }
@@ -157,14 +193,41 @@ impl Drop for VcpuThread {
     }
 }
 
+fn take(cradle: &Mutex<Option<Unborn>>) -> Option<Unborn> {
+    cradle.lock().unwrap_or_else(PoisonError::into_inner).take()
+}
+
 /// What the thread owns.
-struct Parked {
+struct Own {
     id: u32,
     vcpu: VcpuFd,
     shape: Arc<StateShape>,
 }
 
-fn work(mut own: Parked, mailbox: &Receiver<Command>, buses: &Arc<Buses>, report: &Report) {
+impl Own {
+    /// Does what a vCPU can do while it does not run; whether it shall run afterwards.
+    fn obey(&self, command: Command) -> bool {
+        // Whoever asked may have gone, and then needs no answer.
+        match command {
+            Command::Prepare(preparation) => preparation(&self.vcpu),
+            Command::Resume => return true,
+            Command::Pause(done) => {
+                let _ = done.send(());
+            }
+            Command::Save(answer) => {
+                let _ = answer.send(state::save(&self.vcpu, self.id, &self.shape).map(Box::new));
+            }
+            Command::Load(saved, answer) => {
+                let loaded = state::load(&self.vcpu, self.id, &saved, &self.shape, None);
+                let _ = answer.send(loaded);
+            }
+        }
+        false
+    }
+}
+
+fn work(unborn: Unborn, mailbox: &Receiver<Command>) {
+    let Unborn { mut own, buses, report, .. } = unborn;
     let mut running = false;
     loop {
         // A parked thread sleeps here; a running one only looks whether anything came.
@@ -173,20 +236,9 @@ fn work(mut own: Parked, mailbox: &Receiver<Command>, buses: &Arc<Buses>, report
             true => mailbox.try_recv(),
         };
         match command {
-            Ok(Command::Prepare(preparation)) => preparation(&own.vcpu),
-            Ok(Command::Resume) => running = true,
-            Ok(Command::Pause(done)) => {
-                running = false;
-                let _ = done.send(());
-            }
-            Ok(Command::Save(answer)) => {
-                let _ = answer.send(state::save(&own.vcpu, own.id, &own.shape).map(Box::new));
-            }
-            Ok(Command::Load(saved, answer)) => {
-                let _ = answer.send(state::load(&own.vcpu, own.id, &saved, &own.shape, None));
-            }
+            Ok(command) => running = own.obey(command),
             Err(mpsc::TryRecvError::Disconnected) => return,
-            Err(mpsc::TryRecvError::Empty) => match run::run(&mut own.vcpu, buses) {
+            Err(mpsc::TryRecvError::Empty) => match run::run(&mut own.vcpu, &buses) {
                 Stop::Kicked => sys::take_kick(),
                 Stop::Ended(outcome) => {
                     running = false;

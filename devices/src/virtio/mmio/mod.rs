@@ -15,4 +15,4 @@ mod tests;
 
 pub use registers::{RING_EVENT_IDX, RING_INDIRECT_DESC, VERSION_1, offset, status};
 pub use state::{RestoreError, TransportStateV1};
-pub use transport::{MmioTransport, WINDOW_SIZE};
+pub use transport::{KickShortcut, MmioTransport, WINDOW_SIZE};

@@ -1,6 +1,7 @@
 //! Registers as a hostile driver uses them: group B of the bad-input catalogue, by number, and H9.
 
-use std::sync::Arc;
+use std::io::{self, ErrorKind};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use super::super::registry::DeviceState;
@@ -8,7 +9,9 @@ use super::super::rng::{Rng, RngStateV1};
 use super::super::testing::Buffer::Writable;
 use super::super::testing::{MockDriver, Racer, memory};
 use super::super::{DeviceKind, DeviceThread, MmioTransport, QueueConfig};
-use super::{RestoreError, TransportStateV1, offset, status};
+use vmm_sys_util::eventfd::EventFd;
+
+use super::{KickShortcut, RestoreError, TransportStateV1, offset, status};
 use crate::bus::BusDevice;
 
 const QUEUE_REGISTERS: [u64; 8] = [
@@ -58,9 +61,31 @@ fn kick_of_the_descriptor_serves_the_queue_without_a_register_write() {
     let mut driver = ready();
     let chain = driver.place(0, &[Writable(8)]);
     driver.offer(0, chain.head);
-    driver.transport.queue_kicks()[0].write(1).unwrap();
+    driver.transport.kick(0).write(1).unwrap();
     driver.run();
     assert_eq!(driver.used(0).unwrap().len, 8);
+}
+
+#[test]
+fn queue_that_is_kicked_often_gets_a_short_way_once() {
+    struct Connected(Arc<Mutex<Vec<u32>>>);
+    impl KickShortcut for Connected {
+        fn connect(&self, queue: u32, _kick: &EventFd) -> io::Result<()> {
+            self.0.lock().unwrap().push(queue);
+            Err(ErrorKind::Unsupported.into())
+        }
+    }
+    let connected = Arc::new(Mutex::new(Vec::new()));
+    let shortcut = Box::new(Connected(connected.clone()));
+    let mut driver = MockDriver::with_shortcut(Rng::default(), shortcut);
+    driver.start();
+    driver.run();
+    (0..8).for_each(|_| driver.kick(0));
+    assert!(connected.lock().unwrap().is_empty());
+    // One that cannot be made is not asked for again, and kicks still come.
+    (0..100).for_each(|_| driver.kick(0));
+    assert_eq!(*connected.lock().unwrap(), [0]);
+    assert_eq!(driver.transport.kick(0).read().unwrap(), 108);
 }
 
 #[test]
@@ -248,13 +273,13 @@ fn b8_driver_ok_without_ready_queues_asks_for_reset() {
 fn b9_kick_of_a_queue_that_does_not_exist_or_does_not_run_is_ignored() {
     let mut driver = new();
     driver.kick(0);
-    assert!(driver.transport.queue_kicks()[0].read().is_err());
+    assert!(driver.transport.kick(0).read().is_err());
     driver.start();
     driver.run();
     for queue in [1, 0x100, u32::MAX] {
         driver.write(offset::QUEUE_NOTIFY, queue);
     }
-    assert!(driver.transport.queue_kicks()[0].read().is_err());
+    assert!(driver.transport.kick(0).read().is_err());
 }
 
 #[test]
@@ -275,7 +300,8 @@ fn b11_vcpus_that_fight_over_a_device_neither_deadlock_nor_break_it() {
     thread.start().unwrap();
     let handle = thread.handle().clone();
     let device = Box::new(Rng::default());
-    let transport = Arc::new(MmioTransport::new(device, memory(), handle.clone()).unwrap());
+    let transport =
+        Arc::new(MmioTransport::new(device, memory(), handle.clone(), Box::new(())).unwrap());
     let start = Instant::now();
     let racers = [1, 2, 3].map(|mut seed| {
         let transport = transport.clone();

@@ -4,6 +4,7 @@
 //! thread, and this file connects the two after the lock is released.
 
 use std::io;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
@@ -22,6 +23,30 @@ use crate::bus::BusDevice;
 /// How much guest address space one transport takes.
 pub const WINDOW_SIZE: u64 = 0x1000;
 
+/// Kicks of a queue that take the long way through the vCPU's thread before they get a short one. Making that takes
+/// longer than a few kicks, and most queues of most machines never see so many.
+const KICKS_BEFORE_SHORTCUT: u32 = 8;
+
+/// A way past the vCPU's thread for a guest's kicks.
+pub trait KickShortcut: Send + Sync {
+    /// Lets a store of `queue` at `QUEUE_NOTIFY` become an event on `kick` by itself from now on.
+    fn connect(&self, queue: u32, kick: &EventFd) -> io::Result<()>;
+}
+
+/// No way but the long one.
+impl KickShortcut for () {
+    fn connect(&self, _queue: u32, _kick: &EventFd) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// The kicks of one queue.
+struct Kicks {
+    event: Arc<EventFd>,
+    /// Those that came the long way.
+    seen: AtomicU32,
+}
+
 /// One virtio device as the guest sees it.
 pub struct MmioTransport {
     kind: DeviceKind,
@@ -29,7 +54,8 @@ pub struct MmioTransport {
     optional_queues: usize,
     registers: Mutex<Registers>,
     interrupt: Interrupt,
-    kicks: Vec<Arc<EventFd>>,
+    kicks: Vec<Kicks>,
+    shortcut: Box<dyn KickShortcut>,
     memory: GuestMemory,
     thread: DeviceHandle,
     id: DeviceId,
@@ -41,14 +67,18 @@ impl MmioTransport {
         device: Box<dyn VirtioDevice>,
         memory: GuestMemory,
         thread: DeviceHandle,
+        shortcut: Box<dyn KickShortcut>,
     ) -> io::Result<Self> {
         let (kind, max_sizes) = (device.kind(), device.queue_sizes());
         let optional_queues = device.optional_queues();
         let registers = Registers::new(kind, device.features(), max_sizes, device.config());
         let registers = Mutex::new(registers);
         let interrupt = Interrupt::new()?;
-        let kick = |_: &u16| EventFd::new(EFD_NONBLOCK).map(Arc::new);
-        let kicks = max_sizes.iter().map(kick).collect::<io::Result<_>>()?;
+        let kicks = |_: &u16| {
+            let event = Arc::new(EventFd::new(EFD_NONBLOCK)?);
+            Ok(Kicks { event, seen: AtomicU32::new(0) })
+        };
+        let kicks = max_sizes.iter().map(kicks).collect::<io::Result<_>>()?;
         let id = thread.add(device).map_err(io::Error::other)?;
         Ok(Self {
             kind,
@@ -57,6 +87,7 @@ impl MmioTransport {
             registers,
             interrupt,
             kicks,
+            shortcut,
             memory,
             thread,
             id,
@@ -72,9 +103,10 @@ impl MmioTransport {
         &self.interrupt
     }
 
-    /// One descriptor per queue, to be written when the guest stores that queue's index at `QUEUE_NOTIFY`.
-    pub fn queue_kicks(&self) -> &[Arc<EventFd>] {
-        &self.kicks
+    /// What is written when the guest kicks a queue.
+    #[cfg(test)]
+    pub(super) fn kick(&self, queue: usize) -> &EventFd {
+        &self.kicks[queue].event
     }
 
     /// What the device and its queues have counted.
@@ -171,13 +203,23 @@ impl MmioTransport {
         match action {
             Action::Nothing => {}
             Action::Notify(index) => {
-                if let Some(kick) = self.kicks.get(index) {
+                if let Some(kicks) = self.kicks.get(index) {
                     // Only a counter at its maximum refuses, and then a kick is pending anyway.
-                    let _ = kick.write(1);
+                    let _ = kicks.event.write(1);
+                    self.shorten(index, kicks);
                 }
             }
             Action::Activate(setup) => self.activate(setup),
             Action::Reset { epoch } => self.reset(epoch),
+        }
+    }
+
+    fn shorten(&self, index: usize, kicks: &Kicks) {
+        if kicks.seen.fetch_add(1, Ordering::Relaxed) == KICKS_BEFORE_SHORTCUT
+            && let Err(error) = self.shortcut.connect(index as u32, &kicks.event)
+        {
+            // The long way goes on to work.
+            log::warn!("{}: queue {index} has no short way: {error}", self.kind.name());
         }
     }
 
@@ -216,12 +258,11 @@ impl MmioTransport {
         let event_idx = features & RING_EVENT_IDX != 0;
         let used = self.queues_in_use(configs);
         let parts = configs.iter().take(used).zip(self.max_sizes).zip(&self.kicks).enumerate();
-        let build =
-            |(index, ((config, max), kick)): (usize, ((&QueueConfig, &u16), &Arc<EventFd>))| {
-                VirtQueue::new(config, *max, event_idx, self.memory.clone(), kick.clone())
-                    .map(|queue| queue.with_counters(self.interrupt.counters().clone()))
-                    .map_err(|fault| (index, fault))
-            };
+        let build = |(index, ((config, max), kicks)): (usize, ((&QueueConfig, &u16), &Kicks))| {
+            VirtQueue::new(config, *max, event_idx, self.memory.clone(), kicks.event.clone())
+                .map(|queue| queue.with_counters(self.interrupt.counters().clone()))
+                .map_err(|fault| (index, fault))
+        };
         parts.map(build).collect()
     }
 
