@@ -31,6 +31,7 @@ use clap::Parser;
 
 fn main() {
     end_on_panic();
+    sys::process::keep_one_heap();
     if let Some((program, words)) = firecracker::words(std::env::args_os().collect()) {
         std::process::exit(firecracker::run(program, words).into());
     }

@@ -30,6 +30,26 @@ fn working_set_is_recorded_kept_in_the_snapshot_and_replayed() {
     }
 }
 
+#[test]
+fn fork_at_rest_gives_back_pages_that_are_its_templates_and_lives_on() {
+    let mut guest = Guest::boot();
+    guest.prints("true");
+    let mut template = guest.vm.freeze().unwrap();
+    drop(guest);
+    record(&mut template);
+    let mut child = Child::of(&template);
+    let sum = "head -c 4M /dev/urandom > /dev/shm/data; sha256sum /dev/shm/data";
+    let before = child.prints(sum);
+    let trimmed = child.vm.trim().unwrap();
+    println!("gave {} KiB back", trimmed >> 10);
+    assert!((64 << 10..8 << 20).contains(&trimmed), "{trimmed}");
+    assert_eq!(child.prints("sha256sum /dev/shm/data"), before);
+    child.vm.pause().unwrap();
+    child.vm.trim().unwrap();
+    child.vm.resume().unwrap();
+    assert_eq!(child.prints("sha256sum /dev/shm/data"), before);
+}
+
 /// From the wish for a machine to the answer of its first exec, with and without. Interleaved, so that what
 /// else the host does hurts all alike.
 #[test]

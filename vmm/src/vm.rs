@@ -105,6 +105,22 @@ impl Vm {
         Ok(())
     }
 
+    /// Gives back memory that the guest does not need of its own: pages that hold what its template holds. For a
+    /// machine at rest, which it stops for a moment; returns how many bytes that were.
+    pub fn trim(&mut self) -> Result<u64, Error> {
+        if self.page_server.is_some() {
+            // A page that is given back would be asked for a second time.
+            return Ok(0);
+        }
+        let was_running = self.running;
+        self.pause()?;
+        let trimmed = self.memory.trim();
+        if was_running {
+            self.resume()?;
+        }
+        Ok(trimmed?)
+    }
+
     /// How the guest ended, waiting for it up to `timeout`; `None` if it has not.
     pub fn wait(&self, timeout: Option<Duration>) -> Option<Outcome> {
         self.ending.wait(timeout)

@@ -214,3 +214,14 @@ fn check(result: libc::c_int) -> io::Result<()> {
         _ => Ok(()),
     }
 }
+
+/// One heap for all threads. A machine's threads allocate little, and a heap of its own for each would cost more
+/// memory than all they keep there.
+pub fn keep_one_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: a number for the allocator; nothing else runs yet.
+    unsafe {
+        // Only a help: without it there are more heaps.
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}

@@ -32,6 +32,9 @@ const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(8);
 /// How long the machine's threads and its console may take to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
+/// When a copy has done what it was made for at once, and can give back what it does not need.
+const TRIM_AFTER: Duration = Duration::from_secs(8);
+
 /// Below this it may be the memory that a kernel does not load into.
 const COMFORT_MIB: u64 = 128;
 
@@ -166,6 +169,7 @@ fn watch(
     record.ready = true;
     dir.write_record(record)?;
     reporter.tell(&Report::Ready);
+    machine.trim_at = (!booted).then(|| Instant::now() + TRIM_AFTER);
     let mut watched = command.as_ref();
     let end = loop {
         match machine.wait_for(watched.map(AsFd::as_fd), None) {
@@ -236,6 +240,7 @@ struct Watched<'a> {
     control: Control,
     /// Set once it was told to end.
     stop_at: Option<Instant>,
+    trim_at: Option<Instant>,
     rolled_back: bool,
 }
 
@@ -247,13 +252,14 @@ impl<'a> Watched<'a> {
         lifeline: Option<PipeReader>,
         control: Control,
     ) -> Self {
-        Self { vm, dir, signals, lifeline, control, stop_at: None, rolled_back: false }
+        let (stop_at, trim_at, rolled_back) = (None, None, false);
+        Self { vm, dir, signals, lifeline, control, stop_at, trim_at, rolled_back }
     }
 
     /// Waits for `own`, for the deadline, or for the end.
     fn wait_for(&mut self, own: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> Event {
         loop {
-            let until = [deadline, self.stop_at].into_iter().flatten().min();
+            let until = [deadline, self.stop_at, self.trim_at].into_iter().flatten().min();
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let lifeline = self.lifeline.as_ref().map(AsFd::as_fd);
             let sources = [
@@ -291,6 +297,12 @@ impl<'a> Watched<'a> {
                 self.shut_down();
             }
             let now = Instant::now();
+            if self.trim_at.take_if(|at| *at <= now).is_some() {
+                match self.vm.trim() {
+                    Ok(bytes) => log::info!("gave {} KiB back", bytes >> 10),
+                    Err(error) => log::warn!("trim: {error}"),
+                }
+            }
             if self.stop_at.is_some_and(|at| at <= now) {
                 return Event::End(End::Forced);
             }

@@ -21,12 +21,14 @@ pub struct Changes {
     layers: Option<usize>,
     /// Keeps the kernel's notes of which private pages were written since the last save.
     written: Option<Userfault>,
+    /// There was a save, and another may follow that holds only what changed.
+    saved: bool,
 }
 
 impl Changes {
     /// As of an image with so many layers.
     pub fn since(layers: usize) -> Self {
-        Self { layers: Some(layers), written: None }
+        Self { layers: Some(layers), written: None, saved: false }
     }
 }
 
@@ -50,6 +52,11 @@ impl Memory {
         Ok(Runs::merged(parts))
     }
 
+    /// Whether a later save may hold only what changed since an earlier one.
+    pub(super) fn was_saved(&self) -> bool {
+        self.changes.saved
+    }
+
     /// The pages that differ from the last save, or from the image if there was none; perhaps a few more.
     pub fn changed(&self) -> Result<Runs, MemoryError> {
         let Some(layers) = self.changes.layers else { return Ok(Runs::all(self.image.size())) };
@@ -65,6 +72,7 @@ impl Memory {
     /// From now on only what is written later counts as changed, where the kernel can tell. The guest must be
     /// paused.
     pub fn mark_saved(&mut self) {
+        self.changes.saved = true;
         if self.changes.written.is_none() {
             self.changes.written = Userfault::for_written(&self.guest).ok();
         }

@@ -11,7 +11,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 use pvmm_devices::{GuestMemory, sparse};
-use vm_memory::{FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
+use vm_memory::{Bytes, FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::donor::Donor;
 use super::{PAGE, Pages, Runs, pages, sys};
@@ -276,6 +276,28 @@ impl MemoryImage {
             bytes.get_mut(place(&hole)).unwrap_or_default().fill(0);
         }
         Ok(data.bytes())
+    }
+
+    /// Which pages of `runs` are in `guest` what they are here. The guest must be paused.
+    pub fn unchanged(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Runs> {
+        let mut same = Runs::default();
+        let (mut own, mut theirs) = (Vec::new(), Vec::new());
+        for run in runs.iter() {
+            for (address, part) in pages::guest_parts(guest, run) {
+                let len = (part.end - part.start) as usize;
+                own.resize(len, 0);
+                theirs.resize(len, 0);
+                self.read(0, part.start, &mut own)?;
+                guest.read_slice(&mut theirs, GuestAddress(address)).map_err(io::Error::other)?;
+                let both = own.chunks(PAGE as usize).zip(theirs.chunks(PAGE as usize));
+                for (start, (own, theirs)) in (part.start..).step_by(PAGE as usize).zip(both) {
+                    if own == theirs {
+                        same.push(start..start + PAGE);
+                    }
+                }
+            }
+        }
+        Ok(same)
     }
 
     /// The ranges for which the layers from the `first` on speak.

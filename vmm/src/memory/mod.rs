@@ -102,6 +102,19 @@ impl Memory {
         self.image.begin_freeze(&self.guest, &runs).map_err(MemoryError::Keep)
     }
 
+    /// Gives back pages that hold again what lies under them: those that were made ready and not written, and
+    /// those that went from something to nothing. Says how many bytes that were. The guest must be paused.
+    pub fn trim(&self) -> Result<u64, MemoryError> {
+        if self.was_saved() {
+            // A page that is given back would not count as changed since the last save.
+            return Ok(0);
+        }
+        let (short, _) = self.private_runs()?.shortest(TRIM_MAX);
+        let same = self.image.unchanged(&self.guest, &short).map_err(MemoryError::Scan)?;
+        pages::discard(&self.guest, &same).map_err(MemoryError::Discard)?;
+        Ok(same.bytes())
+    }
+
     /// Makes every page that is read from now on count by itself, not with its neighbours, for as long as
     /// the result is kept. `None` where the kernel cannot.
     pub fn report_each_page(&self) -> Option<Userfault> {
@@ -128,6 +141,9 @@ impl Memory {
 /// Fewer changed bytes than this are moved while the guest is paused: forking costs as much, and what was
 /// moved is shared and need not be copied again.
 const BESIDE_MIN: u64 = 4 << 20;
+
+/// The most that is compared while a guest stands still for it. Long runs are somebody's data and seldom go back.
+const TRIM_MAX: u64 = 8 << 20;
 
 #[cfg(test)]
 mod tests;

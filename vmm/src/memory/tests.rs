@@ -48,6 +48,31 @@ fn frozen_memory_reads_the_same_and_nothing_is_private_any_more() {
 }
 
 #[test]
+fn trim_gives_back_only_what_holds_what_lies_under_it() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    memory.freeze().unwrap();
+    for (address, value) in [(0x5000, 9), (0x5000, 1), (0x7000, 9), (0x7000, 0), (HIGH, 7)] {
+        put(&memory, address, value);
+    }
+    assert_eq!(memory.trim().unwrap(), 2 * PAGE);
+    let left = memory.private_runs().unwrap();
+    assert_eq!(left, Runs::one(1 << 20..(1 << 20) + PAGE));
+    assert_eq!([0x5000, 0x7000, HIGH].map(|at| get(&memory, at)), [1, 0, 7]);
+}
+
+#[test]
+fn trim_after_a_save_keeps_what_the_next_one_must_hold() {
+    let mut memory = fresh();
+    put(&memory, 0x5000, 1);
+    let base = flat(&memory);
+    memory.mark_saved();
+    put(&memory, 0x5000, 0);
+    assert_eq!(memory.trim().unwrap(), 0);
+    assert_eq!(diff_over(&memory, &base).0, flat(&memory));
+}
+
+#[test]
 fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
     let mut memory = fresh();
     put(&memory, 0x5000, 1);

@@ -37,6 +37,7 @@ pub struct Rx {
     // The next buffer on offer cannot be taken before those in `chains` are used.
     blocked: bool,
     waiting: Option<Waiting>,
+    /// Made for the first frame: many a machine never sees one.
     spill: Vec<u8>,
 }
 
@@ -64,7 +65,7 @@ impl Rx {
             capacity: 0,
             blocked: false,
             waiting: None,
-            spill: vec![0; WHOLE],
+            spill: Vec::new(),
         }
     }
 
@@ -221,6 +222,7 @@ impl Rx {
         queue: &mut VirtQueue,
     ) -> Result<u64, QueueFault> {
         let segments: Vec<Segment> = self.segments().collect();
+        self.spill.resize(WHOLE, 0);
         let got = match sys::read_frame(net.link.fd(), memory, &segments, &mut self.spill) {
             Ok(got) if got > 0 => got,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {
