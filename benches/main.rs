@@ -85,6 +85,7 @@ impl Options {
 }
 
 fn main() -> ExitCode {
+    sys::keep_one_heap();
     // A process that holds one machine is timed from its first instruction.
     if let [_, verb, job] = &std::env::args().collect::<Vec<_>>()[..]
         && verb == peers::pvmm::VERB

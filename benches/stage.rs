@@ -3,8 +3,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::Duration;
 
-use ::pvmm::agent::Agent;
+use ::pvmm::agent::{Agent, Refresh};
 use ::pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
 use ::pvmm::{Template, Vm};
 use serde_json::{Value, json};
@@ -15,6 +17,8 @@ use crate::peers::Peer;
 use crate::peers::firecracker::{Baked, Firecracker};
 use crate::peers::pvmm::{self, Pvmm};
 use crate::peers::qemu::Qemu;
+
+const SETTLE: Duration = Duration::from_secs(1);
 
 pub struct Stage {
     pub place: PathBuf,
@@ -90,8 +94,8 @@ impl Stage {
     pub fn bake(&self) -> Outcome<Baking> {
         let (mut vm, agent) = self.parent()?;
         let socket = vm.vsock_path().ok_or("no vsock")?.to_owned();
-        Agent::connect_control(&socket, deadline())?.freeze(deadline())?;
         drop(agent);
+        rehearse(&socket)?;
         let snapshot = self.place.join("snapshot");
         let options = WriteOptions { durability: Durability::None, ..Default::default() };
         let mut template = vm.freeze()?;
@@ -114,4 +118,15 @@ impl Stage {
         })?;
         Ok(())
     }
+}
+
+/// What the launcher does before it freezes a template, on all sides: a refresh, so that what it needs in the guest is
+/// there; then the workload is frozen, and the kernel has time for what it has put off.
+pub fn rehearse(socket: &Path) -> Outcome<()> {
+    let control = Agent::connect_control(socket, deadline())?;
+    control.refresh(&Refresh::new(0)?.without_thaw(), deadline())?;
+    control.freeze(deadline())?;
+    drop(control);
+    thread::sleep(SETTLE);
+    Ok(())
 }

@@ -120,3 +120,12 @@ fn address(cid: u32, port: u32) -> libc::sockaddr_vm {
 fn check(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
+
+/// One heap for all threads, as the launcher has.
+pub fn keep_one_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: a number for the allocator; nothing else runs yet.
+    unsafe {
+        libc::mallopt(libc::M_ARENA_MAX, 1);
+    }
+}

@@ -6,10 +6,10 @@ use std::time::Duration;
 use crate::board::{Board, Outcome, Unit};
 use crate::guest::tap;
 use crate::moments::processes;
-use crate::peers::pvmm::{Job, live, start};
+use crate::peers::pvmm::{Job, TRIM_AFTER, live, start};
 use crate::stage::{Baking, Stage};
 
-const REST: Duration = Duration::from_secs(2);
+const REST: Duration = Duration::from_secs(12);
 const PRIVATE: &str = "idle fork: private dirty";
 const TABLES: &str = "idle fork: page tables";
 const HOST: &str = "idle fork: host's memory";
@@ -27,9 +27,16 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
 
     let own = std::process::id();
     let before = (processes::private_mib(own)?, processes::host_mib()?);
-    let live = |index| live(&baking.template, stage.dir()?.join("v"), tap(index + 1).as_deref());
-    let machines = (0..count).map(live).collect::<Outcome<Vec<_>>>()?;
-    thread::sleep(REST);
+    // Without the caller's end of the connection, which other contenders have in another process.
+    let live = |index| {
+        let (vm, _agent) =
+            live(&baking.template, stage.dir()?.join("v"), tap(index + 1).as_deref())?;
+        Ok(vm)
+    };
+    let mut machines = (0..count).map(live).collect::<Outcome<Vec<_>>>()?;
+    thread::sleep(TRIM_AFTER);
+    machines.iter_mut().try_for_each(|vm| vm.trim().map(drop))?;
+    thread::sleep(REST - TRIM_AFTER);
     let after = (processes::private_mib(own)?, processes::host_mib()?);
     let each = |before: f64, after: f64| (after - before) / count as f64;
     let name = "pvmm, in one process";

@@ -15,8 +15,8 @@ use crate::peers::pvmm::live;
 use crate::peers::{Machine, Peer};
 use crate::stage::{Baking, Stage};
 
-/// Fills 64 MiB of the guest's memory anew.
-const DIRTY: &str = "yes $RANDOM | head -c 67108864 > /dev/shm/dirty";
+/// Fills the same 64 MiB of the guest's memory anew.
+const DIRTY: &str = "yes $RANDOM | head -c 67108864 1<> /dev/shm/dirty";
 type Child = (pvmm::Vm, Agent);
 type Durations = Vec<(String, f64)>;
 

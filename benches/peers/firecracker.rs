@@ -15,6 +15,7 @@ use serde_json::{Value, json};
 use super::{Machine, Peer, Process, Way};
 use crate::board::{Outcome, millis};
 use crate::guest::{MEMORY_MIB, PATIENCE, Spec, deadline, exec_true};
+use crate::stage::rehearse;
 
 /// Between two looks for the API socket.
 const POLL: Duration = Duration::from_millis(1);
@@ -68,14 +69,14 @@ impl Firecracker {
 
     /// Boots, warms up, freezes and snapshots a guest into `dir`.
     pub fn bake(&self, spec: &Spec, dir: &Path) -> Outcome<Baked> {
-        let (machine, _) = self.boot(spec)?;
-        let control = Agent::connect_control(&spec.socket(), deadline())?;
-        control.freeze(deadline())?;
+        let (Machine { process, agent, .. }, _) = self.boot(spec)?;
+        drop(agent);
+        rehearse(&spec.socket())?;
         std::fs::create_dir_all(dir)?;
         let baked = Baked { dir: dir.to_owned(), has_net: spec.tap.is_some() };
         pause(&spec.dir)?;
         snapshot(&spec.dir, dir)?;
-        drop(machine);
+        drop(process);
         Ok(baked)
     }
 

@@ -3,7 +3,8 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, Refresh};
 use pvmm::snapshot::LoadOptions;
@@ -18,6 +19,9 @@ use crate::sys;
 
 /// The word that makes this program such a process.
 pub const VERB: &str = "vmm";
+
+/// When the launcher lets a copy give back what it does not need.
+pub const TRIM_AFTER: Duration = Duration::from_secs(8);
 
 /// What a process is to do with its life.
 #[derive(Serialize, Deserialize)]
@@ -47,7 +51,7 @@ pub fn work(job: &str) -> Outcome<()> {
         Job::Boot(spec) => boot(&spec),
         Job::Restore { snapshot, socket, tap } => restore(&snapshot, socket, tap.as_deref()),
     });
-    let vm = vm?;
+    let mut vm = vm?;
     // Here the clock stops: the caller's wish is met, and the report is only for those who measure.
     std::io::stdout().write_all(b"\n")?;
     let at = |step: &Step| began.1 + step.done.duration_since(began.0).as_nanos() as u64;
@@ -63,6 +67,9 @@ pub fn work(job: &str) -> Outcome<()> {
     let mut line = serde_json::to_vec(&report)?;
     line.push(b'\n');
     std::io::stdout().write_all(&line)?;
+    // As the launcher does with a copy that has come to rest.
+    thread::sleep(TRIM_AFTER);
+    vm.trim()?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     drop(vm);
     Ok(())

@@ -6,6 +6,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, FreezeOptions, Refresh};
@@ -25,11 +26,15 @@ const KIND: &str = "warm";
 /// What people call the kernel in it.
 const LABEL: &str = "kernel-label";
 /// Raised when the bake itself changes.
-const VERSION: &str = "3";
+const VERSION: &str = "4";
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
 /// What a guest is asked to do before it is frozen, so that the first real command finds it done.
 const REHEARSAL: [&str; 2] =
     ["/bin/true", "command -v python3 >/dev/null && python3 -c pass; true"];
+
+/// How long a guest is left alone before it is frozen: what its kernel puts off until nobody waits for it is then
+/// done once, and not in every copy.
+const SETTLE: Duration = Duration::from_secs(1);
 
 /// What a VM is made of and how large it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -138,10 +143,14 @@ fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> R
     drop(agent);
     let agent_failed = |error: pvmm::agent::AgentError| failed(error.into());
     let control = Agent::connect_control(&uds_path, deadline).map_err(agent_failed)?;
+    // What every copy is told first, so that the files and mounts for it are there.
+    let rehearsed = Refresh::new(0).map_err(agent_failed)?.without_thaw();
+    control.refresh(&rehearsed, deadline).map_err(agent_failed)?;
     let options = FreezeOptions { sync: true, ..FreezeOptions::default() };
     control.freeze_with(options, deadline).map_err(agent_failed)?;
     // Nobody is connected to a template.
     drop(control);
+    thread::sleep(SETTLE);
     let mut template = vm.freeze().map_err(failed)?;
     drop(vm);
     // What a first command touches, so that a run finds it in place.
