@@ -129,3 +129,11 @@ pub fn keep_one_heap() {
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }
 }
+
+/// Whether there is something to read, or its end, within `time`.
+pub fn is_readable_within(fd: &impl AsRawFd, time: Duration) -> io::Result<bool> {
+    let mut wish = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    // SAFETY: one entry, which lives through the call.
+    check(unsafe { libc::poll(&raw mut wish, 1, time.as_millis() as libc::c_int) })?;
+    Ok(wish.revents != 0)
+}

@@ -3,7 +3,6 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, Refresh};
@@ -47,6 +46,7 @@ pub struct Report {
 pub fn work(job: &str) -> Outcome<()> {
     let began = (Instant::now(), sys::monotonic_ns());
     let job: Job = serde_json::from_str(job)?;
+    let copied = matches!(job, Job::Restore { .. });
     let (vm, steps) = trace::record(|| match job {
         Job::Boot(spec) => boot(&spec),
         Job::Restore { snapshot, socket, tap } => restore(&snapshot, socket, tap.as_deref()),
@@ -68,8 +68,9 @@ pub fn work(job: &str) -> Outcome<()> {
     line.push(b'\n');
     std::io::stdout().write_all(&line)?;
     // As the launcher does with a copy that has come to rest.
-    thread::sleep(TRIM_AFTER);
-    vm.trim()?;
+    if copied && !sys::is_readable_within(&std::io::stdin(), TRIM_AFTER)? {
+        vm.trim()?;
+    }
     std::io::stdin().read_to_end(&mut Vec::new())?;
     drop(vm);
     Ok(())

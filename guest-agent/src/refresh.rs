@@ -141,10 +141,11 @@ impl Server {
             Step::Addresses => configure_network(request),
             Step::Generation => {
                 self.identity.generation = request.generation;
-                let (path, text) = (format!("{PLACE}/generation"), request.generation.to_string());
-                write(&path, format!("{text}\n").as_bytes()).or_else(|_| {
+                let path = format!("{PLACE}/generation");
+                let text = format!("{}\n", request.generation);
+                write(&path, text.as_bytes()).or_else(|_| {
                     make_place(PLACE, 0o755)?;
-                    write(&path, format!("{text}\n").as_bytes())
+                    write(&path, text.as_bytes())
                 })
             }
             Step::Env => {

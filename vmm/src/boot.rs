@@ -61,7 +61,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
             machine.buses.mmio.insert(layout::BOOT_TIMER, boot_timer::SIZE, Arc::new(timer));
         place.map_err(MachineError::from)?;
     }
-    trace::step("machine, its threads and devices");
+    trace::step("machine and devices");
 
     // What the guest finds: tables, kernel, registers.
     let places = machine.places();

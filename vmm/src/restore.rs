@@ -58,7 +58,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     let generation = VmGenId::existing(&memory.guest, layout::GENERATION)?;
     let mut machine = Machine::new(&kvm, generation, open_console(overrides.console))?;
     machine.devices.handle().quiesce_all()?;
-    trace::step("machine and its threads");
+    trace::step("machine");
     for device in devices {
         machine.attach(device, &kvm, &memory.guest)?;
     }

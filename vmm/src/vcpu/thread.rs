@@ -143,7 +143,7 @@ impl VcpuThread {
 
     fn send(&self, command: Command) -> Result<(), ThreadError> {
         if let Some(unborn) = &self.unborn {
-            unborn.own.obey(command);
+            unborn.own.obey(command, false);
             return Ok(());
         }
         let commands = self.commands.as_ref().ok_or(ThreadError::Gone)?;
@@ -205,14 +205,15 @@ struct Own {
 }
 
 impl Own {
-    /// Does what a vCPU can do while it does not run; whether it shall run afterwards.
-    fn obey(&self, command: Command) -> bool {
+    /// Does what a vCPU can do while it does not run; whether it shall run afterwards, who was `running` before.
+    fn obey(&self, command: Command, running: bool) -> bool {
         // Whoever asked may have gone, and then needs no answer.
         match command {
             Command::Prepare(preparation) => preparation(&self.vcpu),
             Command::Resume => return true,
             Command::Pause(done) => {
                 let _ = done.send(());
+                return false;
             }
             Command::Save(answer) => {
                 let _ = answer.send(state::save(&self.vcpu, self.id, &self.shape).map(Box::new));
@@ -222,7 +223,7 @@ impl Own {
                 let _ = answer.send(loaded);
             }
         }
-        false
+        running
     }
 }
 
@@ -236,7 +237,7 @@ fn work(unborn: Unborn, mailbox: &Receiver<Command>) {
             true => mailbox.try_recv(),
         };
         match command {
-            Ok(command) => running = own.obey(command),
+            Ok(command) => running = own.obey(command, running),
             Err(mpsc::TryRecvError::Disconnected) => return,
             Err(mpsc::TryRecvError::Empty) => match run::run(&mut own.vcpu, &buses) {
                 Stop::Kicked => sys::take_kick(),

@@ -4,13 +4,13 @@ use std::io::{self, ErrorKind};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use vmm_sys_util::eventfd::EventFd;
+
 use super::super::registry::DeviceState;
 use super::super::rng::{Rng, RngStateV1};
 use super::super::testing::Buffer::Writable;
 use super::super::testing::{MockDriver, Racer, memory};
 use super::super::{DeviceKind, DeviceThread, MmioTransport, QueueConfig};
-use vmm_sys_util::eventfd::EventFd;
-
 use super::{KickShortcut, RestoreError, TransportStateV1, offset, status};
 use crate::bus::BusDevice;
 
