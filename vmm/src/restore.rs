@@ -87,7 +87,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
 
     let (working_set, _first) = match &template.lessons {
         Some(lessons) => {
-            let (set, first) = lessons.attend(&memory.guest, &memory.image);
+            let (set, first) = lessons.attend(&memory.guest);
             (Some(set), first)
         }
         None => (template.working_set.clone(), None),

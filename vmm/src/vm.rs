@@ -21,6 +21,7 @@ use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmVm;
 use crate::machine::{Ending, Held, MachineError};
 use crate::memory::{Memory, PageServer};
+use crate::sys;
 use crate::template::Template;
 use crate::trace;
 use crate::vcpu::run::{Buses, Outcome};
@@ -105,8 +106,9 @@ impl Vm {
         Ok(())
     }
 
-    /// Gives back memory that the guest does not need of its own: pages that hold what its template holds. For a
-    /// machine at rest, which it stops for a moment; returns how many bytes that were.
+    /// Gives back memory that the guest does not need of its own: pages that hold what its template holds, and what
+    /// this process's allocator keeps for later. For a machine at rest, which it stops for a moment; returns how
+    /// many bytes of the guest's that were.
     pub fn trim(&mut self) -> Result<u64, Error> {
         if self.page_server.is_some() {
             // A page that is given back would be asked for a second time.
@@ -118,6 +120,7 @@ impl Vm {
         if was_running {
             self.resume()?;
         }
+        sys::trim_heap();
         Ok(trimmed?)
     }
 

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pvmm_devices::GuestMemory;
 
-use super::{AGAIN_MAX, MemoryImage, Pages, Runs, WorkingSet, pages};
+use super::{AGAIN_MAX, Pages, Runs, WorkingSet, pages};
 
 /// How often the first machine is looked at: it may not have done much at the first time.
 const LOOKS: u32 = 3;
@@ -22,8 +22,6 @@ struct Progress {
     set: Arc<WorkingSet>,
     first: Option<Arc<FirstMemory>>,
     looks: u32,
-    /// What the first machine had changed when it was last looked at.
-    seen: Runs,
 }
 
 /// The memory of the first machine, for as long as that lives.
@@ -41,17 +39,13 @@ impl Drop for First {
 impl Lessons {
     pub fn new(guess: Arc<WorkingSet>) -> Self {
         let written = guess.written.clone();
-        let progress = Progress { set: guess, first: None, looks: 0, seen: Runs::default() };
+        let progress = Progress { set: guess, first: None, looks: 0 };
         Self { progress: Mutex::new(progress), guess: written }
     }
 
-    /// The machine with the memory `guest`, which lies over `image`, comes to life. What it should have ready, and
-    /// something to keep if it is the first.
-    pub fn attend(
-        &self,
-        guest: &GuestMemory,
-        image: &MemoryImage,
-    ) -> (Arc<WorkingSet>, Option<First>) {
+    /// The machine with the memory `guest` comes to life. What it should have ready, and something to keep if it is the
+    /// first.
+    pub fn attend(&self, guest: &GuestMemory) -> (Arc<WorkingSet>, Option<First>) {
         let mut progress = lock(&self.progress);
         let Some(first) = progress.first.clone() else {
             let first = Arc::new(Mutex::new(Some(guest.clone())));
@@ -59,24 +53,12 @@ impl Lessons {
             return (progress.set.clone(), Some(First(first)));
         };
         if progress.looks < LOOKS
-            && let Some((written, changed)) = lock(&first).as_ref().and_then(|it| look(it, image))
+            && let Some(written) = lock(&first).as_ref().and_then(look)
         {
             progress.looks += 1;
-            let before = progress.seen.bytes();
-            progress.set = Arc::new(match before > 0 && changed.bytes() <= before + before / 8 {
-                true => self.settled(&progress.set, &changed),
-                false => self.learned(&progress.set, &written),
-            });
-            progress.seen = changed;
+            progress.set = Arc::new(self.learned(&progress.set, &written));
         }
         (progress.set.clone(), None)
-    }
-
-    /// What was `changed` and no more, once the first machine has done what it does at first. What else was expected to
-    /// be written is still likely to be read.
-    fn settled(&self, set: &WorkingSet, changed: &Runs) -> WorkingSet {
-        let read = Runs::merged(set.read.iter().chain(self.guess.iter()).collect());
-        WorkingSet::new(changed, &read.without(changed))
     }
 
     /// The set with what was `written` beyond the guess, short runs first: long ones are somebody's data.
@@ -87,13 +69,11 @@ impl Lessons {
     }
 }
 
-/// The pages that a machine has of its own, and of those, in short runs, the ones that differ from its image: others were
-/// made ready and not written. Only a help, so the machine may run meanwhile; where pages cannot be listed, the guess stays.
-fn look(guest: &GuestMemory, image: &MemoryImage) -> Option<(Runs, Runs)> {
-    let written = pages::runs(guest, Pages::Private).ok()?;
-    let (short, _) = written.shortest(2 * AGAIN_MAX);
-    let changed = short.without(&image.unchanged(guest, &short).ok()?);
-    Some((written, changed))
+/// The pages that a machine has of its own. Those too that hold what they held before: a hundred of them are written
+/// and put back by a first command, like a lock, and cost it more than the others cost to have ready. Only a help,
+/// so the machine may run meanwhile; where pages cannot be listed, the guess stays.
+fn look(guest: &GuestMemory) -> Option<Runs> {
+    pages::runs(guest, Pages::Private).ok()
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -125,39 +105,24 @@ mod tests {
         let guess = WorkingSet { written: run(0..2), read: run(8..12) };
         let lessons = Lessons::new(Arc::new(guess.clone()));
         let (first, second) = (memory(), memory());
-        let (set, kept) = lessons.attend(&first.guest, &first.image);
+        let (set, kept) = lessons.attend(&first.guest);
         assert!(kept.is_some() && *set == guess);
         write(&first, 10..11);
         write(&first, 1000..9000);
-        let (set, none) = lessons.attend(&second.guest, &second.image);
+        let (set, none) = lessons.attend(&second.guest);
         assert!(none.is_none());
         assert_eq!(set.written.without(&run(0..2)), run(10..11));
         assert_eq!(set.read, guess.read);
     }
 
     #[test]
-    fn sibling_has_ready_only_what_the_first_changed_once_that_is_known() {
-        let guess = WorkingSet { written: run(0..4), read: run(20..24) };
-        let lessons = Lessons::new(Arc::new(guess));
-        let (first, second) = (memory(), memory());
-        let _kept = lessons.attend(&first.guest, &first.image);
-        // As if made ready: the first two are written, and the second of them is as it was again.
-        write(&first, 0..2);
-        first.guest.write_obj(0u8, GuestAddress(PAGE)).unwrap();
-        assert_eq!(lessons.attend(&second.guest, &second.image).0.written, run(0..4));
-        let (set, _) = lessons.attend(&second.guest, &second.image);
-        assert_eq!(set.written, run(0..1));
-        assert_eq!(set.read.within(&run(1..4)), run(1..4));
-    }
-
-    #[test]
     fn memory_of_a_first_machine_that_ended_is_let_go() {
         let lessons = Lessons::new(Arc::default());
         let (first, second) = (memory(), memory());
-        let (_, kept) = lessons.attend(&first.guest, &first.image);
+        let (_, kept) = lessons.attend(&first.guest);
         write(&first, 1..2);
         drop(kept);
         assert!(lock(lock(&lessons.progress).first.as_ref().unwrap()).is_none());
-        assert_eq!(*lessons.attend(&second.guest, &second.image).0, WorkingSet::default());
+        assert_eq!(*lessons.attend(&second.guest).0, WorkingSet::default());
     }
 }
