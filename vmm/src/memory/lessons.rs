@@ -116,6 +116,16 @@ mod tests {
     }
 
     #[test]
+    fn sibling_has_ready_what_the_first_wrote_and_put_back() {
+        let lessons = Lessons::new(Arc::new(WorkingSet::default()));
+        let (first, second) = (memory(), memory());
+        let _kept = lessons.attend(&first.guest);
+        write(&first, 10..11);
+        first.guest.write_obj(0u8, GuestAddress(10 * PAGE)).unwrap();
+        assert_eq!(lessons.attend(&second.guest).0.written, run(10..11));
+    }
+
+    #[test]
     fn memory_of_a_first_machine_that_ended_is_let_go() {
         let lessons = Lessons::new(Arc::default());
         let (first, second) = (memory(), memory());
