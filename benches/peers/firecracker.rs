@@ -36,7 +36,8 @@ impl Firecracker {
     pub fn find(place: &Path) -> Outcome<Option<(Self, String)>> {
         let Some(path) = std::env::var_os("FIRECRACKER_BIN") else { return Ok(None) };
         let program = place.join("firecracker");
-        std::fs::copy(path, &program)?;
+        std::fs::copy(&path, &program)
+            .map_err(|e| format!("FIRECRACKER_BIN={}: {e}", path.to_string_lossy()))?;
         let output = Command::new(&program).arg("--version").output()?;
         let version = String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or("").into();
         Ok(Some((Self { program }, version)))

@@ -195,7 +195,10 @@ fn scan(
     let mut from = start;
     while from < end {
         let (count, next) = sys::scan(pagemap, wanted, (from, end), &mut found)?;
-        found.iter().take(count).for_each(|region| take(region.start, region.end));
+        let found = found.get(..count).unwrap_or(&found);
+        found.iter().for_each(|region| take(region.start, region.end));
+        // Kernels list in rounds of 512 and may say where an earlier round of this call stopped.
+        let next = found.last().map_or(next, |last| next.max(last.end));
         if next <= from {
             return Err(io::Error::other("the page scan does not advance"));
         }

@@ -38,6 +38,18 @@ fn private_runs_are_the_pages_that_were_written() {
 }
 
 #[test]
+fn private_runs_are_listed_once_however_many_there_are() {
+    let region = Region { address: 0, len: 32 << 20 };
+    for count in [511, 512, 513, 700, 1023, 1024, 1025, 1600, 3000] {
+        let memory = Memory::map(MemoryImage::empty(vec![region])).unwrap();
+        pages::advise(&memory.guest, 0..region.len, libc::MADV_NOHUGEPAGE).unwrap();
+        (0..count).for_each(|page| put(&memory, page * 2 * PAGE, 1));
+        let expected = (0..count).map(|page| page * 2 * PAGE..(page * 2 + 1) * PAGE).collect();
+        assert_eq!(memory.private_runs().unwrap(), Runs::merged(expected), "{count} runs");
+    }
+}
+
+#[test]
 fn frozen_memory_reads_the_same_and_nothing_is_private_any_more() {
     let mut memory = fresh();
     put(&memory, 0x5000, 1);
