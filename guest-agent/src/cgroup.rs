@@ -7,6 +7,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::message::Limits;
 
@@ -17,6 +18,9 @@ const CPU_PERIOD_US: u64 = 100_000;
 /// Rounds of looking for relatives to kill; each finds what the one before let fork.
 const KILL_ROUNDS: usize = 16;
 
+/// Between a command and what is tidied up for it: the processor is the command's, its answer's and the next one's first.
+const TIDY_AFTER: Duration = Duration::from_millis(500);
+
 /// Makes and removes control groups below one directory.
 pub struct Cgroups {
     base: PathBuf,
@@ -25,8 +29,8 @@ pub struct Cgroups {
     spare: Option<Cgroup>,
     /// Groups of ended execs, not removed yet, perhaps because a background process still lives in them.
     lingering: Vec<PathBuf>,
-    /// Something has ended since the last time that we tidied up.
-    untidy: bool,
+    /// When to tidy up, if something was taken or has ended since the last time.
+    tidy_at: Option<Instant>,
     frozen: Arc<AtomicBool>,
     /// The kernel accounts for memory, processes and processors of each group.
     limits: bool,
@@ -53,7 +57,8 @@ impl Cgroups {
         base.join("cgroup.kill").exists().then_some(())?;
         let frozen = Arc::default();
         let (spare, lingering, limits) = (None, Vec::new(), false);
-        let mut this = Self { base, next: 0, spare, lingering, untidy: true, frozen, limits };
+        let tidy_at = Some(Instant::now());
+        let mut this = Self { base, next: 0, spare, lingering, tidy_at, frozen, limits };
         // An agent before us may have ended in mid-freeze.
         let _ = this.thaw();
         this.adopt_leftovers();
@@ -74,7 +79,7 @@ impl Cgroups {
             // Who starts a process waits for its program, and that would never run.
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
-        self.untidy = true;
+        self.tidy_later();
         self.spare.take().map_or_else(|| self.make(), Ok)
     }
 
@@ -113,19 +118,29 @@ impl Cgroups {
     pub fn retire(&mut self, cgroup: Cgroup) {
         drop(cgroup.dir);
         self.lingering.push(cgroup.path);
-        self.untidy = true;
+        self.tidy_later();
     }
 
     /// Processes have ended, and groups may be empty now.
     pub fn note_deaths(&mut self) {
-        self.untidy = true;
+        self.tidy_later();
     }
 
-    /// Removes what is not needed any more and makes what will be, when nobody waits for anything else.
+    fn tidy_later(&mut self) {
+        self.tidy_at.get_or_insert_with(|| Instant::now() + TIDY_AFTER);
+    }
+
+    /// When [`Self::tidy`] has something to do.
+    pub fn tidy_at(&self) -> Option<Instant> {
+        self.tidy_at
+    }
+
+    /// Removes what is not needed any more and makes what will be, if it is time and nobody waits for anything else.
     pub fn tidy(&mut self) {
-        if !std::mem::take(&mut self.untidy) {
+        if self.tidy_at.is_none_or(|at| Instant::now() < at) {
             return;
         }
+        self.tidy_at = None;
         self.sweep();
         if self.spare.is_none() {
             // The exec that needs it will say why there is none.

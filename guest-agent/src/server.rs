@@ -174,7 +174,8 @@ impl Server {
         let lingering = self.connections.values().filter(|it| it.writable);
         let lingering = lingering.filter_map(|connection| connection.out.due());
         let first = self.deadlines.first().map(|(first, _)| *first);
-        let first = lingering.chain(first).min()?;
+        let untidy = self.settings.cgroups.as_ref().and_then(Cgroups::tidy_at);
+        let first = lingering.chain(first).chain(untidy).min()?;
         Some(first.saturating_duration_since(Instant::now()))
     }
 

@@ -23,7 +23,9 @@ const WRITE_STALL: Duration = Duration::from_secs(10);
 const PING_AFTER: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10_000 });
 /// And gives the agent up when none comes for this long.
 const PONG_TIME: Duration = Duration::from_millis(if cfg!(test) { 2_000 } else { 50_000 });
-const READ_BYTES: usize = 128 << 10;
+/// What is read at once, while there is little to read and once there was more: most connections never need
+/// the pages of the larger.
+const READ_BYTES: [usize; 2] = [4 << 10, 128 << 10];
 
 /// Locks, also after a panic elsewhere: every value here is valid between any two statements.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -210,7 +212,8 @@ impl Shared {
     /// The reader thread.
     fn read(&self) {
         let mut decoder = Decoder::default();
-        let mut buffer = vec![0; READ_BYTES];
+        let [little, much] = READ_BYTES;
+        let mut buffer = vec![0; little];
         let why = loop {
             let count = match (&self.socket).read(&mut buffer) {
                 Ok(0) => break Lost::Closed,
@@ -220,6 +223,9 @@ impl Shared {
             };
             if let Err(why) = self.take_bytes(&mut decoder, &buffer[..count]) {
                 break why;
+            }
+            if count == little {
+                buffer.resize(much, 0);
             }
         };
         self.lose(why);
