@@ -19,7 +19,9 @@ const CPU_PERIOD_US: u64 = 100_000;
 const KILL_ROUNDS: usize = 16;
 
 /// Between a command and what is tidied up for it: the processor is the command's, its answer's and the next one's first.
-const TIDY_AFTER: Duration = Duration::from_millis(500);
+const TIDY_AFTER: Duration = Duration::from_secs(2);
+/// Unless so many groups are left that they would take long to remove.
+const LEFT_MAX: usize = 32;
 
 /// Makes and removes control groups below one directory.
 pub struct Cgroups {
@@ -127,7 +129,9 @@ impl Cgroups {
     }
 
     fn tidy_later(&mut self) {
-        self.tidy_at.get_or_insert_with(|| Instant::now() + TIDY_AFTER);
+        let wait = if self.lingering.len() < LEFT_MAX { TIDY_AFTER } else { Duration::ZERO };
+        let at = Instant::now() + wait;
+        self.tidy_at = Some(self.tidy_at.map_or(at, |earlier| earlier.min(at)));
     }
 
     /// When [`Self::tidy`] has something to do.
@@ -137,9 +141,13 @@ impl Cgroups {
 
     /// Removes what is not needed any more and makes what will be, if it is time and nobody waits for anything else.
     pub fn tidy(&mut self) {
-        if self.tidy_at.is_none_or(|at| Instant::now() < at) {
-            return;
+        if self.tidy_at.is_some_and(|at| at <= Instant::now()) {
+            self.tidy_now();
         }
+    }
+
+    /// The same at once: what is about to stand still should be in order.
+    pub fn tidy_now(&mut self) {
         self.tidy_at = None;
         self.sweep();
         if self.spare.is_none() {

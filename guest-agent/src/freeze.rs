@@ -23,6 +23,7 @@ impl Server {
             let why = "this guest has no control groups to freeze";
             return self.refuse(connection, stream, Code::Unsupported, why);
         };
+        cgroups.tidy_now();
         let freezer = cgroups.freezer();
         cgroups.set_frozen(true);
         let frozen = Frozen { execs: self.pids.len() as u32, secrets: self.identity.had_secrets };

@@ -1,4 +1,4 @@
-//! What the first machine of a template has written tells what its siblings will write.
+//! What the first machine of a template has touched tells what its siblings will touch.
 //!
 //! Which pages a guest's kernel hands out next is known only to the guest, so the children of a running
 //! machine are made ready by a guess. The first child shows what was missing in it.
@@ -15,7 +15,7 @@ const LOOKS: u32 = 3;
 /// A working set that begins as a guess and learns.
 pub struct Lessons {
     progress: Mutex<Progress>,
-    guess: Runs,
+    guess: Arc<WorkingSet>,
 }
 
 struct Progress {
@@ -38,9 +38,8 @@ impl Drop for First {
 
 impl Lessons {
     pub fn new(guess: Arc<WorkingSet>) -> Self {
-        let written = guess.written.clone();
-        let progress = Progress { set: guess, first: None, looks: 0 };
-        Self { progress: Mutex::new(progress), guess: written }
+        let progress = Progress { set: guess.clone(), first: None, looks: 0 };
+        Self { progress: Mutex::new(progress), guess }
     }
 
     /// The machine with the memory `guest` comes to life. What it should have ready, and something to keep if it is the
@@ -53,27 +52,32 @@ impl Lessons {
             return (progress.set.clone(), Some(First(first)));
         };
         if progress.looks < LOOKS
-            && let Some(written) = lock(&first).as_ref().and_then(look)
+            && let Some((written, read)) = lock(&first).as_ref().and_then(look)
         {
             progress.looks += 1;
-            progress.set = Arc::new(self.learned(&progress.set, &written));
+            progress.set = Arc::new(self.learned(&written, &read));
         }
         (progress.set.clone(), None)
     }
 
-    /// The set with what was `written` beyond the guess, short runs first: long ones are somebody's data.
-    fn learned(&self, set: &WorkingSet, written: &Runs) -> WorkingSet {
-        let (new, _) = written.without(&self.guess).shortest(AGAIN_MAX);
-        let written = Runs::merged(self.guess.iter().chain(new.iter()).collect());
-        WorkingSet::new(&written, &set.read.without(&written))
+    /// The guess with what was `written` and `read` beyond it, short runs first: long ones are somebody's data.
+    fn learned(&self, written: &Runs, read: &Runs) -> WorkingSet {
+        let grown = |guess: &Runs, seen: &Runs| {
+            let (new, _) = seen.without(guess).shortest(AGAIN_MAX);
+            Runs::merged(guess.iter().chain(new.iter()).collect())
+        };
+        let written = grown(&self.guess.written, written);
+        WorkingSet::new(&written, &grown(&self.guess.read, read).without(&written))
     }
 }
 
-/// The pages that a machine has of its own. Those too that hold what they held before: a hundred of them are written
-/// and put back by a first command, like a lock, and cost it more than the others cost to have ready. Only a help,
-/// so the machine may run meanwhile; where pages cannot be listed, the guess stays.
-fn look(guest: &GuestMemory) -> Option<Runs> {
-    pages::runs(guest, Pages::Private).ok()
+/// The pages that a machine has of its own, and those that it has read. The former too if they hold what they held before:
+/// a hundred of them are written and put back by a first command, like a lock, and cost it more than the others cost to have
+/// ready. The latter with neighbours that the kernel mapped beside them: to have it leave those out, and to end that, would
+/// take from KVM all that it has mapped. Only a help, so the machine may run meanwhile; where pages cannot be listed, the
+/// guess stays.
+fn look(guest: &GuestMemory) -> Option<(Runs, Runs)> {
+    Some((pages::runs(guest, Pages::Private).ok()?, pages::runs(guest, Pages::Shared).ok()?))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -123,6 +127,21 @@ mod tests {
         write(&first, 10..11);
         first.guest.write_obj(0u8, GuestAddress(10 * PAGE)).unwrap();
         assert_eq!(lessons.attend(&second.guest).0.written, run(10..11));
+    }
+
+    #[test]
+    fn sibling_has_ready_what_the_first_read_beyond_the_guess() {
+        let mut parent = memory();
+        write(&parent, 0..200);
+        parent.freeze().unwrap();
+        let lessons = Lessons::new(Arc::new(WorkingSet { written: run(0..2), read: run(8..12) }));
+        let [first, second] = [(); 2].map(|()| Memory::map(parent.image.clone()).unwrap());
+        let _kept = lessons.attend(&first.guest);
+        first.guest.read_obj::<u8>(GuestAddress(100 * PAGE)).unwrap();
+        let set = lessons.attend(&second.guest).0;
+        assert_eq!(set.written, run(0..2));
+        assert_eq!(set.read.within(&run(8..12)), run(8..12));
+        assert_eq!(set.read.within(&run(100..101)), run(100..101));
     }
 
     #[test]
