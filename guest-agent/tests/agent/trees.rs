@@ -155,9 +155,23 @@ fn cgroups_of_ended_execs_are_removed() {
         agent.exec(&ExecRequest::argv(["true"])).unwrap();
     }
     agent.exec(&ExecRequest::shell("sleep 0.3 & exit")).unwrap();
-    let count = |place: &Path| {
-        std::fs::read_dir(place).unwrap().flatten().filter(|e| e.path().is_dir()).count()
-    };
     // One is kept ready for the next.
-    wait_for("the last group to empty", || count(place) == 1);
+    wait_for("the last group to empty", || groups(place) == 1);
+}
+
+/// A template would keep what is left to do, and every copy of it would do it.
+#[test]
+fn cgroups_of_ended_execs_are_removed_before_the_workload_is_frozen() {
+    let fixture = Fixture::start();
+    let Some(place) = fixture.cgroup_place() else { return };
+    let control = fixture.control();
+    for _ in 0..3 {
+        control.exec(&ExecRequest::argv(["true"])).unwrap();
+    }
+    control.freeze(Instant::now() + Duration::from_secs(10)).unwrap();
+    assert_eq!(groups(place), 1);
+}
+
+fn groups(place: &Path) -> usize {
+    std::fs::read_dir(place).unwrap().flatten().filter(|e| e.path().is_dir()).count()
 }
