@@ -382,6 +382,10 @@ impl MockDriver {
         self.address(queue, DESC)
     }
 
+    pub fn available_ring(&self, queue: usize) -> GuestAddress {
+        self.address(queue, AVAIL)
+    }
+
     pub fn used_ring(&self, queue: usize) -> GuestAddress {
         self.address(queue, USED)
     }

@@ -59,11 +59,9 @@ impl Resync {
         memory: &GuestMemory,
     ) -> Result<(), QueueFault> {
         if let Self::Owed { until } = *self {
-            *self = if tell(queue, memory)? {
-                let buffers = count_offered(queue)? + 1;
-                Self::Told { buffers, until: now + PATIENCE }
-            } else {
-                Self::Owed { until: until.or(Some(now + PATIENCE)) }
+            *self = match tell(queue, memory)? {
+                Some(buffers) => Self::Told { buffers, until: now + PATIENCE },
+                None => Self::Owed { until: until.or(Some(now + PATIENCE)) },
             };
         }
         if let Self::Told { buffers, .. } = *self
@@ -79,24 +77,25 @@ impl Resync {
     }
 }
 
-/// Puts the event into the next buffer, if there is one.
-fn tell(queue: &mut VirtQueue, memory: &GuestMemory) -> Result<bool, QueueFault> {
+/// Puts the event into the next buffer, if there is one: then says how many buffers were offered, which is how many
+/// will be when the driver has acted. Counted before it can act, for another vCPU may be quicker than we are.
+fn tell(queue: &mut VirtQueue, memory: &GuestMemory) -> Result<Option<usize>, QueueFault> {
     loop {
         let Some(chain) = queue.pop()? else {
             if queue.enable_kicks()? {
                 continue;
             }
-            return Ok(false);
+            return Ok(None);
         };
         let fits = chain::total_len(chain.writable()) >= EVENT_TRANSPORT_RESET.len() as u64;
-        let written = match fits {
-            true => chain::write_at(memory, chain.writable(), 0, &EVENT_TRANSPORT_RESET),
-            false => 0,
-        };
-        queue.push(chain.head(), written as u32)?;
-        if fits {
-            return Ok(true);
+        if !fits {
+            queue.push(chain.head(), 0)?;
+            continue;
         }
+        let buffers = count_offered(queue)? + 1;
+        let written = chain::write_at(memory, chain.writable(), 0, &EVENT_TRANSPORT_RESET);
+        queue.push(chain.head(), written as u32)?;
+        return Ok(Some(buffers));
     }
 }
 

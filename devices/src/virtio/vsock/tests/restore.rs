@@ -1,10 +1,14 @@
 //! Pause, snapshot, restore, reset: connections go, listeners stay, nothing is lost or left waiting.
 
 use std::io::{Read, Write};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+use vm_memory::{Bytes, GuestAddress};
 
 use super::guest::{CID, EVENT, Guest, Ports, is_closed, open, read_rest};
 use crate::virtio::registry::DeviceState;
+use crate::virtio::testing::Racer;
 use crate::virtio::vsock::mux::{FIRST_HOST_PORT, LAST_HOST_PORT, Limits};
 use crate::virtio::vsock::state::OwedReset;
 use crate::virtio::vsock::wire::Op;
@@ -55,6 +59,38 @@ fn e15_restored_guest_that_never_answers_the_event_is_not_waited_for_long() {
     copy.run_until(|guest| {
         guest.receive().is_some_and(|(header, _)| header.op == Op::Request as u16)
     });
+}
+
+#[test]
+fn e15_restored_guest_that_answers_the_event_at_once_is_reached_at_once() {
+    let mut guest = Guest::new();
+    guest.post_event();
+    // All slots of the ring name the one buffer, so that another thread has only the index to move.
+    let rings = [guest.driver.available_ring(EVENT), guest.driver.used_ring(EVENT)];
+    let [offered, used] = rings.map(|ring| GuestAddress(ring.0 + 2));
+    let memory = guest.driver.memory.clone();
+    let slot = |index: u64| GuestAddress(offered.0 + 2 + 2 * index);
+    let head: u16 = memory.read_obj(slot(0)).unwrap();
+    (0..64).for_each(|index| memory.write_obj(head, slot(index)).unwrap());
+    let index = {
+        let memory = memory.clone();
+        move |at| memory.load::<u16>(at, Ordering::Acquire).unwrap()
+    };
+    let asked = index.clone();
+    let _vcpu = Racer::spawn(move || {
+        memory.store(asked(used) + 1, offered, Ordering::Release).unwrap();
+    });
+    let mut remembered = guest.connected_client();
+    for _ in 0..100 {
+        guest = guest.restored();
+        guest.run();
+        while index(offered) != index(used) + 1 {
+            std::thread::yield_now();
+        }
+        guest.driver.kick(EVENT);
+        remembered = guest.connected_client();
+    }
+    drop(remembered);
 }
 
 #[test]
