@@ -35,6 +35,7 @@ impl Vm {
         self.rollback_paused()?;
         if was_running {
             self.resume()?;
+            self.memory.learn();
         }
         Ok(())
     }
@@ -43,12 +44,14 @@ impl Vm {
         let Some(checkpoint) = &self.checkpoint else { return Ok(()) };
         let saved = checkpoint.machine.clone();
         self.memory.rewind(&checkpoint.image)?;
+        trace::step("memory taken back");
         for (index, (drive, then)) in self.held.drives.iter().zip(&checkpoint.drives).enumerate() {
             drive.storage.rewind(then).map_err(|error| {
                 let what = format!("drive {index}: cannot be taken back");
                 Error::new(ErrorKind::HostResource, what, error)
             })?;
         }
+        trace::step("disks taken back");
         state::load_clock(self.kvm.fd(), saved.clock)?;
         self.ioapic.restore(&saved.ioapic);
         let loads = self.vcpus.iter().zip(&saved.vcpus);
@@ -63,6 +66,7 @@ impl Vm {
         trace::step("device state");
         self.serial.restore(&saved.serial)?;
         self.generation.renew()?;
+        trace::step("serial and generation");
         self.ending.forget();
         Ok(())
     }

@@ -99,7 +99,7 @@ impl Vm {
                 vcpu.wait()?;
             }
             trace::step("vCPUs parked");
-            self.devices.handle().quiesce_all()?;
+            self.devices.rest()?;
             trace::step("devices quiet");
             self.running = false;
         }

@@ -2,8 +2,8 @@
 //!
 //! Waits only point towards this thread: it waits for nobody but the kernel, so a call to it always ends.
 //! Each call still has a deadline, and a thread that is gone is an error, never a hang. While a machine is
-//! being put together there is no thread yet, and calls run where they are made: a dozen of them would
-//! otherwise be a dozen changes of thread.
+//! being put together there is no thread yet, and while it is paused the thread has handed the devices over:
+//! then calls run where they are made. A dozen of them would otherwise be a dozen changes of thread.
 
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -94,12 +94,19 @@ impl DeviceHandle {
 }
 
 struct Letter {
-    command: Command,
+    wish: Wish,
     answer: SyncSender<Answer>,
 }
 
+enum Wish {
+    Carry(Command),
+    /// Quiet the devices and put them, and the letters to them, where callers find them.
+    HandOver,
+}
+
 struct Mailbox {
-    /// The devices and the letters to them, here until the thread takes both.
+    /// The devices and the letters to them, while the thread does not have them. No letter is sent without this
+    /// lock, so that none is sent to a thread that has handed the devices over.
     inner: Mutex<Option<Inner>>,
     letters: SyncSender<Letter>,
     wake: Arc<EventFd>,
@@ -118,14 +125,23 @@ impl Mailbox {
 
 impl Calls for Mailbox {
     fn call(&self, command: Command) -> Answer {
-        if let Some(inner) = self.inner().as_mut() {
-            return inner.devices.handle(command);
+        let mut here = self.inner();
+        match here.as_mut() {
+            Some(inner) => inner.devices.handle(command),
+            None => self.send(here, Wish::Carry(command)),
         }
+    }
+}
+
+impl Mailbox {
+    /// Sends a letter to the thread, which has the devices, and waits for the answer.
+    fn send(&self, no_devices_here: MutexGuard<'_, Option<Inner>>, wish: Wish) -> Answer {
         let (answer, reply) = mpsc::sync_channel(1);
-        self.letters.try_send(Letter { command, answer }).map_err(|error| match error {
+        self.letters.try_send(Letter { wish, answer }).map_err(|error| match error {
             TrySendError::Full(_) => DeviceError::Busy,
             TrySendError::Disconnected(_) => DeviceError::Gone,
         })?;
+        drop(no_devices_here);
         // Only a counter at its maximum refuses, and then the thread is awake.
         let _ = self.wake.write(1);
         reply.recv_timeout(CALL_DEADLINE).map_err(|error| match error {
@@ -139,28 +155,68 @@ impl Calls for Mailbox {
 pub struct DeviceThread {
     handle: DeviceHandle,
     mailbox: Arc<Mailbox>,
-    join: Option<JoinHandle<()>>,
+    running: Option<Running>,
+}
+
+struct Running {
+    join: JoinHandle<()>,
+    /// Where the thread waits for the devices after it has handed them over.
+    back: SyncSender<Inner>,
+}
+
+impl Running {
+    fn start(mailbox: Arc<Mailbox>) -> io::Result<Self> {
+        let (back, again) = mpsc::sync_channel::<Inner>(1);
+        let live = move || {
+            while let Ok(mut inner) = again.recv() {
+                match serve(&mut inner) {
+                    Some(asked) => hand_over(inner, &mailbox, asked),
+                    None => return,
+                }
+            }
+        };
+        let join = thread::Builder::new().name("pvmm-devices".into()).spawn(live)?;
+        Ok(Self { join, back })
+    }
 }
 
 impl DeviceThread {
     /// No devices, and no thread before [`Self::start`]: calls run on the caller's.
     pub fn new() -> io::Result<Self> {
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let devices = DeviceLoop::new().map_err(io::Error::other)?;
+        let mut devices = DeviceLoop::new().map_err(io::Error::other)?;
+        devices.watch(wake.clone());
         let (letters, inbox) = mpsc::sync_channel(MAILBOX_SLOTS);
         let inner = Mutex::new(Some(Inner { devices, inbox }));
         let mailbox = Arc::new(Mailbox { inner, letters, wake });
-        Ok(Self { handle: DeviceHandle::new(mailbox.clone()), mailbox, join: None })
+        Ok(Self { handle: DeviceHandle::new(mailbox.clone()), mailbox, running: None })
     }
 
-    /// Starts the thread, which has the devices from now on. Once is enough.
+    /// Lets the thread have the devices, and starts it if there is none. Once is enough.
     pub fn start(&mut self) -> io::Result<()> {
-        if let Some(mut inner) = self.mailbox.inner().take() {
-            inner.devices.watch(self.mailbox.wake.clone());
-            let thread = thread::Builder::new().name("pvmm-devices".into());
-            self.join = Some(thread.spawn(move || run(&mut inner.devices, &inner.inbox))?);
+        let mut here = self.mailbox.inner();
+        if here.is_none() {
+            return Ok(());
         }
-        Ok(())
+        let running = match self.running.take() {
+            Some(running) => running,
+            None => Running::start(self.mailbox.clone())?,
+        };
+        let gone = |_| io::Error::other("the device thread has ended");
+        let lent = here.take().map_or(Ok(()), |inner| running.back.send(inner).map_err(gone));
+        self.running = Some(running);
+        lent
+    }
+
+    /// Quiets every device, as [`DeviceHandle::quiesce_all`] does, and takes them from the thread until
+    /// [`Self::start`].
+    pub fn rest(&self) -> Result<(), DeviceError> {
+        let here = self.mailbox.inner();
+        if here.is_none() {
+            return self.mailbox.send(here, Wish::HandOver).map(drop);
+        }
+        drop(here);
+        self.handle.quiesce_all()
     }
 
     pub fn handle(&self) -> &DeviceHandle {
@@ -173,14 +229,15 @@ impl DeviceThread {
     }
 
     fn end(&mut self) -> Result<(), DeviceError> {
-        let Some(join) = self.join.take() else {
-            let inner = self.mailbox.inner().take();
-            return inner.map_or(Ok(()), |mut it| it.devices.handle(Command::Stop).map(drop));
-        };
-        match self.handle.calls.call(Command::Stop) {
+        let answer = self.handle.calls.call(Command::Stop).map(drop);
+        // Whoever still has a handle shall learn that there is nobody.
+        drop(self.mailbox.inner().take());
+        let Some(Running { join, back }) = self.running.take() else { return answer };
+        drop(back);
+        match answer {
             // Not joined: a thread that does not answer would not end either.
             Err(error @ (DeviceError::Timeout { .. } | DeviceError::Busy)) => Err(error),
-            answer => join.join().map_err(|_| DeviceError::Gone).and(answer.map(drop)),
+            answer => join.join().map_err(|_| DeviceError::Gone).and(answer),
         }
     }
 }
@@ -193,21 +250,38 @@ impl Drop for DeviceThread {
     }
 }
 
-fn run(devices: &mut DeviceLoop, inbox: &Receiver<Letter>) {
+/// Runs the devices until they are stopped for good, or until somebody asks for them: who waits for an answer then.
+fn serve(inner: &mut Inner) -> Option<SyncSender<Answer>> {
     loop {
-        if let Err(error) = devices.poll(-1) {
+        if let Err(error) = inner.devices.poll(-1) {
             log::error!("device thread ends: {error}");
-            return;
+            return None;
         }
-        while let Ok(Letter { command, answer }) = inbox.try_recv() {
+        while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
+            let Wish::Carry(command) = wish else { return Some(answer) };
             let last = matches!(command, Command::Stop);
             // A caller that gave up waiting needs no answer.
-            let _ = answer.send(devices.handle(command));
+            let _ = answer.send(inner.devices.handle(command));
             if last {
-                return;
+                return None;
             }
         }
     }
+}
+
+fn hand_over(mut inner: Inner, mailbox: &Mailbox, asked: SyncSender<Answer>) {
+    let mut place = mailbox.inner();
+    let quiet = inner.devices.handle(Command::Quiesce);
+    // What was sent until now; nothing is from now on.
+    while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
+        let _ = answer.send(match wish {
+            Wish::Carry(command) => inner.devices.handle(command),
+            Wish::HandOver => Ok(Reply::Done),
+        });
+    }
+    *place = Some(inner);
+    drop(place);
+    let _ = asked.send(quiet);
 }
 
 #[cfg(test)]
@@ -273,6 +347,42 @@ mod tests {
     }
 
     #[test]
+    fn devices_that_rest_are_called_where_one_is_and_go_on_afterwards() {
+        let mut thread = started();
+        let handle = thread.handle().clone();
+        let id = handle.add(Box::new(Rng::default())).unwrap();
+        handle.activate(id, 0, activation()).unwrap();
+        for _ in 0..3 {
+            thread.rest().unwrap();
+            thread.rest().unwrap();
+            assert!(thread.mailbox.inner().is_some());
+            assert_eq!(handle.save(id).unwrap().in_flight, 0);
+            handle.resume_all().unwrap();
+            thread.start().unwrap();
+            assert!(thread.mailbox.inner().is_none());
+            assert!(matches!(handle.save(id), Err(DeviceError::NotQuiet)));
+        }
+        thread.rest().unwrap();
+        thread.stop().unwrap();
+        assert!(matches!(handle.save(id), Err(DeviceError::Gone)));
+    }
+
+    #[test]
+    fn call_from_another_thread_is_answered_whoever_has_the_devices() {
+        let mut thread = started();
+        let handle = thread.handle().clone();
+        let others = || (0..2_000).for_each(|_| handle.resume_all().unwrap());
+        std::thread::scope(|scope| {
+            let others = scope.spawn(others);
+            while !others.is_finished() {
+                thread.rest().unwrap();
+                thread.start().unwrap();
+            }
+        });
+        thread.stop().unwrap();
+    }
+
+    #[test]
     fn call_after_the_end_of_a_thread_that_never_started_answers_gone() {
         let thread = DeviceThread::new().unwrap();
         let handle = thread.handle().clone();
@@ -284,11 +394,13 @@ mod tests {
 
     #[test]
     fn call_to_a_thread_that_died_answers_gone_at_once() {
-        let thread = started();
+        let mut thread = started();
         let handle = thread.handle().clone();
         let (id, start) = (handle.add(Box::new(Buggy)).unwrap(), Instant::now());
         assert!(matches!(handle.activate(id, 0, activation()), Err(DeviceError::Gone)));
         assert!(matches!(handle.quiesce_all(), Err(DeviceError::Gone)));
+        assert!(matches!(thread.rest(), Err(DeviceError::Gone)));
+        thread.start().unwrap();
         assert!(matches!(thread.stop(), Err(DeviceError::Gone)));
         assert!(start.elapsed() < CALL_DEADLINE / 2);
     }

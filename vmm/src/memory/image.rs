@@ -13,6 +13,7 @@ use std::sync::Arc;
 use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
 
+use super::again::Again;
 use super::donor::Donor;
 use super::{PAGE, Pages, Runs, pages, sys};
 
@@ -104,35 +105,30 @@ impl MemoryImage {
     }
 
     /// Whether both are made of the very same layers.
-    fn is(&self, other: &Self) -> bool {
+    pub fn is(&self, other: &Self) -> bool {
         let same = |(one, other): (&Arc<Layer>, &Arc<Layer>)| Arc::ptr_eq(one, other);
         self.layers.len() == other.layers.len() && self.layers.iter().zip(&other.layers).all(same)
     }
 
-    /// Makes `guest`, which lies over `from`, lie over this image instead, as if it had never written
-    /// anything. The guest must be paused.
-    pub fn replace(&self, from: &Self, guest: &GuestMemory) -> Result<(), MemoryError> {
-        if self.is(from) {
-            return self.take_back(guest).map_err(MemoryError::Discard);
-        }
+    /// Makes `guest` lie over this image, as if it had never written anything. The guest must be paused.
+    pub fn put_under(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         pages::clear(guest).map_err(MemoryError::Discard)?;
         self.layers.iter().try_for_each(|layer| layer.cover(guest))
     }
 
-    /// Undoes what `guest` has written. Short runs are what its kernel and its agent keep writing: they get
-    /// their old bytes where they are, which saves the guest a fault on each. Long ones are somebody's data,
-    /// and are dropped.
-    fn take_back(&self, guest: &GuestMemory) -> io::Result<()> {
+    /// Undoes what `guest`, which lies over this image, has written. What it will write `again` gets its old bytes
+    /// where it is, which saves the guest a fault on each page; the rest is dropped. The guest must be paused.
+    pub fn take_back(&self, guest: &GuestMemory, again: &mut Again) -> io::Result<()> {
         let private = pages::runs(guest, Pages::Private)?;
-        let (mut again, dropped) = private.shortest(AGAIN_MAX);
-        pages::discard(guest, &dropped.at_most(MAX_RUNS))?;
+        let mut kept = again.keep(&private);
+        pages::discard(guest, &private.without(&kept).at_most(MAX_RUNS))?;
         for layer in self.layers.iter().rev() {
-            for run in again.within(&layer.runs).iter() {
+            for run in kept.within(&layer.runs).iter() {
                 pages::read_run(guest, run, &layer.file)?;
             }
-            again = again.without(&layer.runs);
+            kept = kept.without(&layer.runs);
         }
-        again.iter().for_each(|run| pages::zero_run(guest, run));
+        kept.iter().for_each(|run| pages::zero_run(guest, run));
         Ok(())
     }
 

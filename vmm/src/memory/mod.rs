@@ -9,12 +9,14 @@
 //! | `image.rs` | what lies under a guest's memory, and how it is mapped |
 //! | `pages.rs` | which pages the guest has made its own |
 //! | `flat.rs` | how memory becomes one file, and what changed since it did |
+//! | `again.rs` | which pages stay in place when a guest is taken back |
 //! | `donor.rs` | how pages are copied while the guest runs on |
 //! | `working_set.rs` | which pages a first use touches, and how they are made ready |
 //! | `lessons.rs` | what the children of a running machine learn from the first of them |
 //! | `page_server.rs` | how another process supplies the pages |
 //! | `uffd.rs`, `sys.rs` | the system calls |
 
+mod again;
 mod donor;
 mod flat;
 mod image;
@@ -32,6 +34,7 @@ pub use pages::Runs;
 pub(crate) use sys::memfd;
 pub use working_set::WorkingSet;
 
+use again::Again;
 use flat::Changes;
 use pvmm_devices::GuestMemory;
 use sys::Pages;
@@ -45,13 +48,15 @@ pub struct Memory {
     pub guest: GuestMemory,
     pub image: MemoryImage,
     changes: Changes,
+    /// About lives that began at `image`.
+    again: Again,
 }
 
 impl Memory {
     /// Maps `image` for one guest: what it writes stays its own.
     pub fn map(image: MemoryImage) -> Result<Self, MemoryError> {
         let changes = Changes::since(image.layers().len());
-        let memory = Self { guest: image.map()?, image, changes };
+        let memory = Self { guest: image.map()?, image, changes, again: Again::default() };
         memory.keep_from_children();
         Ok(memory)
     }
@@ -87,6 +92,7 @@ impl Memory {
             self.changes = Changes::default();
         }
         self.image = image;
+        self.again = Again::default();
         self.keep_from_children();
         Ok(runs)
     }
@@ -129,12 +135,23 @@ impl Memory {
 
     /// Makes the memory what `image` is, whatever was written or frozen since. The guest must be paused.
     pub fn rewind(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
-        image.replace(&self.image, &self.guest)?;
+        match image.is(&self.image) {
+            true => image.take_back(&self.guest, &mut self.again).map_err(MemoryError::Discard)?,
+            false => {
+                image.put_under(&self.guest)?;
+                self.again = Again::default();
+            }
+        }
         self.image = image.clone();
         // What was saved since is not what lies below any more.
         self.changes = Changes::default();
         self.keep_from_children();
         Ok(())
+    }
+
+    /// Finds out what a guest that was taken back writes first. To be called when it goes on.
+    pub fn learn(&mut self) {
+        self.again.learn(&self.guest);
     }
 }
 
