@@ -5,6 +5,7 @@
 //! forked process that holds them still. Writing any of it to a disk comes later.
 
 use std::sync::{Arc, OnceLock};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
@@ -15,6 +16,11 @@ use crate::template::Template;
 use crate::trace;
 use crate::vcpu::thread::VcpuThread;
 use crate::vm::Vm;
+
+/// How long a guest may take to finish what it is about before it is stopped. It runs meanwhile.
+const SETTLE_MAX: Duration = Duration::from_millis(20);
+/// How long its vCPUs must do nothing to have finished, looked at twice.
+const SLICE: Duration = Duration::from_micros(250);
 
 /// Guest memory that stands still, or is being copied from a view that does.
 enum FrozenMemory {
@@ -28,7 +34,8 @@ fn in_place(memory: &mut Memory) -> Result<FrozenMemory, MemoryError> {
 }
 
 impl Vm {
-    /// Everything that the machine is at this instant. It runs on as soon as it can, if it ran before.
+    /// Everything that the machine is at one instant: as soon as it has nothing to do, or 20 ms from now. It runs on as
+    /// soon as it can, if it ran before.
     pub fn freeze(&mut self) -> Result<Template, Error> {
         self.freeze_by(|memory| match memory.begin_freeze()? {
             Some(freezing) => Ok(FrozenMemory::Begun(freezing)),
@@ -50,6 +57,10 @@ impl Vm {
             return Err(Error::plain(ErrorKind::InvalidConfig, what));
         }
         let was_running = self.running;
+        if was_running {
+            settle(|| self.vcpus.iter().map(VcpuThread::cpu_time).sum());
+            trace::step("settled");
+        }
         let begun = Instant::now();
         self.pause()?;
         let frozen = self.freeze_paused(freeze);
@@ -128,5 +139,53 @@ impl Vm {
             serial: self.serial.save(),
             transports,
         })
+    }
+}
+
+/// Waits until the vCPUs, whose processor time `used` tells, do nothing. A guest that has just answered has connections to
+/// close, processes to bury and memory to free, and what it has not done when it is stopped, every copy does again.
+fn settle(mut used: impl FnMut() -> Duration) {
+    let until = Instant::now() + SETTLE_MAX;
+    let (mut before, mut quiet) = (used(), 0);
+    while quiet < 2 && Instant::now() < until {
+        thread::sleep(SLICE);
+        let now = used();
+        quiet = if now.saturating_sub(before) < SLICE / 4 { quiet + 1 } else { 0 };
+        before = now;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guest_that_has_nothing_to_do_is_hardly_waited_for() {
+        let begun = Instant::now();
+        settle(|| Duration::from_secs(7));
+        assert!(begun.elapsed() < SETTLE_MAX);
+    }
+
+    #[test]
+    fn guest_is_waited_for_until_it_has_done_its_work() {
+        let (begun, mut looks) = (Instant::now(), 0);
+        let mut used = || {
+            looks += 1;
+            SLICE * looks.min(5)
+        };
+        settle(&mut used);
+        assert!(begun.elapsed() >= 6 * SLICE);
+        assert!(looks >= 7 || begun.elapsed() >= SETTLE_MAX);
+    }
+
+    #[test]
+    fn guest_that_never_rests_is_not_waited_for_long() {
+        let (begun, mut looks) = (Instant::now(), 0);
+        settle(|| {
+            looks += 1;
+            SLICE * looks
+        });
+        assert!(begun.elapsed() >= SETTLE_MAX);
+        assert!(begun.elapsed() < 20 * SETTLE_MAX);
     }
 }

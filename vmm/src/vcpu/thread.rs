@@ -141,6 +141,11 @@ impl VcpuThread {
         Ok(Answer(reply))
     }
 
+    /// How much processor time the vCPU has used so far.
+    pub fn cpu_time(&self) -> Duration {
+        self.thread.as_ref().map_or(Duration::ZERO, sys::cpu_time)
+    }
+
     fn send(&self, command: Command) -> Result<(), ThreadError> {
         if let Some(unborn) = &self.unborn {
             unborn.own.obey(command, false);
