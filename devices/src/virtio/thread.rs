@@ -244,7 +244,9 @@ impl DeviceThread {
 
 impl Drop for DeviceThread {
     fn drop(&mut self) {
-        if let Err(error) = self.end() {
+        // After `stop` there is nothing left to end.
+        let anything = self.running.is_some() || self.mailbox.inner().is_some();
+        if let Some(Err(error)) = anything.then(|| self.end()) {
             log::error!("device thread did not stop: {error}");
         }
     }
@@ -270,8 +272,9 @@ fn serve(inner: &mut Inner) -> Option<SyncSender<Answer>> {
 }
 
 fn hand_over(mut inner: Inner, mailbox: &Mailbox, asked: SyncSender<Answer>) {
-    let mut place = mailbox.inner();
+    // Before the lock is taken: what is under way may take a while.
     let quiet = inner.devices.handle(Command::Quiesce);
+    let mut place = mailbox.inner();
     // What was sent until now; nothing is from now on.
     while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
         let _ = answer.send(match wish {
