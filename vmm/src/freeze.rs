@@ -161,9 +161,12 @@ mod tests {
 
     #[test]
     fn guest_that_has_nothing_to_do_is_hardly_waited_for() {
-        let begun = Instant::now();
-        settle(|| Duration::from_secs(7));
-        assert!(begun.elapsed() < SETTLE_MAX);
+        let mut looks = 0;
+        settle(|| {
+            looks += 1;
+            Duration::from_secs(7)
+        });
+        assert!(looks <= 3);
     }
 
     #[test]
@@ -186,6 +189,6 @@ mod tests {
             SLICE * looks
         });
         assert!(begun.elapsed() >= SETTLE_MAX);
-        assert!(begun.elapsed() < 20 * SETTLE_MAX);
+        assert!(SLICE * looks <= SETTLE_MAX + 2 * SLICE);
     }
 }

@@ -9,7 +9,8 @@ use crate::trace;
 use crate::vm::Vm;
 
 impl Vm {
-    /// Remembers this instant, in place of an earlier checkpoint. The machine runs on if it ran before.
+    /// Remembers one instant, as [`Self::freeze`] does, in place of an earlier checkpoint. The machine runs on if it ran
+    /// before.
     pub fn checkpoint(&mut self) -> Result<(), Error> {
         for (index, drive) in self.held.drives.iter().enumerate() {
             if let Some(why) = drive.storage.one_way() {

@@ -184,8 +184,7 @@ impl DeviceThread {
     /// No devices, and no thread before [`Self::start`]: calls run on the caller's.
     pub fn new() -> io::Result<Self> {
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
-        let mut devices = DeviceLoop::new().map_err(io::Error::other)?;
-        devices.watch(wake.clone());
+        let devices = DeviceLoop::new().map_err(io::Error::other)?;
         let (letters, inbox) = mpsc::sync_channel(MAILBOX_SLOTS);
         let inner = Mutex::new(Some(Inner { devices, inbox }));
         let mailbox = Arc::new(Mailbox { inner, letters, wake });
@@ -195,12 +194,14 @@ impl DeviceThread {
     /// Lets the thread have the devices, and starts it if there is none. Once is enough.
     pub fn start(&mut self) -> io::Result<()> {
         let mut here = self.mailbox.inner();
-        if here.is_none() {
-            return Ok(());
-        }
+        let Some(inner) = here.as_mut() else { return Ok(()) };
         let running = match self.running.take() {
             Some(running) => running,
-            None => Running::start(self.mailbox.clone())?,
+            None => {
+                let running = Running::start(self.mailbox.clone())?;
+                inner.devices.watch(self.mailbox.wake.clone());
+                running
+            }
         };
         let gone = |_| io::Error::other("the device thread has ended");
         let lent = here.take().map_or(Ok(()), |inner| running.back.send(inner).map_err(gone));

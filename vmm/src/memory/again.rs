@@ -105,13 +105,13 @@ mod tests {
     fn memory() -> Memory {
         let region = Region { address: 0, len: 64 << 20 };
         let mut memory = Memory::map(MemoryImage::empty(vec![region])).unwrap();
-        memory.guest.write_obj(7u8, GuestAddress(DATA.start * PAGE)).unwrap();
+        write(&memory, DATA, 7);
         memory.freeze().unwrap();
         memory
     }
 
-    fn write(memory: &Memory, mut pages: std::ops::Range<u64>) {
-        pages.try_for_each(|page| memory.guest.write_obj(1u8, GuestAddress(page * PAGE))).unwrap();
+    fn write(memory: &Memory, mut pages: std::ops::Range<u64>, byte: u8) {
+        pages.try_for_each(|page| memory.guest.write_obj(byte, GuestAddress(page * PAGE))).unwrap();
     }
 
     fn private(memory: &Memory) -> Runs {
@@ -123,15 +123,20 @@ mod tests {
         let mut memory = memory();
         let image = memory.image.clone();
         for known in [false, true] {
-            write(&memory, DATA);
+            write(&memory, DATA, 1);
             memory.rewind(&image).unwrap();
             let expected = if known { 1 } else { 0 };
             assert_eq!(private(&memory).bytes(), expected * PAGE);
-            assert_eq!(memory.guest.read_obj::<u8>(GuestAddress(DATA.start * PAGE)).unwrap(), 7);
-            assert_eq!(memory.guest.read_obj::<u8>(GuestAddress(2000 * PAGE)).unwrap(), 0);
+            for page in [DATA.start, 2000] {
+                assert_eq!(memory.guest.read_obj::<u8>(GuestAddress(page * PAGE)).unwrap(), 7);
+            }
+            write(&memory, 2000..2001, 2);
             memory.learn();
-            write(&memory, 2000..2001);
-            thread::sleep(2 * LOOK_AFTER);
+            let late = Instant::now() + 100 * LOOK_AFTER;
+            while lock(&memory.again.known).seen.bytes() == 0 {
+                assert!(Instant::now() < late, "nobody looks");
+                thread::yield_now();
+            }
         }
     }
 
@@ -145,6 +150,6 @@ mod tests {
         }
         assert_eq!(again.looks, LOOKS);
         drop(again);
-        assert!(begun.elapsed() < LOOK_AFTER);
+        assert!(begun.elapsed() < LOOKS * LOOK_AFTER);
     }
 }
