@@ -47,7 +47,7 @@ impl Again {
         let mut known = lock(&self.known);
         let (short, _) = private.shortest(AGAIN_MAX);
         let seen = private.within(&known.seen);
-        known.kept = Runs::merged(short.iter().chain(seen.iter()).collect());
+        known.kept = short.with(&seen);
         known.kept.clone()
     }
 
@@ -74,7 +74,7 @@ impl Known {
     fn look(&mut self, guest: &GuestMemory) {
         let Ok(private) = pages::runs(guest, Pages::Private) else { return };
         let (new, _) = private.without(&self.kept).shortest(AGAIN_MAX);
-        self.seen = Runs::merged(self.seen.iter().chain(new.iter()).collect());
+        self.seen = self.seen.with(&new);
     }
 }
 

@@ -64,7 +64,7 @@ impl Lessons {
     fn learned(&self, written: &Runs, read: &Runs) -> WorkingSet {
         let grown = |guess: &Runs, seen: &Runs| {
             let (new, _) = seen.without(guess).shortest(AGAIN_MAX);
-            Runs::merged(guess.iter().chain(new.iter()).collect())
+            guess.with(&new)
         };
         let written = grown(&self.guess.written, written);
         WorkingSet::new(&written, &grown(&self.guess.read, read).without(&written))

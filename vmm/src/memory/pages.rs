@@ -72,6 +72,12 @@ impl Runs {
         self.0.iter().cloned()
     }
 
+    /// What is in either.
+    #[must_use]
+    pub fn with(&self, other: &Self) -> Self {
+        Self::merged(self.iter().chain(other.iter()).collect())
+    }
+
     /// What is in these runs and not in `other`.
     #[must_use]
     pub fn without(&self, other: &Self) -> Self {

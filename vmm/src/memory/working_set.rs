@@ -31,7 +31,7 @@ impl WorkingSet {
         let (again, _) = written.shortest(AGAIN_MAX);
         // A fork's own set is a guess too: without a bound every generation would add to it.
         let (own_again, _) = own.map(|own| own.written.shortest(AGAIN_MAX)).unwrap_or_default();
-        let written = Runs::merged(again.iter().chain(own_again.iter()).collect());
+        let written = again.with(&own_again);
         let own = own.into_iter().flat_map(|own| own.written.iter().chain(own.read.iter()));
         let read = Runs::merged(own.collect()).without(&written);
         Self::new(&written, &read)
