@@ -7,7 +7,6 @@ use std::fs;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
 
 use vm_memory::{Bytes, GuestAddress};
 
@@ -69,9 +68,11 @@ fn write(dir: &Path) -> Result<Manifest, Error> {
 #[ignore = "run by the other tests here"]
 fn victim() {
     let place = PathBuf::from(std::env::var_os(PLACE).expect("a place"));
-    // strace is to hold this thread alone: it counts calls from when it does.
+    // strace is to hold this thread alone, and counts its calls from then on. Whether it counts the one that
+    // the thread waits in is left to chance, so that is one which a writer does not make.
+    let told = std::thread::spawn(|| std::io::stdin().read_line(&mut String::new()));
     println!("\nvictim {}", fs::read_link("/proc/thread-self").unwrap().display());
-    std::io::stdin().read_line(&mut String::new()).unwrap();
+    told.join().unwrap().unwrap();
     write(&place.join("snap")).expect("written");
 }
 
@@ -130,19 +131,15 @@ impl Place {
             .unwrap();
         let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines().map_while(Result::ok);
         let thread = lines.find_map(|line| Some(line.strip_prefix("victim ")?.to_owned())).unwrap();
-        let (process, id) = (thread.split('/').next().unwrap(), thread.rsplit('/').next().unwrap());
         let mut strace = Command::new("strace")
-            .args(["-qq", "-e", expression, "-p", id, "-o"])
+            .args(["-e", expression, "-p", thread.rsplit('/').next().unwrap(), "-o"])
             .arg(self.log.path())
-            .stderr(Stdio::null())
+            .stderr(Stdio::piped())
             .spawn()
             .expect("strace should be installed; `make test` does it");
-        let status = format!("/proc/{process}/task/{id}/status");
-        // A victim that was held while it still printed may be killed before it is told to begin.
-        while fs::read_to_string(&status).is_ok_and(|status| status.contains("TracerPid:\t0\n")) {
-            assert_eq!(strace.try_wait().unwrap(), None, "strace cannot attach");
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        // The thread is traced before it is stopped, and its calls are counted only from then on.
+        let mut told = BufReader::new(strace.stderr.take().unwrap()).lines().map_while(Result::ok);
+        assert!(told.any(|line| line.contains("attached")), "strace cannot attach");
         let _ = victim.stdin.take().unwrap().write_all(b"\n");
         lines.for_each(drop);
         let written = victim.wait().unwrap().success();
