@@ -22,11 +22,11 @@ type Durations = Vec<(String, f64)>;
 
 const PAUSE: &str = "live fork: parent's pause";
 const ANSWERED: &str = "live fork: children answered";
+/// The same parent once more, after it has filled the same memory anew.
+const AGAIN_PAUSE: &str = "live fork again: parent's pause";
+const AGAIN_ANSWERED: &str = "live fork again: children answered";
 
 pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
-    // Parents that went on from a template themselves, as most do: what they changed since is what is new.
-    let socket = stage.dir()?.join("v");
-    let (mut vm, _) = live(&baking.template, socket.clone(), tap(0).as_deref())?;
     let peer = match (&stage.firecracker, &baking.firecracker) {
         (Some(peer), Some(baked)) => {
             let dir = stage.dir()?;
@@ -37,38 +37,73 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     };
     let counts = board.counts;
     board.say(&format!("live fork: {} rounds of {} children", counts.slow, counts.children));
+    let children = counts.children.min(TAPS - 2);
     for round in 0..counts.slow + 1 {
-        let children = counts.children.min(TAPS - 2);
-        // A connection of its own, for a freeze may cut older ones.
-        shell(&Agent::connect(&socket, deadline())?, DIRTY)?;
-        let begun = Instant::now();
-        let (template, steps) = trace::record(|| vm.freeze());
-        let frozen = millis(begun.elapsed());
-        let template = template?;
-        let (machines, children_took) =
-            timed(|| all(children, |index| child(stage, &template, index + 1)))?;
-        let (machines, traces): (Vec<_>, Vec<_>) = machines.into_iter().unzip();
-        drop(machines);
-        if round > 0 {
-            board.add(PAUSE, "pvmm", Unit::Millis, millis(template.pause()))?;
-            board.add(ANSWERED, "pvmm", Unit::Millis, frozen + children_took)?;
-            board.trace("a parent's pause", &durations(begun, &steps))?;
-            for steps in &traces {
-                board.trace("a child of a running machine", steps)?;
+        let mut kept = Vec::new();
+        {
+            // A parent that went on from a template itself, as most do: what it changed since is what is new.
+            let socket = stage.dir()?.join("v");
+            let (mut vm, _) = live(&baking.template, socket.clone(), tap(0).as_deref())?;
+            for moments in [(PAUSE, ANSWERED), (AGAIN_PAUSE, AGAIN_ANSWERED)] {
+                // A connection of its own, for a freeze may cut older ones.
+                shell(&Agent::connect(&socket, deadline())?, DIRTY)?;
+                kept.push((moments, fork(stage, board, &mut vm, children, round > 0)?));
             }
         }
-        drop(template);
         if let Some((peer, _machine, dir)) = &peer {
             // A snapshot cuts connections there.
             shell(&Agent::connect(&dir.join(SOCKET), deadline())?, DIRTY)?;
-            let (pause, total) = fork_firecracker(stage, peer, dir, children)?;
-            if round > 0 {
-                board.add(PAUSE, peer.name(), Unit::Millis, pause)?;
-                board.add(ANSWERED, peer.name(), Unit::Millis, total)?;
+            let took = fork_firecracker(stage, peer, dir, children)?;
+            let name = peer.name();
+            for ((pause, answered), _) in &kept {
+                record(board, round, (pause, answered), name, took)?;
             }
+        }
+        for (moments, took) in kept {
+            record(board, round, moments, "pvmm", took)?;
         }
     }
     Ok(())
+}
+
+/// Writes down a pause and what all took, unless it was to warm up.
+fn record(
+    board: &mut Board,
+    round: usize,
+    (pause, answered): (&'static str, &'static str),
+    name: &str,
+    (paused, all): (f64, f64),
+) -> Outcome<()> {
+    if round > 0 {
+        board.add(pause, name, Unit::Millis, paused)?;
+        board.add(answered, name, Unit::Millis, all)?;
+    }
+    Ok(())
+}
+
+/// Forks a running machine. In milliseconds: its pause, and until all children have answered.
+fn fork(
+    stage: &Stage,
+    board: &mut Board,
+    vm: &mut pvmm::Vm,
+    children: usize,
+    traced: bool,
+) -> Outcome<(f64, f64)> {
+    let begun = Instant::now();
+    let (template, steps) = trace::record(|| vm.freeze());
+    let frozen = millis(begun.elapsed());
+    let template = template?;
+    let (machines, children_took) =
+        timed(|| all(children, |index| child(stage, &template, index + 1)))?;
+    let (machines, traces): (Vec<_>, Vec<_>) = machines.into_iter().unzip();
+    drop(machines);
+    if traced {
+        board.trace("a parent's pause", &durations(begun, &steps))?;
+        for steps in &traces {
+            board.trace("a child of a running machine", steps)?;
+        }
+    }
+    Ok((millis(template.pause()), frozen + children_took))
 }
 
 /// A child that has answered, and what that took.

@@ -28,6 +28,26 @@ pub fn data(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(known_data(file, range.clone())?.unwrap_or_else(|| Vec::from([range])))
 }
 
+/// The blocks of `size` bytes in which `file` has any data within `range`, in order; all of it where that cannot be known.
+pub fn blocks_with_data(file: &File, range: Range<u64>, size: u64) -> io::Result<Vec<Range<u64>>> {
+    if !sys::knows_holes(file.as_fd())? {
+        return Ok(Vec::from([range]));
+    }
+    let mut blocks = Vec::new();
+    let mut at = range.start;
+    while at < range.end {
+        match sys::seek_data(file.as_fd(), at)? {
+            Some(data) if data < range.end => {
+                let block = data / size * size;
+                blocks.push(block..block + size);
+                at = block + size;
+            }
+            _ => break,
+        }
+    }
+    Ok(blocks)
+}
+
 /// Copies the data in `range` to the same place of another file, leaving out what is zero.
 pub fn copy(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
     let Some(parts) = known_data(from, range.clone())? else {

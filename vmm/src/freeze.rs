@@ -45,7 +45,10 @@ impl Vm {
 
     /// The same, and the machine itself lies over what was frozen: it can go back to it.
     pub(crate) fn freeze_in_place(&mut self) -> Result<Template, Error> {
-        self.freeze_by(in_place)
+        self.freeze_by(|memory| {
+            memory.go_private()?;
+            in_place(memory)
+        })
     }
 
     fn freeze_by(

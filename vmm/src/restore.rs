@@ -37,10 +37,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     let Opened { devices, drives, taps, vsock_path } =
         open_devices(template, &mut overrides, &scratch)?;
     trace::step("open devices");
-    let memory = Memory::map(template.image.clone())?;
-    if overrides.huge_pages {
-        memory.prefer_huge_pages();
-    }
+    let memory = map_memory(template, &overrides)?;
     trace::step("map memory");
     let mut page_server = connect_page_server(template, &overrides, &memory)?;
 
@@ -110,6 +107,20 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     vm.prefault = prefault;
     trace::step("hand over");
     Ok(vm)
+}
+
+/// A guest's memory is ready to be forked, unless something else is wanted of its pages.
+fn map_memory(template: &Template, overrides: &Overrides) -> Result<Memory, Error> {
+    let image = template.image.clone();
+    if overrides.huge_pages {
+        let memory = Memory::map(image)?;
+        memory.prefer_huge_pages();
+        return Ok(memory);
+    }
+    match overrides.track_changes || overrides.page_server.is_some() {
+        true => Ok(Memory::map(image)?),
+        false => Ok(Memory::map_to_fork(image)?),
+    }
 }
 
 /// The registers that fresh vCPUs must be told: the same in every machine of a template.

@@ -108,6 +108,7 @@ impl Template {
         first_use: impl FnOnce(&mut Vm) -> Result<(), E>,
     ) -> Result<Touched, E> {
         let mut vm = self.fork(Overrides { prefault: Prefault::Nothing, ..overrides })?;
+        vm.memory.go_private().map_err(Error::from)?;
         let each_page = vm.memory.report_each_page();
         first_use(&mut vm)?;
         vm.pause()?;

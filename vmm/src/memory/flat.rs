@@ -9,6 +9,7 @@ use std::ops::Range;
 
 use pvmm_devices::sparse;
 
+use super::fresh::Fresh;
 use super::sys::Pages;
 use super::uffd::Userfault;
 use super::{Memory, MemoryError, PAGE, Runs, pages};
@@ -65,14 +66,19 @@ impl Memory {
             None => Pages::Private,
         };
         let private = pages::runs(&self.guest, wanted).map_err(MemoryError::Scan)?;
+        let fresh = self.fresh.as_ref().map(Fresh::used).transpose().map_err(MemoryError::Scan)?;
         let above = self.image.runs_from(layers).into_iter().map(|(start, end)| start..end);
-        Ok(Runs::merged(above.chain(private.iter()).collect()))
+        let fresh = fresh.iter().flat_map(Runs::iter);
+        Ok(Runs::merged(above.chain(private.iter()).chain(fresh).collect()))
     }
 
     /// From now on only what is written later counts as changed, where the kernel can tell. The guest must be
     /// paused.
     pub fn mark_saved(&mut self) {
         self.changes.saved = true;
+        if self.go_private().is_err() {
+            return;
+        }
         if self.changes.written.is_none() {
             self.changes.written = Userfault::for_written(&self.guest).ok();
         }

@@ -2,19 +2,19 @@
 //!
 //! The lowest layer is a snapshot's memory or nothing, which reads as zeros; each layer above holds the
 //! pages that differ. Mapping an image copies nothing, so any number of guests share its pages.
-#![allow(unsafe_code)] // Mappings are replaced in place.
 
 use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::again::Again;
 use super::donor::Donor;
+use super::sys::View;
 use super::{PAGE, Pages, Runs, pages, sys};
 
 /// The most pieces of one layer: a process may have 65,530 mappings in all.
@@ -25,8 +25,10 @@ const GAP: u64 = 32 * PAGE;
 /// How much of what a guest has written it is expected to write again at once: more than a first command
 /// does, and little enough to keep.
 pub const AGAIN_MAX: u64 = 2 << 20;
+/// What is bare is found out in blocks of this size: each stretch is a mapping in every machine.
+pub const STRETCH: u64 = 2 << 20;
 /// The most layers of one image.
-const MAX_LAYERS: usize = 16;
+pub const MAX_LAYERS: usize = 16;
 
 /// What failed with a guest's memory.
 #[derive(Debug, thiserror::Error)]
@@ -65,12 +67,14 @@ pub struct MemoryImage {
     layers: Vec<Arc<Layer>>,
     /// How many of the lowest layers are those of the snapshot that the image goes on from.
     base_layers: usize,
+    /// The long stretches of nothing but zeros, once somebody has asked.
+    bare: Arc<OnceLock<Runs>>,
 }
 
 impl MemoryImage {
     /// Nothing but zeros.
     pub fn empty(regions: Vec<Region>) -> Self {
-        Self { regions: regions.into(), layers: Vec::new(), base_layers: 0 }
+        Self { regions: regions.into(), layers: Vec::new(), base_layers: 0, bare: Arc::default() }
     }
 
     pub fn regions(&self) -> &[Region] {
@@ -89,9 +93,30 @@ impl MemoryImage {
     /// The same with a layer on top.
     #[must_use]
     pub fn with(&self, layer: Layer) -> Self {
+        let bare = self.bare.get().map(|bare| bare.without(&layer.runs.blocks(STRETCH)));
         let mut layers = self.layers.clone();
         layers.push(Arc::new(layer));
-        Self { regions: self.regions.clone(), layers, base_layers: self.base_layers }
+        Self {
+            regions: self.regions.clone(),
+            layers,
+            base_layers: self.base_layers,
+            bare: Arc::new(bare.map_or_else(OnceLock::new, OnceLock::from)),
+        }
+    }
+
+    /// Long stretches for which no layer has anything; none where that cannot be known.
+    pub fn bare(&self) -> &Runs {
+        self.bare.get_or_init(|| self.find_bare().unwrap_or_default())
+    }
+
+    fn find_bare(&self) -> io::Result<Runs> {
+        let mut used = Vec::new();
+        for layer in &self.layers {
+            for run in layer.runs.iter() {
+                used.extend(sparse::blocks_with_data(&layer.file, run, STRETCH)?);
+            }
+        }
+        Ok(Runs::all(self.size()).without(&Runs::merged(used)))
     }
 
     /// The same, where the `layers` lowest ones are a snapshot's.
@@ -350,14 +375,9 @@ impl Layer {
     /// Puts the layer's ranges over what `guest` has there. The guest must be paused or not begun.
     pub fn cover(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         for run in self.runs.iter() {
-            for (address, part) in pages::host_parts(guest, run) {
-                let len = part.end - part.start;
-                debug_assert!(part.start % PAGE == 0 && len % PAGE == 0);
-                // SAFETY: the range is part of a mapping that `guest` owns; nobody holds references into
-                // guest memory, and no vCPU or device runs.
-                unsafe { sys::map_over(address, len as usize, &self.file, part.start) }
-                    .map_err(|source| MemoryError::Map { mib: len >> 20, source })?;
-            }
+            let mib = (run.end - run.start) >> 20;
+            pages::map_file(guest, run, &self.file, View::Private)
+                .map_err(|source| MemoryError::Map { mib, source })?;
         }
         Ok(())
     }

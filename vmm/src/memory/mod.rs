@@ -9,6 +9,7 @@
 //! | `image.rs` | what lies under a guest's memory, and how it is mapped |
 //! | `pages.rs` | which pages the guest has made its own |
 //! | `flat.rs` | how memory becomes one file, and what changed since it did |
+//! | `fresh.rs` | how memory is used for the first time, so that a freeze need not copy it |
 //! | `again.rs` | which pages stay in place when a guest is taken back |
 //! | `donor.rs` | how pages are copied while the guest runs on |
 //! | `working_set.rs` | which pages a first use touches, and how they are made ready |
@@ -19,6 +20,7 @@
 mod again;
 mod donor;
 mod flat;
+mod fresh;
 mod image;
 mod lessons;
 mod page_server;
@@ -36,6 +38,8 @@ pub use working_set::WorkingSet;
 
 use again::Again;
 use flat::Changes;
+use fresh::Fresh;
+use image::{MAX_LAYERS, STRETCH};
 use pvmm_devices::GuestMemory;
 use sys::Pages;
 use uffd::Userfault;
@@ -50,15 +54,61 @@ pub struct Memory {
     changes: Changes,
     /// About lives that began at `image`.
     again: Again,
+    fresh: Option<Fresh>,
+    /// What is used for the first time goes into a file, whenever that is possible.
+    to_fork: bool,
 }
 
 impl Memory {
     /// Maps `image` for one guest: what it writes stays its own.
     pub fn map(image: MemoryImage) -> Result<Self, MemoryError> {
+        Self::map_for(image, false)
+    }
+
+    /// The same for a guest that may be forked: what it uses for the first time need not be copied then.
+    pub fn map_to_fork(image: MemoryImage) -> Result<Self, MemoryError> {
+        Self::map_for(image, true)
+    }
+
+    fn map_for(image: MemoryImage, to_fork: bool) -> Result<Self, MemoryError> {
         let changes = Changes::since(image.layers().len());
-        let memory = Self { guest: image.map()?, image, changes, again: Again::default() };
-        memory.keep_from_children();
+        let guest = image.map()?;
+        let (again, fresh) = (Again::default(), None);
+        let mut memory = Self { guest, image, changes, again, fresh, to_fork };
+        memory.renew(&Runs::default());
         Ok(memory)
+    }
+
+    /// Puts a file under what was not used yet, and is not among the `private` pages. It will be a layer, so this leaves room
+    /// for others: too many would have to become one while the guest stands still.
+    fn renew(&mut self, private: &Runs) {
+        if self.to_fork && self.fresh.is_none() && self.image.layers().len() < MAX_LAYERS / 2 {
+            let bare = self.image.bare().without(&private.blocks(STRETCH));
+            self.fresh = Fresh::begin(&self.guest, &bare, self.image.size());
+        }
+        self.keep_from_children();
+    }
+
+    /// What was used for the first time becomes a layer of the image. Returns which pages that were. The guest must be
+    /// paused.
+    fn keep_fresh(&mut self) -> Result<Runs, MemoryError> {
+        let Some(fresh) = &mut self.fresh else { return Ok(Runs::default()) };
+        let used = fresh.used().map_err(MemoryError::Scan)?;
+        let (layer, parted) = fresh.part(&self.guest, &used);
+        let file = layer.file.clone();
+        if layer.runs.count() > 0 {
+            self.image = self.image.with(layer);
+        }
+        parted.map_err(MemoryError::Keep)?;
+        self.fresh = None;
+        sys::seal(&file).map_err(MemoryError::Keep)?;
+        Ok(used)
+    }
+
+    /// From now on every page that the guest writes is private, and can be dropped or told apart. The guest must be paused.
+    pub fn go_private(&mut self) -> Result<(), MemoryError> {
+        self.to_fork = false;
+        self.keep_fresh().map(|_| ())
     }
 
     /// Asks the kernel for large pages. Only a help: where it has none, small ones do.
@@ -78,12 +128,17 @@ impl Memory {
 
     /// The pages that this guest has changed since its image, as ranges of the image.
     pub fn private_runs(&self) -> Result<Runs, MemoryError> {
-        pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)
+        let private = pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)?;
+        match &self.fresh {
+            Some(fresh) => Ok(private.with(&fresh.used().map_err(MemoryError::Scan)?)),
+            None => Ok(private),
+        }
     }
 
     /// Moves the changed pages into a sealed layer of the image and lies over that from now on. The guest
     /// must be paused. Returns which pages that were.
     pub fn freeze(&mut self) -> Result<Runs, MemoryError> {
+        let used = self.keep_fresh()?;
         let runs = self.private_runs()?;
         let image = self.image.frozen(&self.guest, &runs)?;
         image.cover_top(&self.guest)?;
@@ -93,19 +148,25 @@ impl Memory {
         }
         self.image = image;
         self.again = Again::default();
-        self.keep_from_children();
-        Ok(runs)
+        self.renew(&Runs::default());
+        Ok(runs.with(&used))
     }
 
     /// Begins to copy the changed pages into a layer over the image, while the guest goes on over its old
     /// one. `None` if there is little to copy, or no way to do it: then [`Self::freeze`] is the way. The
     /// guest must be paused for this call.
-    pub fn begin_freeze(&self) -> Result<Option<Freezing>, MemoryError> {
-        let runs = self.private_runs()?;
-        if runs.bytes() < BESIDE_MIN {
+    pub fn begin_freeze(&mut self) -> Result<Option<Freezing>, MemoryError> {
+        let private = pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)?;
+        if private.bytes() < BESIDE_MIN {
             return Ok(None);
         }
-        self.image.begin_freeze(&self.guest, &runs).map_err(MemoryError::Keep)
+        let used = self.keep_fresh()?;
+        let begun = self.image.begin_freeze(&self.guest, &private).map_err(MemoryError::Keep)?;
+        self.renew(&private);
+        Ok(begun.map(|mut freezing| {
+            freezing.written = private.with(&used);
+            freezing
+        }))
     }
 
     /// Gives back pages that hold again what lies under them: those that were made ready and not written, and
@@ -117,7 +178,11 @@ impl Memory {
         }
         let (short, _) = self.private_runs()?.shortest(TRIM_MAX);
         let same = self.image.unchanged(&self.guest, &short).map_err(MemoryError::Scan)?;
-        pages::discard(&self.guest, &same).map_err(MemoryError::Discard)?;
+        let private = match &self.fresh {
+            Some(fresh) => fresh.give_back(&same).map_err(MemoryError::Discard)?,
+            None => same.clone(),
+        };
+        pages::discard(&self.guest, &private).map_err(MemoryError::Discard)?;
         Ok(same.bytes())
     }
 
@@ -135,10 +200,12 @@ impl Memory {
 
     /// Makes the memory what `image` is, whatever was written or frozen since. The guest must be paused.
     pub fn rewind(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
-        match image.is(&self.image) {
+        // The view of a file that is shared cannot be taken back, only taken away.
+        match image.is(&self.image) && self.fresh.is_none() {
             true => image.take_back(&self.guest, &mut self.again).map_err(MemoryError::Discard)?,
             false => {
                 image.put_under(&self.guest)?;
+                self.fresh = None;
                 self.again = Again::default();
             }
         }

@@ -12,7 +12,7 @@ use pvmm_devices::GuestMemory;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::PAGE;
-use super::sys::{self, Pages};
+use super::sys::{self, Pages, View};
 
 const PAGEMAP: &str = "/proc/self/pagemap";
 /// Runs taken from the kernel in one call.
@@ -126,6 +126,13 @@ impl Runs {
 
     pub fn bytes(&self) -> u64 {
         self.0.iter().map(|run| run.end - run.start).sum()
+    }
+
+    /// The whole blocks of `size` bytes in which any of these lie.
+    #[must_use]
+    pub fn blocks(&self, size: u64) -> Self {
+        let block = |run: Range<u64>| run.start / size * size..run.end.next_multiple_of(size);
+        Self::merged(self.iter().map(block).collect())
     }
 
     /// Runs with gaps of up to `gap` bytes joined into one.
@@ -294,6 +301,19 @@ pub fn zero_run(guest: &GuestMemory, run: Range<u64>) {
         // SAFETY: as above.
         unsafe { address.write_bytes(0, (part.end - part.start) as usize) };
     }
+}
+
+/// Puts a file's range in place of the same range of guest memory. The guest must be paused or not begun.
+#[allow(unsafe_code)]
+pub fn map_file(guest: &GuestMemory, run: Range<u64>, file: &File, view: View) -> io::Result<()> {
+    for (address, part) in host_parts(guest, run) {
+        let len = part.end - part.start;
+        debug_assert!(part.start % PAGE == 0 && len % PAGE == 0);
+        // SAFETY: the range is part of a mapping that `guest` owns; nobody holds references into guest memory, and no
+        // vCPU or device runs.
+        unsafe { sys::map_over(address, len as usize, (file, part.start), view)? };
+    }
+    Ok(())
 }
 
 /// Puts zeros in place of everything. The guest must be paused.

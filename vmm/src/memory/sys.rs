@@ -112,12 +112,30 @@ pub fn scan(
     }
 }
 
-/// Puts a private, writable view of a file's range at `address`, in place of what is there.
+/// Whose a page is that is written through a mapping of a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum View {
+    /// The mapping's.
+    Private,
+    /// The file's.
+    Shared,
+}
+
+/// Puts a writable view of a file's range at `address`, in place of what is there.
 ///
 /// # Safety
 /// `len` bytes at `address` must be a mapping that the caller owns and through which nobody holds a reference.
-pub unsafe fn map_over(address: *mut u8, len: usize, file: &File, offset: u64) -> io::Result<()> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
+pub unsafe fn map_over(
+    address: *mut u8,
+    len: usize,
+    (file, offset): (&File, u64),
+    view: View,
+) -> io::Result<()> {
+    let whose = match view {
+        View::Private => libc::MAP_PRIVATE,
+        View::Shared => libc::MAP_SHARED,
+    };
+    let flags = whose | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
     // SAFETY: replaces only what the caller owns; accesses through volatile pointers stay valid.
@@ -170,9 +188,11 @@ pub fn memfd(name: &std::ffi::CStr, size: u64) -> io::Result<File> {
     Ok(file)
 }
 
-/// From now on nobody can write, grow or shrink the file, whoever holds it.
+/// From now on nobody can write, grow or shrink the file, whoever holds it. It must not be mapped for writing any more:
+/// nobody looks for that, for it would mean to look at every page.
 pub fn seal(file: &File) -> io::Result<()> {
-    let seals = libc::F_SEAL_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
+    let seals =
+        libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
     // SAFETY: adds seals to a descriptor that `file` keeps open.
     match unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, seals) } {
         0 => Ok(()),

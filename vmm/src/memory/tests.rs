@@ -421,3 +421,135 @@ fn sample_is_spread_over_the_runs() {
     assert_eq!(offsets, [PAGE, 5 * PAGE]);
     assert!(memory.sample(&Runs::default(), 8).unwrap().is_empty());
 }
+
+const MIB: u64 = 1 << 20;
+
+/// 8 MiB at zero, of which the first page has something, and 8 MiB above the hole, as a machine gets it that was made of a
+/// template.
+fn to_fork() -> Memory {
+    let regions = vec![Region { address: 0, len: 8 * MIB }, Region { address: HIGH, len: 8 * MIB }];
+    let mut parent = Memory::map(MemoryImage::empty(regions)).unwrap();
+    put(&parent, 0, 1);
+    parent.freeze().unwrap();
+    Memory::map_to_fork(parent.image).unwrap()
+}
+
+fn pages_of(file: &std::fs::File) -> u64 {
+    std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512 / PAGE
+}
+
+#[test]
+fn memory_that_is_used_first_is_not_copied_by_a_freeze() {
+    let mut parent = to_fork();
+    put(&parent, 0, 2);
+    put(&parent, 6 * MIB, 3);
+    put(&parent, HIGH + 4 * MIB, 4);
+    assert_eq!(parent.private_runs().unwrap().bytes(), 3 * PAGE);
+    let layers = parent.image.layers().len();
+    parent.freeze().unwrap();
+    let kept: Vec<_> =
+        parent.image.layers()[layers..].iter().map(|layer| pages_of(&layer.file)).collect();
+    assert_eq!(kept, [2, 1], "those that were used first, and the one that was changed");
+    let child = Memory::map_to_fork(parent.image.clone()).unwrap();
+    for (value, at) in [(7, 6 * MIB), (8, 4 * MIB), (9, HIGH + 6 * MIB)] {
+        put(&parent, at, value);
+    }
+    assert_eq!([0, 4 * MIB, 6 * MIB, HIGH + 4 * MIB].map(|at| get(&child, at)), [2, 0, 3, 4]);
+    assert_eq!([0, 4 * MIB, 6 * MIB, HIGH + 4 * MIB].map(|at| get(&parent, at)), [2, 8, 7, 4]);
+    assert_eq!(get(&child, HIGH + 6 * MIB), 0);
+}
+
+#[test]
+fn memory_that_is_used_first_stays_what_it_was_beside_a_running_guest() {
+    let regions = vec![Region { address: 0, len: 64 * MIB }];
+    let mut parent = Memory::map(MemoryImage::empty(regions)).unwrap();
+    (0..8 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, 1));
+    parent.freeze().unwrap();
+    let mut parent = Memory::map_to_fork(parent.image).unwrap();
+    for generation in 2..6u8 {
+        let new = u64::from(generation) * 8 * MIB;
+        (0..8 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, generation));
+        put(&parent, new, generation);
+        let freezing = parent.begin_freeze().unwrap().expect("much was changed");
+        // The guest goes on while it is copied.
+        for at in [0, new, new + MIB] {
+            put(&parent, at, 99);
+        }
+        let child = Memory::map_to_fork(freezing.finish().unwrap()).unwrap();
+        let seen = [0, 4 * MIB, new, new + MIB].map(|at| get(&child, at));
+        assert_eq!(seen, [generation, generation, generation, 0]);
+        if generation > 2 {
+            assert_eq!(get(&child, new - 8 * MIB), 99, "what the parent did between two forks");
+        }
+    }
+}
+
+#[test]
+fn machine_that_was_forked_often_lies_over_few_layers() {
+    let mut parent = to_fork();
+    for round in 1..60 {
+        put(&parent, 2 * MIB + round % 32 * 3 * PAGE, 1 + round as u8);
+        parent.freeze().unwrap();
+        let child = Memory::map_to_fork(parent.image.clone()).unwrap();
+        assert_eq!(get(&child, 2 * MIB + round % 32 * 3 * PAGE), 1 + round as u8);
+        assert!(parent.image.layers().len() <= 17);
+    }
+}
+
+#[test]
+fn machine_with_a_checkpoint_goes_back_in_memory_that_it_used_first() {
+    let mut memory = to_fork();
+    put(&memory, 6 * MIB, 3);
+    memory.go_private().unwrap();
+    memory.freeze().unwrap();
+    let then = memory.image.clone();
+    for value in 4..7 {
+        put(&memory, 6 * MIB, value);
+        put(&memory, HIGH + 4 * MIB, value);
+        memory.rewind(&then).unwrap();
+        assert_eq!([0, 6 * MIB, HIGH + 4 * MIB].map(|at| get(&memory, at)), [1, 3, 0]);
+    }
+    // Even if it was not told that it would be taken back.
+    let mut memory = Memory::map_to_fork(then.clone()).unwrap();
+    put(&memory, 6 * MIB, 9);
+    put(&memory, HIGH + 4 * MIB, 9);
+    memory.rewind(&then).unwrap();
+    assert_eq!([0, 6 * MIB, HIGH + 4 * MIB].map(|at| get(&memory, at)), [1, 3, 0]);
+}
+
+#[test]
+fn trim_gives_back_what_was_used_first_and_is_zero_again() {
+    let memory = to_fork();
+    for (at, value) in [(6 * MIB, 3), (6 * MIB, 0), (7 * MIB, 4), (0, 5), (0, 1)] {
+        put(&memory, at, value);
+    }
+    assert_eq!(memory.trim().unwrap(), 2 * PAGE);
+    assert_eq!(memory.private_runs().unwrap(), Runs::one(7 * MIB..7 * MIB + PAGE));
+    assert_eq!([0, 6 * MIB, 7 * MIB].map(|at| get(&memory, at)), [1, 0, 4]);
+}
+
+#[test]
+fn diff_since_a_save_holds_what_was_used_first_after_it() {
+    let mut memory = to_fork();
+    put(&memory, 6 * MIB, 3);
+    let base = flat(&memory);
+    let before = diff_over(&memory, &vec![0; 16 << 20]).1;
+    assert_eq!(before, Runs::one(6 * MIB..6 * MIB + PAGE));
+    memory.mark_saved();
+    put(&memory, 6 * MIB, 4);
+    put(&memory, HIGH + 4 * MIB, 5);
+    let (merged, changed) = diff_over(&memory, &base);
+    assert_eq!(merged, flat(&memory));
+    assert_eq!(changed.bytes(), 2 * PAGE, "{changed:?}");
+}
+
+#[test]
+fn bare_is_what_no_layer_has_anything_for() {
+    let memory = to_fork();
+    assert_eq!(*memory.image.bare(), Runs::one(2 * MIB..16 * MIB));
+    let known = memory.image.held().unwrap();
+    assert_eq!(*known.bare(), Runs::one(2 * MIB..16 * MIB), "found out from the file");
+    let file = sys::memfd(c"test", 16 * MIB).unwrap();
+    let more = known.with(Layer { file: file.into(), runs: Runs::one(7 * MIB..9 * MIB) });
+    assert_eq!(more.bare().iter().collect::<Vec<_>>(), [2 * MIB..6 * MIB, 10 * MIB..16 * MIB]);
+}

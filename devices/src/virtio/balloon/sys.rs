@@ -20,10 +20,12 @@ pub fn release(memory: &GuestMemory, address: GuestAddress, len: u64) -> io::Res
         if !(start as u64 | len as u64).is_multiple_of(PAGE_SIZE) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
+        // A page of a file that is shared goes only with its place in the file; elsewhere that is refused.
         // SAFETY: the range lies in one mapping of guest memory, which stays mapped while `memory` is
         // borrowed. Its content may change at any time anyway, for the guest owns it, and nobody holds a
         // reference into it.
-        if unsafe { libc::madvise(start.cast(), len, libc::MADV_DONTNEED) } != 0 {
+        let advise = |advice| unsafe { libc::madvise(start.cast(), len, advice) };
+        if advise(libc::MADV_REMOVE) != 0 && advise(libc::MADV_DONTNEED) != 0 {
             return Err(io::Error::last_os_error());
         }
     }
