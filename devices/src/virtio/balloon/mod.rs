@@ -14,7 +14,8 @@
 //! driver names free blocks all the time (reporting), or once when asked (hinting); and under pressure it
 //! takes pages back by itself, if deflate-on-oom was offered.
 //!
-//! A released page is dropped with `MADV_DONTNEED`. Guest memory is a private mapping, so the page then
+//! A released page is dropped with `MADV_DONTNEED`, or with `MADV_REMOVE` where it lies in a file of this machine's
+//! alone, which then has a hole there. Elsewhere guest memory is a private mapping, so the page then
 //! reads as what lies under it: zeros for a machine that was booted, the snapshot's bytes for one that was
 //! restored. Those bytes are the guest's own and no news to it, and a driver may not rely on any content of
 //! a page that it gave away. Only a guest that poisons or zeroes pages when it frees them would notice, and

@@ -385,3 +385,19 @@ fn restore_of_impossible_balloon_is_refused() {
     let refused = Balloon::restore(&state).unwrap_err();
     assert_eq!(refused, BalloonError::Target { target: 1001, limit: 1000 });
 }
+
+#[test]
+fn page_of_a_shared_file_goes_from_the_file_too() {
+    use std::os::unix::fs::MetadataExt;
+    let file = tempfile::tempfile_in("/dev/shm").unwrap();
+    file.set_len(8 * PAGE_SIZE).unwrap();
+    let behind = vm_memory::FileOffset::new(file.try_clone().unwrap(), 0);
+    let range = (GuestAddress(0), 8 * PAGE_SIZE as usize, Some(behind));
+    let memory = crate::GuestMemory::from_ranges_with_files([range]).unwrap();
+    memory.write_slice(&[7; 8 * PAGE_SIZE as usize], GuestAddress(0)).unwrap();
+    super::sys::release(&memory, address(2), 3 * PAGE_SIZE).unwrap();
+    assert_eq!(file.metadata().unwrap().blocks() * 512, 5 * PAGE_SIZE);
+    let mut bytes = [7; 2];
+    memory.read_slice(&mut bytes, GuestAddress(5 * PAGE_SIZE - 1)).unwrap();
+    assert_eq!(bytes, [0, 7]);
+}
