@@ -47,7 +47,10 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
             for moments in [(PAUSE, ANSWERED), (AGAIN_PAUSE, AGAIN_ANSWERED)] {
                 // A connection of its own, for a freeze may cut older ones.
                 shell(&Agent::connect(&socket, deadline())?, DIRTY)?;
-                kept.push((moments, fork(stage, board, &mut vm, children, round > 0)?));
+                kept.push((
+                    moments,
+                    fork(stage, board, &mut vm, children, round > 0 && moments.0 == PAUSE)?,
+                ));
             }
         }
         if let Some((peer, _machine, dir)) = &peer {

@@ -60,6 +60,7 @@ impl Vm {
             return Err(Error::plain(ErrorKind::InvalidConfig, what));
         }
         let was_running = self.running;
+        self.memory.tidy();
         if was_running {
             settle(|| self.vcpus.iter().map(VcpuThread::cpu_time).sum());
             trace::step("settled");

@@ -41,7 +41,7 @@ use flat::Changes;
 use fresh::Fresh;
 use image::{MAX_LAYERS, STRETCH};
 use pvmm_devices::GuestMemory;
-use sys::Pages;
+use sys::{Aside, Pages};
 use uffd::Userfault;
 
 /// The unit in which memory is mapped, copied and compared.
@@ -57,6 +57,7 @@ pub struct Memory {
     fresh: Option<Fresh>,
     /// What is used for the first time goes into a file, whenever that is possible.
     to_fork: bool,
+    aside: Vec<Aside>,
 }
 
 impl Memory {
@@ -74,7 +75,8 @@ impl Memory {
         let changes = Changes::since(image.layers().len());
         let guest = image.map()?;
         let (again, fresh) = (Again::default(), None);
-        let mut memory = Self { guest, image, changes, again, fresh, to_fork };
+        let aside = Vec::new();
+        let mut memory = Self { guest, image, changes, again, fresh, to_fork, aside };
         memory.renew(&Runs::default());
         Ok(memory)
     }
@@ -94,7 +96,7 @@ impl Memory {
     fn keep_fresh(&mut self) -> Result<Runs, MemoryError> {
         let Some(fresh) = &mut self.fresh else { return Ok(Runs::default()) };
         let used = fresh.used().map_err(MemoryError::Scan)?;
-        let (layer, parted) = fresh.part(&self.guest, &used);
+        let (layer, parted) = fresh.part(&self.guest, &used, &mut self.aside);
         let file = layer.file.clone();
         if layer.runs.count() > 0 {
             self.image = self.image.with(layer);
@@ -103,6 +105,11 @@ impl Memory {
         self.fresh = None;
         sys::seal(&file).map_err(MemoryError::Keep)?;
         Ok(used)
+    }
+
+    /// Does what the last freeze has left for later, so that the next one finds nothing to do. The guest may run.
+    pub fn tidy(&mut self) {
+        self.aside.clear();
     }
 
     /// From now on every page that the guest writes is private, and can be dropped or told apart. The guest must be paused.

@@ -12,7 +12,7 @@ use pvmm_devices::GuestMemory;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::PAGE;
-use super::sys::{self, Pages, View};
+use super::sys::{self, Aside, Pages, View};
 
 const PAGEMAP: &str = "/proc/self/pagemap";
 /// Runs taken from the kernel in one call.
@@ -314,6 +314,16 @@ pub fn map_file(guest: &GuestMemory, run: Range<u64>, file: &File, view: View) -
         unsafe { sys::map_over(address, len as usize, (file, part.start), view)? };
     }
     Ok(())
+}
+
+/// Moves what the page tables have of a range that is a shared view of a file out of the way. The guest must be paused.
+#[allow(unsafe_code)]
+pub fn set_aside(guest: &GuestMemory, run: Range<u64>) -> io::Result<Vec<Aside>> {
+    // SAFETY: the ranges are mappings that `guest` owns, which nobody reads by reference.
+    let set = |(address, part): (_, Range<u64>)| unsafe {
+        sys::set_aside(address, (part.end - part.start) as usize)
+    };
+    host_parts(guest, run).into_iter().map(set).collect()
 }
 
 /// Puts zeros in place of everything. The guest must be paused.

@@ -147,6 +147,46 @@ pub unsafe fn map_over(
     }
 }
 
+/// A view of a file that was moved out of the way, to be unmapped when there is time: that means to look at each of its pages.
+pub struct Aside {
+    address: usize,
+    len: usize,
+}
+
+/// Moves what the page tables have of a shared view of a file out of the way, so that another view can take its place at
+/// once. The view itself stays, and finds the pages in the file again.
+///
+/// # Safety
+/// As for [`map_over`].
+pub unsafe fn set_aside(address: *mut u8, len: usize) -> io::Result<Aside> {
+    // Whole page tables are moved where both places lie alike in them.
+    const TABLE: usize = 2 << 20;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let room = len + TABLE;
+    // SAFETY: a new mapping, which nobody can use.
+    let new = unsafe { libc::mmap(std::ptr::null_mut(), room, libc::PROT_NONE, flags, -1, 0) };
+    if new == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    let aside = Aside { address: new as usize, len: room };
+    let alike = (address as usize).wrapping_sub(new as usize) % TABLE;
+    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+    // SAFETY: both ranges are the caller's; what is read at `address` stays the same.
+    let moved =
+        unsafe { libc::mremap(address.cast(), len, len, flags, new.wrapping_byte_add(alike)) };
+    match moved == libc::MAP_FAILED {
+        true => Err(io::Error::last_os_error()),
+        false => Ok(aside),
+    }
+}
+
+impl Drop for Aside {
+    fn drop(&mut self) {
+        // SAFETY: the range was mapped by `set_aside`, and nobody else knows it.
+        unsafe { libc::munmap(self.address as *mut libc::c_void, self.len) };
+    }
+}
+
 /// Puts private memory that reads as zero at `address`, in place of what is there.
 ///
 /// # Safety
