@@ -73,6 +73,7 @@ impl Vm {
             self.vcpus.iter_mut().try_for_each(VcpuThread::start)?;
             trace::step("vCPU threads");
             self.open_drives()?;
+            self.memory.begin_use();
             self.devices.handle().resume_all()?;
             self.devices.start().map_err(MachineError::DeviceThread)?;
             trace::step("resume devices");

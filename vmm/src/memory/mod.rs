@@ -57,6 +57,8 @@ pub struct Memory {
     fresh: Option<Fresh>,
     /// What is used for the first time goes into a file, whenever that is possible.
     to_fork: bool,
+    /// The guest has not run yet.
+    unused: bool,
     aside: Vec<Aside>,
 }
 
@@ -76,9 +78,21 @@ impl Memory {
         let guest = image.map()?;
         let (again, fresh) = (Again::default(), None);
         let aside = Vec::new();
-        let mut memory = Self { guest, image, changes, again, fresh, to_fork, aside };
-        memory.renew(&Runs::default());
+        let unused = true;
+        let memory = Self { guest, image, changes, again, fresh, to_fork, unused, aside };
+        memory.keep_from_children();
         Ok(memory)
+    }
+
+    /// To be called before the guest runs. Only a help: without it a freeze has more to copy.
+    pub fn begin_use(&mut self) {
+        let first = std::mem::replace(&mut self.unused, false);
+        if first
+            && self.to_fork
+            && let Ok(touched) = pages::runs(&self.guest, Pages::Private)
+        {
+            self.renew(&touched);
+        }
     }
 
     /// Puts a file under what was not used yet, and is not among the `private` pages. It will be a layer, so this leaves room

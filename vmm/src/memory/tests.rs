@@ -431,7 +431,13 @@ fn to_fork() -> Memory {
     let mut parent = Memory::map(MemoryImage::empty(regions)).unwrap();
     put(&parent, 0, 1);
     parent.freeze().unwrap();
-    Memory::map_to_fork(parent.image).unwrap()
+    child_of(parent.image)
+}
+
+fn child_of(image: MemoryImage) -> Memory {
+    let mut memory = Memory::map_to_fork(image).unwrap();
+    memory.begin_use();
+    memory
 }
 
 fn pages_of(file: &std::fs::File) -> u64 {
@@ -450,7 +456,7 @@ fn memory_that_is_used_first_is_not_copied_by_a_freeze() {
     let kept: Vec<_> =
         parent.image.layers()[layers..].iter().map(|layer| pages_of(&layer.file)).collect();
     assert_eq!(kept, [2, 1], "those that were used first, and the one that was changed");
-    let child = Memory::map_to_fork(parent.image.clone()).unwrap();
+    let child = child_of(parent.image.clone());
     for (value, at) in [(7, 6 * MIB), (8, 4 * MIB), (9, HIGH + 6 * MIB)] {
         put(&parent, at, value);
     }
@@ -465,7 +471,7 @@ fn memory_that_is_used_first_stays_what_it_was_beside_a_running_guest() {
     let mut parent = Memory::map(MemoryImage::empty(regions)).unwrap();
     (0..8 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, 1));
     parent.freeze().unwrap();
-    let mut parent = Memory::map_to_fork(parent.image).unwrap();
+    let mut parent = child_of(parent.image);
     for generation in 2..6u8 {
         let new = u64::from(generation) * 8 * MIB;
         (0..8 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, generation));
@@ -475,7 +481,7 @@ fn memory_that_is_used_first_stays_what_it_was_beside_a_running_guest() {
         for at in [0, new, new + MIB] {
             put(&parent, at, 99);
         }
-        let child = Memory::map_to_fork(freezing.finish().unwrap()).unwrap();
+        let child = child_of(freezing.finish().unwrap());
         let seen = [0, 4 * MIB, new, new + MIB].map(|at| get(&child, at));
         assert_eq!(seen, [generation, generation, generation, 0]);
         if generation > 2 {
@@ -490,7 +496,7 @@ fn machine_that_was_forked_often_lies_over_few_layers() {
     for round in 1..60 {
         put(&parent, 2 * MIB + round % 32 * 3 * PAGE, 1 + round as u8);
         parent.freeze().unwrap();
-        let child = Memory::map_to_fork(parent.image.clone()).unwrap();
+        let child = child_of(parent.image.clone());
         assert_eq!(get(&child, 2 * MIB + round % 32 * 3 * PAGE), 1 + round as u8);
         assert!(parent.image.layers().len() <= 17);
     }
@@ -510,7 +516,7 @@ fn machine_with_a_checkpoint_goes_back_in_memory_that_it_used_first() {
         assert_eq!([0, 6 * MIB, HIGH + 4 * MIB].map(|at| get(&memory, at)), [1, 3, 0]);
     }
     // Even if it was not told that it would be taken back.
-    let mut memory = Memory::map_to_fork(then.clone()).unwrap();
+    let mut memory = child_of(then.clone());
     put(&memory, 6 * MIB, 9);
     put(&memory, HIGH + 4 * MIB, 9);
     memory.rewind(&then).unwrap();
@@ -552,4 +558,17 @@ fn bare_is_what_no_layer_has_anything_for() {
     let file = sys::memfd(c"test", 16 * MIB).unwrap();
     let more = known.with(Layer { file: file.into(), runs: Runs::one(7 * MIB..9 * MIB) });
     assert_eq!(more.bare().iter().collect::<Vec<_>>(), [2 * MIB..6 * MIB, 10 * MIB..16 * MIB]);
+}
+
+#[test]
+fn page_that_was_written_before_the_guest_ran_is_kept() {
+    let mut memory = Memory::map_to_fork(to_fork().image).unwrap();
+    put(&memory, 6 * MIB, 3);
+    memory.begin_use();
+    put(&memory, HIGH + 4 * MIB, 4);
+    memory.begin_use();
+    assert_eq!([6 * MIB, HIGH + 4 * MIB].map(|at| get(&memory, at)), [3, 4]);
+    memory.freeze().unwrap();
+    let child = child_of(memory.image.clone());
+    assert_eq!([6 * MIB, HIGH + 4 * MIB].map(|at| get(&child, at)), [3, 4]);
 }
