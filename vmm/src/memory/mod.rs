@@ -2,7 +2,8 @@
 //!
 //! A booted guest's image is empty, a restored guest's is a snapshot's memory. What the guest has written
 //! since is in private pages, which the kernel can list: so no dirty log is kept, and going back means
-//! dropping those pages.
+//! dropping those pages. Where the image has nothing and the guest may be forked, its pages lie in a file of its own
+//! instead, and a fork takes the file.
 //!
 //! | file | what it answers |
 //! | --- | --- |

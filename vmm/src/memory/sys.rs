@@ -216,6 +216,10 @@ pub unsafe fn advise(address: *mut u8, len: usize, advice: i32) -> io::Result<()
 
 /// An unnamed file in memory that can be sealed.
 pub fn memfd(name: &std::ffi::CStr, size: u64) -> io::Result<File> {
+    // The kernel would end the process.
+    if size > largest_file()? {
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
     let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
     // SAFETY: `name` is a C string; the result is checked before it becomes an owner.
     let fd: RawFd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
@@ -226,6 +230,16 @@ pub fn memfd(name: &std::ffi::CStr, size: u64) -> io::Result<File> {
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(size)?;
     Ok(file)
+}
+
+/// How large a file may become that this process makes.
+fn largest_file() -> io::Result<u64> {
+    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel fills `limit`, which outlives the call.
+    match unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) } {
+        0 => Ok(limit.rlim_cur),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// From now on nobody can write, grow or shrink the file, whoever holds it. It must not be mapped for writing any more:

@@ -572,3 +572,24 @@ fn page_that_was_written_before_the_guest_ran_is_kept() {
     let child = child_of(memory.image.clone());
     assert_eq!([6 * MIB, HIGH + 4 * MIB].map(|at| get(&child, at)), [3, 4]);
 }
+
+#[test]
+#[ignore = "run by the next test, which limits its files"]
+fn lives_with_small_files() {
+    let regions = vec![Region { address: 0, len: 8 * MIB }];
+    let mut memory = Memory::map_to_fork(MemoryImage::empty(regions)).unwrap();
+    memory.begin_use();
+    put(&memory, 4 * MIB, 3);
+    assert!(matches!(memory.freeze(), Err(MemoryError::Keep(_))));
+    assert_eq!(get(&memory, 4 * MIB), 3);
+}
+
+#[test]
+fn process_that_may_not_make_large_files_is_not_ended_for_it() {
+    let command =
+        "ulimit -f 1024; exec \"$0\" --exact memory::tests::lives_with_small_files --ignored";
+    let exe = std::env::current_exe().unwrap();
+    let output = std::process::Command::new("sh").args(["-c", command]).arg(exe).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success() && said.contains("1 passed"), "{:?} {said}", output.status);
+}
