@@ -9,7 +9,6 @@ use std::ops::Range;
 
 use pvmm_devices::sparse;
 
-use super::fresh::Fresh;
 use super::sys::Pages;
 use super::uffd::Userfault;
 use super::{Memory, MemoryError, PAGE, Runs, pages};
@@ -66,10 +65,8 @@ impl Memory {
             None => Pages::Private,
         };
         let private = pages::runs(&self.guest, wanted).map_err(MemoryError::Scan)?;
-        let fresh = self.fresh.as_ref().map(Fresh::used).transpose().map_err(MemoryError::Scan)?;
         let above = self.image.runs_from(layers).into_iter().map(|(start, end)| start..end);
-        let fresh = fresh.iter().flat_map(Runs::iter);
-        Ok(Runs::merged(above.chain(private.iter()).chain(fresh).collect()))
+        Ok(Runs::merged(above.chain(private.iter()).collect()).with(&self.newly_used()?))
     }
 
     /// From now on only what is written later counts as changed, where the kernel can tell. The guest must be

@@ -109,8 +109,8 @@ impl Memory {
     /// What was used for the first time becomes a layer of the image. Returns which pages that were. The guest must be
     /// paused.
     fn keep_fresh(&mut self) -> Result<Runs, MemoryError> {
-        let Some(fresh) = &mut self.fresh else { return Ok(Runs::default()) };
-        let used = fresh.used().map_err(MemoryError::Scan)?;
+        let used = self.newly_used()?;
+        let Some(fresh) = &mut self.fresh else { return Ok(used) };
         let (layer, parted) = fresh.part(&self.guest, &used, &mut self.aside);
         let file = layer.file.clone();
         if layer.runs.count() > 0 {
@@ -151,10 +151,13 @@ impl Memory {
     /// The pages that this guest has changed since its image, as ranges of the image.
     pub fn private_runs(&self) -> Result<Runs, MemoryError> {
         let private = pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)?;
-        match &self.fresh {
-            Some(fresh) => Ok(private.with(&fresh.used().map_err(MemoryError::Scan)?)),
-            None => Ok(private),
-        }
+        Ok(private.with(&self.newly_used()?))
+    }
+
+    /// Those of them that lie in a file of the guest's own.
+    fn newly_used(&self) -> Result<Runs, MemoryError> {
+        let used = self.fresh.as_ref().map(Fresh::used).transpose().map_err(MemoryError::Scan)?;
+        Ok(used.unwrap_or_default())
     }
 
     /// Moves the changed pages into a sealed layer of the image and lies over that from now on. The guest

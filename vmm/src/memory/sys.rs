@@ -242,8 +242,8 @@ fn largest_file() -> io::Result<u64> {
     }
 }
 
-/// From now on nobody can write, grow or shrink the file, whoever holds it. It must not be mapped for writing any more:
-/// nobody looks for that, for it would mean to look at every page.
+/// From now on nobody can write, grow or shrink the file, whoever holds it. Views from before are not looked
+/// for, which would mean to look at every page: nobody may write through one any more.
 pub fn seal(file: &File) -> io::Result<()> {
     let seals =
         libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
