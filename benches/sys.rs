@@ -51,6 +51,12 @@ pub fn fix_addresses() -> io::Result<()> {
     check(unsafe { libc::personality(libc::ADDR_NO_RANDOMIZE as libc::c_ulong) })
 }
 
+/// Standard input without the standard library's buffer for it.
+pub fn stdin() -> BorrowedFd<'static> {
+    // SAFETY: nobody in this program closes it.
+    unsafe { BorrowedFd::borrow_raw(libc::STDIN_FILENO) }
+}
+
 /// Memory as a file system, at `path`.
 pub fn mount_tmpfs(path: &Path) -> io::Result<()> {
     let target = CString::new(path.as_os_str().as_bytes())?;

@@ -1,5 +1,6 @@
 //! pvmm, in a process that holds one machine: what a launcher without a pool does.
 
+use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, Refresh};
 use pvmm::snapshot::LoadOptions;
 use pvmm::trace::{self, Step};
-use pvmm::{Overrides, Template, Vm, Vsock};
+use pvmm::{Overrides, Template, Vm, Vsock, next_trim};
 use serde::{Deserialize, Serialize};
 
 use super::{Machine, Peer, Process, Way};
@@ -18,9 +19,6 @@ use crate::sys;
 
 /// The word that makes this program such a process.
 pub const VERB: &str = "vmm";
-
-/// When the launcher lets a copy give back what it does not need.
-pub const TRIM_AFTER: Duration = Duration::from_secs(8);
 
 /// What a process is to do with its life.
 #[derive(Serialize, Deserialize)]
@@ -54,6 +52,20 @@ pub fn work(job: &str) -> Outcome<()> {
     let mut vm = vm?;
     // Here the clock stops: the caller's wish is met, and the report is only for those who measure.
     std::io::stdout().write_all(b"\n")?;
+    report(began, steps)?;
+    // As the launcher does with a copy.
+    let (stdin, made) = (sys::stdin(), Instant::now());
+    let mut at = next_trim(Duration::ZERO);
+    while copied && !sys::is_readable_within(&stdin, at.saturating_sub(made.elapsed()))? {
+        vm.trim()?;
+        at = next_trim(at);
+    }
+    File::from(stdin.try_clone_to_owned()?).read_to_end(&mut Vec::new())?;
+    drop(vm);
+    Ok(())
+}
+
+fn report(began: (Instant, u64), steps: Vec<Step>) -> Outcome<()> {
     let at = |step: &Step| began.1 + step.done.duration_since(began.0).as_nanos() as u64;
     let (minor_faults, major_faults, system, user) = sys::usage();
     let report = Report {
@@ -67,12 +79,6 @@ pub fn work(job: &str) -> Outcome<()> {
     let mut line = serde_json::to_vec(&report)?;
     line.push(b'\n');
     std::io::stdout().write_all(&line)?;
-    // As the launcher does with a copy that has come to rest.
-    if copied && !sys::is_readable_within(&std::io::stdin(), TRIM_AFTER)? {
-        vm.trim()?;
-    }
-    std::io::stdin().read_to_end(&mut Vec::new())?;
-    drop(vm);
     Ok(())
 }
 

@@ -26,7 +26,7 @@ const KIND: &str = "warm";
 /// What people call the kernel in it.
 const LABEL: &str = "kernel-label";
 /// Raised when the bake itself changes.
-const VERSION: &str = "4";
+const VERSION: &str = "5";
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
 /// What a guest is asked to do before it is frozen, so that the first real command finds it done.
 const REHEARSAL: [&str; 2] =

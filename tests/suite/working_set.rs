@@ -1,11 +1,15 @@
 //! The pages of a first exec, recorded once and ready in every machine after it.
 
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::thread;
 use std::time::{Duration, Instant};
 
+use pvmm::agent::Agent;
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{LoadOptions, WriteOptions};
 use pvmm::{Prefault, Template};
-use pvmm_tests::child::{Child, SOON, record};
+use pvmm_tests::child::{Child, SOON, prints, record};
 use pvmm_tests::guest::Guest;
 use tempfile::TempDir;
 
@@ -48,6 +52,83 @@ fn fork_at_rest_gives_back_pages_that_are_its_templates_and_lives_on() {
     child.vm.trim().unwrap();
     child.vm.resume().unwrap();
     assert_eq!(child.prints("sha256sum /dev/shm/data"), before);
+}
+
+/// A child that has run a command, rested and been trimmed, and how many pieces it shares with a sibling.
+fn rested(template: &Template) -> (Child, usize) {
+    let mut child = Child::of(template);
+    child.prints("true");
+    thread::sleep(Duration::from_secs(2));
+    let before = shared_pieces();
+    child.vm.trim().unwrap();
+    (child, shared_pieces() - before)
+}
+
+fn shared_pieces() -> usize {
+    let maps = fs::read_to_string("/proc/self/maps").unwrap();
+    maps.lines().filter(|line| line.contains("sibling.bin")).count()
+}
+
+#[test]
+fn forks_at_rest_share_what_a_first_use_has_made_and_part_when_they_write() {
+    let place = TempDir::new().unwrap();
+    let dir = place.path().join("snap");
+    let mut guest = Guest::boot();
+    guest.prints("true");
+    let mut template = guest.vm.freeze().unwrap();
+    drop(guest);
+    record(&mut template);
+    template.write(&dir, WriteOptions::default()).unwrap();
+    let template = Template::load(&dir, LoadOptions::default()).unwrap();
+    let (mut one, pieces) = rested(&template);
+    let (mut two, _) = rested(&template);
+    println!("a fork shares {pieces} pieces");
+    assert!(pieces >= 8, "{pieces}");
+    let sum = |word: &str| format!("for i in $(seq 20000); do echo {word}$i; done > /dev/shm/f");
+    let look = "sha256sum < /dev/shm/f";
+    one.prints(&sum("one"));
+    two.prints(&sum("two"));
+    let sums = [one.prints(look), two.prints(look)];
+    assert_ne!(sums[0], sums[1]);
+    // Forked, written as a folder and taken back, each is what it was.
+    let grandchild = Child::of(&one.vm.freeze().unwrap());
+    assert_eq!(grandchild.prints(look), sums[0]);
+    let again = place.path().join("again");
+    two.vm.freeze().unwrap().write(&again, WriteOptions::default()).unwrap();
+    let restored = Child::of(&Template::load(&again, LoadOptions::default()).unwrap());
+    assert_eq!(restored.prints(look), sums[1]);
+    assert!(!again.join("sibling.bin").exists(), "it is no sibling's of this one");
+    let (mut three, _) = rested(&template);
+    three.vm.checkpoint().unwrap();
+    three.prints(&sum("three"));
+    three.vm.rollback().unwrap();
+    let agent = Agent::connect(&three.socket(), Instant::now() + SOON).unwrap();
+    assert_eq!(prints(&agent, "ls /dev/shm"), "");
+}
+
+#[test]
+fn sibling_that_is_cut_or_a_link_or_nonsense_does_not_matter() {
+    let place = TempDir::new().unwrap();
+    let dir = place.path().join("snap");
+    let mut guest = Guest::boot();
+    guest.prints("true; echo kept > /tmp/word");
+    let mut template = guest.vm.freeze().unwrap();
+    drop(guest);
+    record(&mut template);
+    template.write(&dir, WriteOptions::default()).unwrap();
+    let sibling = dir.join("sibling.bin");
+    let size = fs::metadata(&sibling).unwrap().len();
+    let other = |make: &dyn Fn()| {
+        fs::remove_file(&sibling).unwrap();
+        make();
+        let template = Template::load(&dir, LoadOptions::default()).unwrap();
+        let (child, pieces) = rested(&template);
+        assert_eq!(child.prints("cat /tmp/word"), "kept");
+        pieces
+    };
+    assert_eq!(other(&|| fs::write(&sibling, [2; 4096]).unwrap()), 0);
+    assert_eq!(other(&|| symlink(dir.join("memory.bin"), &sibling).unwrap()), 0);
+    assert_eq!(other(&|| fs::write(&sibling, vec![0xa5; size as usize]).unwrap()), 0);
 }
 
 /// From the wish for a machine to the answer of its first exec, with and without. Interleaved, so that what

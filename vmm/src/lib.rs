@@ -48,4 +48,4 @@ pub use pvmm_devices::virtio::balloon::BalloonStats;
 pub use snapshot::{NOTE_MAX, SaveKind};
 pub use template::{Overrides, Prefault, Template, Touched};
 pub use vcpu::run::Outcome;
-pub use vm::{CounterValues, DeviceCounters, Vm};
+pub use vm::{CounterValues, DeviceCounters, Vm, next_trim};

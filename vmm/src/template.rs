@@ -5,6 +5,7 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
+use std::thread;
 use std::time::Duration;
 
 use crate::config::{Console, Drive, Net, RateLimiterConfig, ThreadNames, Vsock};
@@ -14,7 +15,7 @@ use crate::memory::{Lessons, MemoryImage, WorkingSet};
 use crate::snapshot::Base;
 use crate::snapshot::state::MachineState;
 use crate::storage::FrozenStorage;
-use crate::vm::Vm;
+use crate::vm::{Vm, next_trim};
 use crate::{kvm, restore};
 
 /// A machine at one instant, from which any number of machines can go on.
@@ -100,8 +101,9 @@ impl Template {
     }
 
     /// Finds out which pages a machine's first use touches, by letting one live it: `first_use` gets a paused
-    /// machine and does what users will do first. Machines made from here on have those pages ready, and a
-    /// snapshot that is written from here on remembers them.
+    /// machine and does what users will do first. Machines made from here on have those pages ready, and share what they
+    /// then have in common with this one when they are trimmed; a snapshot that is written from here on remembers both. The
+    /// machine is left alone for eight seconds at the end.
     pub fn record_working_set<E: From<Error>>(
         &mut self,
         overrides: Overrides,
@@ -114,6 +116,11 @@ impl Template {
         vm.pause()?;
         let touched = vm.memory.touched().map_err(Error::from)?;
         drop(each_page);
+        vm.resume()?;
+        // It is then what others are when they are trimmed.
+        thread::sleep(next_trim(Duration::ZERO));
+        vm.pause()?;
+        self.image = vm.memory.keep_beside(&self.image).map_err(Error::from)?;
         let (written_bytes, read_bytes) = (touched.written.bytes(), touched.read.bytes());
         self.working_set = Some(Arc::new(touched));
         self.lessons = None;

@@ -60,6 +60,16 @@ pub struct Vm {
     pub(crate) memory: Memory,
 }
 
+/// At what age a copy that is `age` old is best trimmed: when it has done what it was made for at once, and whenever it is
+/// twice as old. A guest that has nothing to do still wakes now and then, and writes a little each time.
+pub fn next_trim(age: Duration) -> Duration {
+    let mut at = Duration::from_secs(8);
+    while at <= age {
+        at *= 2;
+    }
+    at
+}
+
 impl Vm {
     /// Makes the machine that `config` describes, paused before its first instruction.
     pub fn boot(config: VmConfig) -> Result<Self, Error> {
@@ -107,9 +117,10 @@ impl Vm {
         Ok(())
     }
 
-    /// Gives back memory that the guest does not need of its own: pages that hold what its template holds, and what
-    /// this process's allocator keeps for later. For a machine at rest, which it stops for a moment; returns how
-    /// many bytes of the guest's that were.
+    /// Gives back memory that the guest does not need of its own: pages that hold what its template holds, or what the
+    /// machine held that the template's first use was recorded with, and what this process's allocator keeps for later. For
+    /// a machine at rest, which it stops for a moment; returns how many bytes of the guest's that were. [`next_trim`] says
+    /// when.
     pub fn trim(&mut self) -> Result<u64, Error> {
         if self.page_server.is_some() {
             // A page that is given back would be asked for a second time.

@@ -20,7 +20,7 @@ use super::{Activation, Updated, VirtioDevice};
 // Longer than any single request that a worker serves; only a broken host disk takes more.
 const CALL_DEADLINE: Duration = Duration::from_secs(30);
 // Callers wait for their answer, so this is a bound on threads that call at once.
-const MAILBOX_SLOTS: usize = 128;
+const MAILBOX_SLOTS: usize = 64;
 
 type Answer = Result<Reply, DeviceError>;
 
@@ -99,7 +99,8 @@ struct Letter {
 }
 
 enum Wish {
-    Carry(Command),
+    // Boxed, for every slot of the mailbox takes the room of a letter.
+    Carry(Box<Command>),
     /// Quiet the devices and put them, and the letters to them, where callers find them.
     HandOver,
 }
@@ -128,7 +129,7 @@ impl Calls for Mailbox {
         let mut here = self.inner();
         match here.as_mut() {
             Some(inner) => inner.devices.handle(command),
-            None => self.send(here, Wish::Carry(command)),
+            None => self.send(here, Wish::Carry(Box::new(command))),
         }
     }
 }
@@ -262,9 +263,9 @@ fn serve(inner: &mut Inner) -> Option<SyncSender<Answer>> {
         }
         while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
             let Wish::Carry(command) = wish else { return Some(answer) };
-            let last = matches!(command, Command::Stop);
+            let last = matches!(*command, Command::Stop);
             // A caller that gave up waiting needs no answer.
-            let _ = answer.send(inner.devices.handle(command));
+            let _ = answer.send(inner.devices.handle(*command));
             if last {
                 return None;
             }
@@ -279,7 +280,7 @@ fn hand_over(mut inner: Inner, mailbox: &Mailbox, asked: SyncSender<Answer>) {
     // What was sent until now; nothing is from now on.
     while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
         let _ = answer.send(match wish {
-            Wish::Carry(command) => inner.devices.handle(command),
+            Wish::Carry(command) => inner.devices.handle(*command),
             Wish::HandOver => Ok(Reply::Done),
         });
     }

@@ -32,9 +32,6 @@ const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(8);
 /// How long the machine's threads and its console may take to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
-/// When a copy has done what it was made for at once, and can give back what it does not need.
-const TRIM_AFTER: Duration = Duration::from_secs(8);
-
 /// Below this it may be the memory that a kernel does not load into.
 const COMFORT_MIB: u64 = 128;
 
@@ -169,7 +166,7 @@ fn watch(
     record.ready = true;
     dir.write_record(record)?;
     reporter.tell(&Report::Ready);
-    machine.trim_at = (!booted).then(|| Instant::now() + TRIM_AFTER);
+    machine.trim_at = (!booted).then(|| machine.made + pvmm::next_trim(Duration::ZERO));
     let mut watched = command.as_ref();
     let end = loop {
         match machine.wait_for(watched.map(AsFd::as_fd), None) {
@@ -240,6 +237,7 @@ struct Watched<'a> {
     control: Control,
     /// Set once it was told to end.
     stop_at: Option<Instant>,
+    made: Instant,
     trim_at: Option<Instant>,
     rolled_back: bool,
 }
@@ -252,8 +250,8 @@ impl<'a> Watched<'a> {
         lifeline: Option<PipeReader>,
         control: Control,
     ) -> Self {
-        let (stop_at, trim_at, rolled_back) = (None, None, false);
-        Self { vm, dir, signals, lifeline, control, stop_at, trim_at, rolled_back }
+        let (made, stop_at, trim_at, rolled_back) = (Instant::now(), None, None, false);
+        Self { vm, dir, signals, lifeline, control, stop_at, made, trim_at, rolled_back }
     }
 
     /// Waits for `own`, for the deadline, or for the end.
@@ -297,7 +295,8 @@ impl<'a> Watched<'a> {
                 self.shut_down();
             }
             let now = Instant::now();
-            if self.trim_at.take_if(|at| *at <= now).is_some() {
+            if self.trim_at.is_some_and(|at| at <= now) {
+                self.trim_at = Some(self.made + pvmm::next_trim(now - self.made));
                 match self.vm.trim() {
                     Ok(bytes) => log::info!("gave {} KiB back", bytes >> 10),
                     Err(error) => log::warn!("trim: {error}"),

@@ -72,8 +72,9 @@ impl KvmHost {
                 return Err(KvmError::Missing(name));
             }
         }
-        let supported_cpuid =
-            kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(KvmError::Cpuid)?;
+        let most = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(KvmError::Cpuid)?;
+        // Without the room for those that there are not.
+        let supported_cpuid = CpuId::from_entries(most.as_slice()).unwrap_or(most);
         let msr_indices = kvm.get_msr_index_list().map_err(KvmError::Cpuid)?.as_slice().to_vec();
         let pre_faults = kvm.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0;
         Ok(Self { kvm, supported_cpuid, msr_indices, pre_faults })

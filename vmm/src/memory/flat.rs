@@ -60,11 +60,12 @@ impl Memory {
     /// The pages that differ from the last save, or from the image if there was none; perhaps a few more.
     pub fn changed(&self) -> Result<Runs, MemoryError> {
         let Some(layers) = self.changes.layers else { return Ok(Runs::all(self.image.size())) };
-        let wanted = match self.changes.written {
-            Some(_) => Pages::PrivateWritten,
-            None => Pages::Private,
+        let private = match self.changes.written {
+            Some(_) => {
+                pages::runs(&self.guest, Pages::PrivateWritten).map_err(MemoryError::Scan)?
+            }
+            None => self.own_runs()?,
         };
-        let private = pages::runs(&self.guest, wanted).map_err(MemoryError::Scan)?;
         let above = self.image.runs_from(layers).into_iter().map(|(start, end)| start..end);
         Ok(Runs::merged(above.chain(private.iter()).collect()).with(&self.newly_used()?))
     }

@@ -69,12 +69,15 @@ pub struct MemoryImage {
     base_layers: usize,
     /// The long stretches of nothing but zeros, once somebody has asked.
     bare: Arc<OnceLock<Runs>>,
+    /// What a machine that lay over this had changed after its first use; of the size of all, with holes elsewhere.
+    sibling: Option<Arc<File>>,
 }
 
 impl MemoryImage {
     /// Nothing but zeros.
     pub fn empty(regions: Vec<Region>) -> Self {
-        Self { regions: regions.into(), layers: Vec::new(), base_layers: 0, bare: Arc::default() }
+        let (regions, bare) = (regions.into(), Arc::default());
+        Self { regions, layers: Vec::new(), base_layers: 0, bare, sibling: None }
     }
 
     pub fn regions(&self) -> &[Region] {
@@ -101,7 +104,31 @@ impl MemoryImage {
             layers,
             base_layers: self.base_layers,
             bare: Arc::new(bare.map_or_else(OnceLock::new, OnceLock::from)),
+            sibling: None,
         }
+    }
+
+    /// The same with a layer on top that has everything.
+    #[must_use]
+    pub fn with_file(&self, file: Arc<File>) -> Self {
+        self.with(Layer { file, runs: Runs::all(self.size()) })
+    }
+
+    /// The same, knowing what a machine that lay over it had changed. That machine must be paused.
+    pub fn beside(&self, guest: &GuestMemory, changed: &Runs) -> Result<Self, MemoryError> {
+        let file = kept(self.size(), |file| {
+            changed.iter().try_for_each(|run| pages::write_run(guest, run, file))
+        });
+        Ok(self.clone().beside_file(Some(file?.into())))
+    }
+
+    #[must_use]
+    pub fn beside_file(self, sibling: Option<Arc<File>>) -> Self {
+        Self { sibling, ..self }
+    }
+
+    pub fn sibling(&self) -> Option<&Arc<File>> {
+        self.sibling.as_ref()
     }
 
     /// Long stretches for which no layer has anything; none where that cannot be known.
@@ -236,8 +263,7 @@ impl MemoryImage {
             pages::write_run(guest, run, &file)?;
         }
         sys::seal(&file)?;
-        Ok(Self::empty(self.regions.to_vec())
-            .with(Layer { file: file.into(), runs: Runs::all(self.size()) }))
+        Ok(Self::empty(self.regions.to_vec()).with_file(file.into()))
     }
 
     /// Puts the top layer over what `guest` has there; it must be what `guest` has there already.
@@ -247,15 +273,12 @@ impl MemoryImage {
 
     /// The same in one sealed file of this host's memory.
     pub fn held(&self) -> Result<Self, MemoryError> {
-        let hold = || -> io::Result<File> {
-            let file = sys::memfd(c"pvmm-memory", self.size())?;
-            self.write_to(&file)?;
-            sys::seal(&file)?;
-            Ok(file)
-        };
-        let file = hold().map_err(MemoryError::Keep)?;
-        let held = Self::empty(self.regions.to_vec());
-        let held = held.with(Layer { file: file.into(), runs: Runs::all(self.size()) });
+        let size = self.size();
+        let file = kept(size, |file| self.write_to(file))?;
+        let hold = |sibling: &Arc<File>| kept(size, |file| sparse::copy(sibling, file, 0..size));
+        let sibling = self.sibling.as_ref().map(hold).transpose()?;
+        let held = Self::empty(self.regions.to_vec()).with_file(file.into());
+        let held = held.beside_file(sibling.map(Arc::new));
         // It still is what the snapshot holds, if it was nothing else before.
         let all_base = self.base_layers == self.layers.len();
         Ok(held.on_base(usize::from(all_base && self.base_layers > 0)))
@@ -356,6 +379,17 @@ impl Freezing {
         finish().map_err(MemoryError::Keep)?;
         Ok(self.below.with(self.layer))
     }
+}
+
+/// A sealed file of this host's memory.
+fn kept(size: u64, fill: impl FnOnce(&File) -> io::Result<()>) -> Result<File, MemoryError> {
+    let keep = || -> io::Result<File> {
+        let file = sys::memfd(c"pvmm-memory", size)?;
+        fill(&file)?;
+        sys::seal(&file)?;
+        Ok(file)
+    };
+    keep().map_err(MemoryError::Keep)
 }
 
 /// Maps a file's range, or zeros, for one guest.

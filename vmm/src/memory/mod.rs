@@ -11,6 +11,7 @@
 //! | `pages.rs` | which pages the guest has made its own |
 //! | `flat.rs` | how memory becomes one file, and what changed since it did |
 //! | `fresh.rs` | how memory is used for the first time, so that a freeze need not copy it |
+//! | `sibling.rs` | which pages a machine at rest shares with others that were used as it was |
 //! | `again.rs` | which pages stay in place when a guest is taken back |
 //! | `donor.rs` | how pages are copied while the guest runs on |
 //! | `working_set.rs` | which pages a first use touches, and how they are made ready |
@@ -26,6 +27,7 @@ mod image;
 mod lessons;
 mod page_server;
 mod pages;
+mod sibling;
 mod sys;
 mod uffd;
 mod working_set;
@@ -42,6 +44,7 @@ use flat::Changes;
 use fresh::Fresh;
 use image::{MAX_LAYERS, STRETCH};
 use pvmm_devices::GuestMemory;
+use sibling::Shared;
 use sys::{Aside, Pages};
 use uffd::Userfault;
 
@@ -56,6 +59,7 @@ pub struct Memory {
     /// About lives that began at `image`.
     again: Again,
     fresh: Option<Fresh>,
+    shared: Shared,
     /// What is used for the first time goes into a file, whenever that is possible.
     to_fork: bool,
     /// The guest has not run yet.
@@ -77,10 +81,10 @@ impl Memory {
     fn map_for(image: MemoryImage, to_fork: bool) -> Result<Self, MemoryError> {
         let changes = Changes::since(image.layers().len());
         let guest = image.map()?;
-        let (again, fresh) = (Again::default(), None);
+        let (again, fresh, shared) = (Again::default(), None, Shared::default());
         let aside = Vec::new();
         let unused = true;
-        let memory = Self { guest, image, changes, again, fresh, to_fork, unused, aside };
+        let memory = Self { guest, image, changes, again, fresh, shared, to_fork, unused, aside };
         memory.keep_from_children();
         Ok(memory)
     }
@@ -150,8 +154,13 @@ impl Memory {
 
     /// The pages that this guest has changed since its image, as ranges of the image.
     pub fn private_runs(&self) -> Result<Runs, MemoryError> {
+        Ok(self.own_runs()?.with(&self.newly_used()?))
+    }
+
+    /// Those of them that lie over the image.
+    fn own_runs(&self) -> Result<Runs, MemoryError> {
         let private = pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)?;
-        Ok(private.with(&self.newly_used()?))
+        Ok(private.with(self.shared.runs()))
     }
 
     /// Those of them that lie in a file of the guest's own.
@@ -173,6 +182,7 @@ impl Memory {
         }
         self.image = image;
         self.again = Again::default();
+        self.shared = Shared::default();
         self.renew(&Runs::default());
         Ok(runs.with(&used))
     }
@@ -181,7 +191,7 @@ impl Memory {
     /// one. `None` if there is little to copy, or no way to do it: then [`Self::freeze`] is the way. The
     /// guest must be paused for this call.
     pub fn begin_freeze(&mut self) -> Result<Option<Freezing>, MemoryError> {
-        let private = pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)?;
+        let private = self.own_runs()?;
         if private.bytes() < BESIDE_MIN {
             return Ok(None);
         }
@@ -195,20 +205,32 @@ impl Memory {
     }
 
     /// Gives back pages that hold again what lies under them: those that were made ready and not written, and
-    /// those that went from something to nothing. Says how many bytes that were. The guest must be paused.
-    pub fn trim(&self) -> Result<u64, MemoryError> {
+    /// those that went from something to nothing; then those that a sibling has too. Says how many bytes that were. The
+    /// guest must be paused.
+    pub fn trim(&mut self) -> Result<u64, MemoryError> {
         if self.was_saved() {
             // A page that is given back would not count as changed since the last save.
             return Ok(0);
         }
-        let (short, _) = self.private_runs()?.shortest(TRIM_MAX);
-        let same = self.image.unchanged(&self.guest, &short).map_err(MemoryError::Scan)?;
-        let private = match &self.fresh {
+        let private = pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)?;
+        let (short, _) = private.with(&self.newly_used()?).shortest(TRIM_MAX);
+        // Not the image, but the sibling lies under what is shared.
+        let over_image = short.without(self.shared.runs());
+        let same = self.image.unchanged(&self.guest, &over_image).map_err(MemoryError::Scan)?;
+        let dropped = match &self.fresh {
             Some(fresh) => fresh.give_back(&same).map_err(MemoryError::Discard)?,
             None => same.clone(),
         };
-        pages::discard(&self.guest, &private).map_err(MemoryError::Discard)?;
-        Ok(same.bytes())
+        pages::discard(&self.guest, &dropped).map_err(MemoryError::Discard)?;
+        let left = short.within(&private).without(&same);
+        let shared = self.shared.share(&self.guest, &left, &self.image)?;
+        self.keep_from_children();
+        Ok(same.bytes() + shared)
+    }
+
+    /// The image, knowing what this guest has changed, for others to share. The guest must be paused.
+    pub fn keep_beside(&self, image: &MemoryImage) -> Result<MemoryImage, MemoryError> {
+        image.beside(&self.guest, &self.private_runs()?)
     }
 
     /// Makes every page that is read from now on count by itself, not with its neighbours, for as long as
@@ -226,11 +248,13 @@ impl Memory {
     /// Makes the memory what `image` is, whatever was written or frozen since. The guest must be paused.
     pub fn rewind(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
         // The view of a file that is shared cannot be taken back, only taken away.
-        match image.is(&self.image) && self.fresh.is_none() {
+        let all_private = self.fresh.is_none() && self.shared.runs().count() == 0;
+        match image.is(&self.image) && all_private {
             true => image.take_back(&self.guest, &mut self.again).map_err(MemoryError::Discard)?,
             false => {
                 image.put_under(&self.guest)?;
                 self.fresh = None;
+                self.shared = Shared::default();
                 self.again = Again::default();
             }
         }

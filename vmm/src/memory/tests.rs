@@ -525,7 +525,7 @@ fn machine_with_a_checkpoint_goes_back_in_memory_that_it_used_first() {
 
 #[test]
 fn trim_gives_back_what_was_used_first_and_is_zero_again() {
-    let memory = to_fork();
+    let mut memory = to_fork();
     for (at, value) in [(6 * MIB, 3), (6 * MIB, 0), (7 * MIB, 4), (0, 5), (0, 1)] {
         put(&memory, at, value);
     }

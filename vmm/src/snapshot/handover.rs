@@ -33,6 +33,8 @@ struct Message {
     regions: Vec<(u64, u64)>,
     /// The ranges of each layer of memory, lowest first; a file each.
     layers: Vec<Ranges>,
+    /// Whether the file of a sibling follows.
+    sibling: bool,
     drives: Vec<DriveMessage>,
     taps: Vec<String>,
     vsock_path: Option<PathBuf>,
@@ -82,6 +84,9 @@ impl Template {
             files.push(layer.file.try_clone().map_err(failed)?.into());
             layers.push(layer.runs.iter().map(|run| (run.start, run.end)).collect());
         }
+        if let Some(sibling) = self.image.sibling() {
+            files.push(sibling.try_clone().map_err(failed)?.into());
+        }
         let mut drives = Vec::new();
         for drive in &self.drives {
             drives.push(match drive {
@@ -112,6 +117,7 @@ impl Template {
             sections,
             regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
             layers,
+            sibling: self.image.sibling().is_some(),
             drives,
             taps: self.taps.clone(),
             vsock_path: self.vsock_path.clone(),
@@ -146,7 +152,8 @@ impl Template {
             };
             image = image.with(Layer { file: file.into(), runs });
         }
-        image = image.on_base(message.base_layers);
+        let sibling = message.sibling.then(&mut next).transpose()?.map(Arc::new);
+        image = image.on_base(message.base_layers).beside_file(sibling);
         let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
         let mut drives = Vec::new();
         for (index, drive) in message.drives.into_iter().enumerate() {

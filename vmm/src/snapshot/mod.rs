@@ -1,4 +1,5 @@
-//! A template in a folder: `manifest.json`, `state.bin`, `memory.bin` and a file for each of the guest's disks.
+//! A template in a folder: `manifest.json`, `state.bin`, `memory.bin`, a file for each of the guest's disks, and perhaps
+//! `sibling.bin`, which only saves memory: what a machine had changed after its first use.
 //!
 //! | file | what it answers |
 //! | --- | --- |
@@ -46,6 +47,7 @@ use crate::error::{Error, ErrorKind};
 pub(crate) const MANIFEST: &str = "manifest.json";
 pub(crate) const STATE: &str = "state.bin";
 pub(crate) const MEMORY: &str = "memory.bin";
+pub(crate) const SIBLING: &str = "sibling.bin";
 /// Which files were compared with their checksums, and how they looked then.
 pub(crate) const STAMP: &str = "verified";
 

@@ -14,7 +14,8 @@ use super::manifest::{DiskFacts, Manifest};
 use super::sections::{self, Saved};
 use super::write::{large_files, modified_ns};
 use super::{
-    Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, STAMP, STATE, STATE_MAX, SnapshotError, host,
+    Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, SIBLING, STAMP, STATE, STATE_MAX,
+    SnapshotError, host,
 };
 use crate::error::Error;
 use crate::memory::{self, Layer, MemoryImage, PAGE, Runs};
@@ -66,7 +67,7 @@ impl Template {
         for layer in layers {
             image = image.with(layer);
         }
-        image = image.on_base(depth);
+        image = image.on_base(depth).beside_file(folder.large(SIBLING, size).ok().map(Arc::new));
         if options.hold && !options.without_memory {
             image = image.held()?;
         }

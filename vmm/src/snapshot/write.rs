@@ -14,7 +14,9 @@ use super::checksum::{FileSums, Stamp};
 use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
 use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
-use super::{Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, STAMP, STATE, SnapshotError, host};
+use super::{
+    Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, SIBLING, STAMP, STATE, SnapshotError, host,
+};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{MAX_RUNS, MemoryImage, WorkingSet};
 use crate::storage::FrozenStorage;
@@ -116,6 +118,9 @@ impl Contents<'_> {
             || FileSums::write(MEMORY, &memory, size, read, &mut |bytes| progress.add(bytes));
         let mut sums = vec![folder.finish(MEMORY, &memory, size, fill)?];
 
+        if let Some(sibling) = self.image.sibling() {
+            folder.copy_sibling(sibling, size).map_err(|e| cannot(SIBLING, e))?;
+        }
         trace::step("memory written");
 
         let mut disks = Vec::new();
@@ -300,6 +305,13 @@ impl Unfinished {
         self.create(name)?.write_all(bytes).map_err(|e| cannot(name, e))
     }
 
+    fn copy_sibling(&self, sibling: &File, size: u64) -> io::Result<()> {
+        let file = self.create(SIBLING).map_err(io::Error::other)?;
+        file.set_len(size)?;
+        pvmm_devices::sparse::copy(sibling, &file, 0..size)?;
+        sys::set_mode(&file, 0o400)
+    }
+
     /// Writes down how the large files look, for they were just summed up.
     fn stamp(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let stamp =
@@ -316,6 +328,7 @@ impl Unfinished {
     fn sync(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let mut names = large_files(manifest);
         names.extend([STATE, MANIFEST, STAMP].map(str::to_owned));
+        names.extend(self.path.join(SIBLING).exists().then(|| SIBLING.to_owned()));
         for name in names {
             let synced = File::open(self.path.join(&name)).and_then(|file| file.sync_all());
             synced.map_err(|e| cannot(&name, e))?;
