@@ -45,13 +45,15 @@ fn write(dir: &Path) -> Result<Manifest, Error> {
         memory.guest.write_slice(&[7; 4096], GuestAddress(page)).unwrap();
     }
     memory.freeze().unwrap();
+    memory.guest.write_slice(&[8; 4096], GuestAddress(0x5000)).unwrap();
+    let image = memory.keep_beside(&memory.image).unwrap();
     let disk = tempfile::tempfile().unwrap();
     std::os::unix::fs::FileExt::write_all_at(&disk, &[9; 8192], 0).unwrap();
     let saved = super::testing::saved();
     let contents = Contents {
         machine: &saved.machine,
         facts: super::testing::manifest(Vec::new()).machine,
-        image: &memory.image,
+        image: &image,
         drives: &[FrozenStorage::Fixed { file: disk, path: None }],
         taps: &[],
         vsock_path: None,
