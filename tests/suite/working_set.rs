@@ -2,31 +2,37 @@
 
 use std::fs;
 use std::os::unix::fs::symlink;
+use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{LoadOptions, WriteOptions};
-use pvmm::{Prefault, Template};
+use pvmm::{Prefault, Template, Touched};
 use pvmm_tests::child::{Child, SOON, prints, record};
 use pvmm_tests::guest::Guest;
 use tempfile::TempDir;
+
+/// Writes a template whose guest has run `line`, with its first use recorded.
+fn write_recorded(line: &str, dir: &Path) -> Touched {
+    let mut guest = Guest::boot();
+    guest.prints(line);
+    let mut template = guest.vm.freeze().unwrap();
+    drop(guest);
+    let touched = record(&mut template);
+    template.write(dir, WriteOptions::default()).unwrap();
+    touched
+}
 
 #[test]
 fn working_set_is_recorded_kept_in_the_snapshot_and_replayed() {
     let place = TempDir::new().unwrap();
     let dir = place.path().join("snap");
-    let mut guest = Guest::boot();
-    guest.prints("true; echo kept > /tmp/word");
-    let mut template = guest.vm.freeze().unwrap();
-    drop(guest);
-    let touched = record(&mut template);
+    let touched = write_recorded("true; echo kept > /tmp/word", &dir);
     println!("a first exec writes {} and reads {}", touched.written_bytes, touched.read_bytes);
     assert!((256 << 10..64 << 20).contains(&touched.written_bytes), "{touched:?}");
     assert!((256 << 10..64 << 20).contains(&touched.read_bytes), "{touched:?}");
-    template.write(&dir, WriteOptions::default()).unwrap();
-    drop(template);
     let template = Template::load(&dir, LoadOptions::default()).unwrap();
     for prefault in [Prefault::Nothing, Prefault::Mapped, Prefault::InKvm] {
         let child = Child::with(&template, |o| o.prefault = prefault);
@@ -73,12 +79,7 @@ fn shared_pieces() -> usize {
 fn forks_at_rest_share_what_a_first_use_has_made_and_part_when_they_write() {
     let place = TempDir::new().unwrap();
     let dir = place.path().join("snap");
-    let mut guest = Guest::boot();
-    guest.prints("true");
-    let mut template = guest.vm.freeze().unwrap();
-    drop(guest);
-    record(&mut template);
-    template.write(&dir, WriteOptions::default()).unwrap();
+    write_recorded("true", &dir);
     let template = Template::load(&dir, LoadOptions::default()).unwrap();
     let (mut one, pieces) = rested(&template);
     let (mut two, _) = rested(&template);
@@ -110,12 +111,7 @@ fn forks_at_rest_share_what_a_first_use_has_made_and_part_when_they_write() {
 fn sibling_that_is_cut_or_a_link_or_nonsense_does_not_matter() {
     let place = TempDir::new().unwrap();
     let dir = place.path().join("snap");
-    let mut guest = Guest::boot();
-    guest.prints("true; echo kept > /tmp/word");
-    let mut template = guest.vm.freeze().unwrap();
-    drop(guest);
-    record(&mut template);
-    template.write(&dir, WriteOptions::default()).unwrap();
+    write_recorded("true; echo kept > /tmp/word", &dir);
     let sibling = dir.join("sibling.bin");
     let size = fs::metadata(&sibling).unwrap().len();
     let other = |make: &dyn Fn()| {

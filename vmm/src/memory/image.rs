@@ -15,7 +15,7 @@ use vm_memory::{Bytes, FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
 use super::again::Again;
 use super::donor::Donor;
 use super::sys::View;
-use super::{PAGE, Pages, Runs, pages, sys};
+use super::{PAGE, Pages, Runs, TRIM_MAX, pages, sys};
 
 /// The most pieces of one layer: a process may have 65,530 mappings in all.
 pub const MAX_RUNS: usize = 2048;
@@ -275,8 +275,13 @@ impl MemoryImage {
     pub fn held(&self) -> Result<Self, MemoryError> {
         let size = self.size();
         let file = kept(size, |file| self.write_to(file))?;
-        let hold = |sibling: &Arc<File>| kept(size, |file| sparse::copy(sibling, file, 0..size));
-        let sibling = self.sibling.as_ref().map(hold).transpose()?;
+        // Only a help, and a large one is none: a trim would not look at it.
+        let is_small = |sibling: &&Arc<File>| {
+            let data = sparse::data(sibling, 0..size).map(Runs::merged);
+            data.is_ok_and(|data| data.bytes() <= TRIM_MAX)
+        };
+        let hold = |sibling| kept(size, |file| sparse::copy(sibling, file, 0..size)).ok();
+        let sibling = self.sibling.as_ref().filter(is_small).and_then(|file| hold(file));
         let held = Self::empty(self.regions.to_vec()).with_file(file.into());
         let held = held.beside_file(sibling.map(Arc::new));
         // It still is what the snapshot holds, if it was nothing else before.

@@ -228,9 +228,11 @@ impl Memory {
         Ok(same.bytes() + shared)
     }
 
-    /// The image, knowing what this guest has changed, for others to share. The guest must be paused.
+    /// The image, knowing what this guest has changed, for others to share, as far as a trim looks at it. The guest must be
+    /// paused.
     pub fn keep_beside(&self, image: &MemoryImage) -> Result<MemoryImage, MemoryError> {
-        image.beside(&self.guest, &self.private_runs()?)
+        let (short, _) = self.private_runs()?.shortest(TRIM_MAX);
+        image.beside(&self.guest, &short)
     }
 
     /// Makes every page that is read from now on count by itself, not with its neighbours, for as long as

@@ -53,6 +53,10 @@ impl Shared {
         }
         let taken = Runs::merged(taken);
         self.runs = self.runs.with(&taken);
+        // Those that were shared before, and written since, are no more pieces than they were.
+        let counted_twice = self.pieces.saturating_sub(self.runs.count());
+        PIECES.fetch_sub(counted_twice, Ordering::Relaxed);
+        self.pieces -= counted_twice;
         Ok(taken.bytes())
     }
 }
@@ -65,11 +69,13 @@ impl Drop for Shared {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
     use std::sync::{Mutex, MutexGuard, PoisonError};
 
+    use pvmm_devices::sparse;
     use vm_memory::{Bytes, GuestAddress};
 
-    use super::super::{Memory, PAGE, Pages, Region};
+    use super::super::{Memory, PAGE, Pages, Region, sys};
     use super::*;
 
     /// The pieces of a process are counted together, so tests that share any run one after the other.
@@ -175,6 +181,29 @@ mod tests {
         put(&memory, SAME, 2);
         memory.trim().unwrap();
         assert_eq!((get(&memory, SAME), own_pages(&memory)), (2, 1));
+    }
+
+    #[test]
+    fn page_that_is_shared_again_counts_once() {
+        let _alone = alone();
+        let image = template(4 * MIB, [SAME].into_iter());
+        let mut memory = used(&image);
+        for _ in 0..3 {
+            put(&memory, SAME, 7);
+            put(&memory, SAME, 2);
+            assert_eq!((memory.trim().unwrap(), memory.shared.pieces), (PAGE, 1));
+        }
+    }
+
+    #[test]
+    fn sibling_that_is_large_is_not_held_and_of_a_large_one_the_short_runs_are_kept() {
+        let image = template(32 * MIB, (MIB..32 * MIB).step_by(PAGE as usize).chain([SAME]));
+        let kept = image.sibling().unwrap();
+        assert_eq!(sparse::data(kept, 0..32 * MIB).unwrap(), vec![SAME..SAME + PAGE]);
+        let large = sys::memfd(c"test", 32 * MIB).unwrap();
+        FileExt::write_all_at(&large, &vec![5; 32 << 20], 0).unwrap();
+        let held = image.beside_file(Some(large.into())).held().unwrap();
+        assert!(held.sibling().is_none());
     }
 
     #[test]

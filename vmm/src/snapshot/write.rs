@@ -119,7 +119,7 @@ impl Contents<'_> {
         let mut sums = vec![folder.finish(MEMORY, &memory, size, fill)?];
 
         if let Some(sibling) = self.image.sibling() {
-            folder.copy_sibling(sibling, size).map_err(|e| cannot(SIBLING, e))?;
+            folder.copy_sibling(sibling, size)?;
         }
         trace::step("memory written");
 
@@ -305,11 +305,15 @@ impl Unfinished {
         self.create(name)?.write_all(bytes).map_err(|e| cannot(name, e))
     }
 
-    fn copy_sibling(&self, sibling: &File, size: u64) -> io::Result<()> {
-        let file = self.create(SIBLING).map_err(io::Error::other)?;
-        file.set_len(size)?;
-        pvmm_devices::sparse::copy(sibling, &file, 0..size)?;
-        sys::set_mode(&file, 0o400)
+    /// Without a sum: it is compared with a guest's memory before it is used.
+    fn copy_sibling(&self, sibling: &File, size: u64) -> Result<(), SnapshotError> {
+        let file = self.create(SIBLING)?;
+        let fill = || -> io::Result<()> {
+            file.set_len(size)?;
+            pvmm_devices::sparse::copy(sibling, &file, 0..size)?;
+            sys::set_mode(&file, 0o400)
+        };
+        fill().map_err(|e| cannot(SIBLING, e))
     }
 
     /// Writes down how the large files look, for they were just summed up.
