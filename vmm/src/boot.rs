@@ -47,7 +47,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     }
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
-    let host = Arc::new(KvmHost::open()?);
+    let host = KvmHost::shared()?;
     let kvm = KvmVm::new(&host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
     trace::step("KVM machine, slots and vCPUs");

@@ -27,6 +27,7 @@ pub mod kvm;
 mod machine;
 mod memory;
 mod nets;
+mod packed;
 mod restore;
 mod rollback;
 mod scratch;

@@ -12,11 +12,11 @@ use crate::config::{Console, Drive, Net, RateLimiterConfig, ThreadNames, Vsock};
 use crate::error::Error;
 use crate::kvm::vm::KvmHost;
 use crate::memory::{Lessons, MemoryImage, WorkingSet};
+use crate::restore;
 use crate::snapshot::Base;
 use crate::snapshot::state::MachineState;
 use crate::storage::FrozenStorage;
 use crate::vm::{Vm, next_trim};
-use crate::{kvm, restore};
 
 /// A machine at one instant, from which any number of machines can go on.
 pub struct Template {
@@ -143,9 +143,5 @@ impl Template {
 
     pub fn memory_mib(&self) -> u64 {
         self.image.size() >> 20
-    }
-
-    pub(crate) fn host() -> Result<Arc<KvmHost>, kvm::vm::KvmError> {
-        KvmHost::open().map(Arc::new)
     }
 }

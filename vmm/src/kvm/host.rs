@@ -10,7 +10,7 @@
 use std::fs;
 use std::io;
 use std::path::Path;
-use std::sync::mpsc;
+use std::sync::{OnceLock, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -99,7 +99,8 @@ pub fn probe() -> Result<Host, ProbeError> {
 
 /// The kernel module that implements `/dev/kvm` here, as far as sysfs tells.
 pub fn backend() -> &'static str {
-    backend_in(Path::new("/sys/module"))
+    static BACKEND: OnceLock<&str> = OnceLock::new();
+    BACKEND.get_or_init(|| backend_in(Path::new("/sys/module")))
 }
 
 fn backend_in(modules: &Path) -> &'static str {

@@ -16,6 +16,7 @@ use kvm_ioctls::{Cap, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::vm::KvmError;
+use crate::packed;
 
 /// The most entries that a saved vCPU may have; KVM itself takes no more.
 const MAX_MSRS: usize = 1024;
@@ -36,11 +37,13 @@ const WALL_CLOCK: [u32; 2] = [0x11, 0x4b56_4d00];
 #[derive(Clone, Serialize, Deserialize)]
 pub struct VcpuStateV1 {
     pub cpuid: Vec<kvm_cpuid_entry2>,
+    #[serde(with = "packed")]
     pub msrs: Vec<(u32, u64)>,
     pub regs: kvm_regs,
     pub sregs: kvm_sregs,
     pub xcrs: kvm_xcrs,
     /// The extended save area as KVM gives it, in 32-bit words.
+    #[serde(with = "packed")]
     pub xsave: Vec<u32>,
     pub debug_regs: kvm_debugregs,
     pub lapic: kvm_lapic_state,

@@ -6,7 +6,7 @@
 #![allow(unsafe_code)] // Memory slots hand host addresses to the kernel.
 
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvm_bindings::{CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
 use kvm_bindings::{kvm_enable_cap, kvm_userspace_memory_region};
@@ -56,7 +56,7 @@ pub enum KvmError {
     Vcpu { id: u32, what: &'static str, source: io::Error },
 }
 
-/// What this host's KVM can do, asked once for any number of machines.
+/// What this host's KVM can do, asked once for all machines that are there at the same time.
 pub struct KvmHost {
     kvm: Kvm,
     supported_cpuid: CpuId,
@@ -65,7 +65,19 @@ pub struct KvmHost {
 }
 
 impl KvmHost {
-    pub fn open() -> Result<Self, KvmError> {
+    /// The one that the machines and templates of this process have, or a new one where there are none.
+    pub fn shared() -> Result<Arc<Self>, KvmError> {
+        static HOST: Mutex<Weak<KvmHost>> = Mutex::new(Weak::new());
+        let mut shared = HOST.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(host) = shared.upgrade() {
+            return Ok(host);
+        }
+        let host = Arc::new(Self::open()?);
+        *shared = Arc::downgrade(&host);
+        Ok(host)
+    }
+
+    fn open() -> Result<Self, KvmError> {
         let kvm = Kvm::new().map_err(KvmError::Open)?;
         for (cap, name) in REQUIRED {
             if !kvm.check_extension(cap) {

@@ -12,6 +12,8 @@ use pvmm_devices::sparse;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash64;
 
+use crate::packed;
+
 /// Bytes that one sum stands for.
 pub const PIECE: u64 = 1 << 20;
 /// The most that a list may stand for, 1 TiB.
@@ -23,6 +25,7 @@ pub struct FileSums {
     pub file: String,
     pub size: u64,
     /// Of each piece; holes count as zeros.
+    #[serde(with = "packed")]
     pub sums: Vec<u32>,
     #[serde(skip)]
     pub by: Sum,

@@ -18,6 +18,7 @@ use super::write::random_id;
 use super::written_file::WrittenFile;
 use super::{DiskFacts, MANIFEST_MAX, STATE_MAX, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
+use crate::kvm::vm::KvmHost;
 use crate::memory::{Layer, Memory, MemoryImage, PAGE, Runs};
 use crate::storage::{FrozenStorage, Storage};
 use crate::template::Template;
@@ -231,7 +232,7 @@ impl Template {
             image = image.with(Layer { file: file.into(), runs: Runs::all(size) });
         }
         trace::step("memory file");
-        let host = Self::host()?;
+        let host = KvmHost::shared()?;
         host::check(&manifest.machine, &host)?;
         host::check_features(&saved.machine, &host)?;
         let named = |disk: &DiskFacts| match disk {

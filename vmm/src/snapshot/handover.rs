@@ -17,6 +17,7 @@ use super::read::check_runs;
 use super::sections::{self, Saved, WorkingSetV1};
 use super::{Base, SnapshotError};
 use crate::error::{Error, ErrorKind};
+use crate::kvm::vm::KvmHost;
 use crate::memory::{Layer, MemoryImage, PAGE, Region, Runs};
 use crate::storage::FrozenStorage;
 use crate::template::Template;
@@ -175,7 +176,7 @@ impl Template {
             });
         }
         Ok(Self {
-            host: Self::host()?,
+            host: KvmHost::shared()?,
             machine: Arc::new(saved.machine),
             image,
             drives,

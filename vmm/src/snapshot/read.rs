@@ -18,6 +18,7 @@ use super::{
     SnapshotError, host,
 };
 use crate::error::Error;
+use crate::kvm::vm::KvmHost;
 use crate::memory::{self, Layer, MemoryImage, PAGE, Runs};
 use crate::storage::FrozenStorage;
 use crate::sys;
@@ -41,7 +42,7 @@ impl Template {
     pub fn load(dir: &Path, options: LoadOptions) -> Result<Self, Error> {
         let folder = Folder::open(dir)?;
         trace::step("manifest");
-        let host = Self::host()?;
+        let host = KvmHost::shared()?;
         host::check(&folder.manifest.machine, &host)?;
         trace::step("ask KVM what it can");
         let saved = folder.state()?;
@@ -53,14 +54,14 @@ impl Template {
             return Err(SnapshotError::State("has another number of vCPUs".into()).into());
         }
         trace::step("decode state");
-        folder.verify(&saved.sums, options)?;
+        let mut files = folder.verify(&saved.sums, options)?;
         trace::step("verify");
 
         let size = folder.manifest.memory.size;
         let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
         let layers = match options.without_memory {
             true => Vec::new(),
-            false => folder.layers(&saved, options, 0)?,
+            false => folder.layers(&saved, &mut files, options, 0)?,
         };
         let depth = layers.len();
         let mut image = MemoryImage::empty(folder.manifest.regions());
@@ -72,7 +73,7 @@ impl Template {
             image = image.held()?;
         }
         trace::step("memory layers");
-        let drives = folder.drives()?;
+        let drives = folder.drives(&mut files)?;
         trace::step("disks");
         let manifest = &folder.manifest;
         let id = manifest.id.clone();
@@ -113,8 +114,11 @@ impl Folder {
     pub(super) fn open(path: &Path) -> Result<Self, SnapshotError> {
         let failed = |source| SnapshotError::Read { file: path.display().to_string(), source };
         let dir = sys::open_dir(path).map_err(failed)?;
-        refuse_foreign_folder(path)?;
-        let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX)?;
+        let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX);
+        if bytes.is_err() {
+            refuse_foreign_folder(path)?;
+        }
+        let bytes = bytes?;
         Ok(Self { dir, path: path.to_owned(), manifest: Manifest::decode(&bytes)? })
     }
 
@@ -132,24 +136,25 @@ impl Folder {
         }
     }
 
-    /// Compares the large files with their sums, unless they look as they did when that was last done.
+    /// Opens the large files and compares them with their sums, unless they look as they did when that was last
+    /// done. What was compared is what is used: nobody opens them again.
     pub(super) fn verify(
         &self,
         sums: &[FileSums],
         options: LoadOptions,
-    ) -> Result<(), SnapshotError> {
-        let names = large_files(&self.manifest);
+    ) -> Result<LargeFiles, SnapshotError> {
         let known: Vec<Stamp> = read_small(&self.dir, STAMP, MANIFEST_MAX)
             .ok()
             .and_then(|bytes| serde_json::from_slice(&bytes).ok())
             .unwrap_or_default();
-        let (mut stamps, mut compared) = (Vec::new(), false);
-        for name in names.iter().filter(|name| !options.without_memory || *name != MEMORY) {
-            let sums = sums.iter().find(|sums| sums.file == *name);
+        let (mut files, mut stamps, mut compared) = (Vec::new(), Vec::new(), false);
+        let wanted = |(name, _): &(String, u64)| !options.without_memory || name != MEMORY;
+        for (name, size) in large_files(&self.manifest).into_iter().filter(wanted) {
+            let sums = sums.iter().find(|sums| sums.file == name && sums.size == size);
             let sums = sums.ok_or_else(|| SnapshotError::State(format!("no sums of {name}")))?;
-            let file = self.large(name, sums.size)?;
+            let file = self.large(&name, size)?;
             let failed = |source| SnapshotError::Read { file: name.clone(), source };
-            let stamp = Stamp::of(name, &file).map_err(failed)?;
+            let stamp = Stamp::of(&name, &file).map_err(failed)?;
             if options.verify || !known.contains(&stamp) {
                 compared = true;
                 if let Some(offset) = sums.compare(&file).map_err(failed)? {
@@ -157,12 +162,13 @@ impl Folder {
                 }
             }
             stamps.push(stamp);
+            files.push((name, file));
         }
         // Half of the stamps would make the next one compare everything again.
         if compared && !options.without_memory {
             self.keep(&stamps);
         }
-        Ok(())
+        Ok(LargeFiles(files))
     }
 
     /// So that the next restore need not compare again. A folder that cannot be written is compared each time.
@@ -181,11 +187,12 @@ impl Folder {
     pub(super) fn layers(
         &self,
         saved: &Saved,
+        files: &mut LargeFiles,
         options: LoadOptions,
         depth: usize,
     ) -> Result<Vec<Layer>, SnapshotError> {
         let size = self.manifest.memory.size;
-        let file = self.large(MEMORY, size)?;
+        let file = files.take(MEMORY)?;
         let Some(base) = &self.manifest.memory.base else {
             return Ok(vec![Layer { file: file.into(), runs: Runs::all(size) }]);
         };
@@ -201,16 +208,19 @@ impl Folder {
             return Err(refused("has other memory regions".into()));
         }
         let saved_below = below.state()?;
-        below.verify(&saved_below.sums, options)?;
-        let mut layers = below.layers(&saved_below, options, depth + 1)?;
+        let mut files_below = below.verify(&saved_below.sums, options)?;
+        let mut layers = below.layers(&saved_below, &mut files_below, options, depth + 1)?;
         layers.push(Layer { file: file.into(), runs: check_runs(&saved.runs, size)? });
         Ok(layers)
     }
 
-    pub(super) fn drives(&self) -> Result<Vec<FrozenStorage>, SnapshotError> {
+    pub(super) fn drives(
+        &self,
+        files: &mut LargeFiles,
+    ) -> Result<Vec<FrozenStorage>, SnapshotError> {
         let open = |(index, disk): (usize, &DiskFacts)| match disk {
-            DiskFacts::Inside { file: name, size, read_only } => {
-                let file = self.large(name, *size)?;
+            DiskFacts::Inside { file: name, read_only, .. } => {
+                let file = files.take(name)?;
                 let failed = |source| SnapshotError::Read { file: name.clone(), source };
                 match read_only {
                     true => Ok(FrozenStorage::Fixed { file, path: Some(self.path.join(name)) }),
@@ -243,11 +253,22 @@ impl Folder {
     }
 }
 
+/// The open files that were compared with their sums, by name.
+pub(super) struct LargeFiles(Vec<(String, File)>);
+
+impl LargeFiles {
+    fn take(&mut self, name: &str) -> Result<File, SnapshotError> {
+        let place = self.0.iter().position(|(known, _)| known == name);
+        let (_, file) = place.map(|place| self.0.swap_remove(place)).ok_or_else(|| {
+            let source = std::io::ErrorKind::NotFound.into();
+            SnapshotError::Read { file: name.to_owned(), source }
+        })?;
+        Ok(file)
+    }
+}
+
 /// Tells a folder with two files, pvmm's or Firecracker's, from one that is a snapshot of its own.
 fn refuse_foreign_folder(path: &Path) -> Result<(), SnapshotError> {
-    if path.join(MANIFEST).exists() {
-        return Ok(());
-    }
     for name in ["vm.state", "snapshot", "snapshot_file", "vmstate", "snap.state"] {
         let state = path.join(name);
         let mut head = [0; super::files::HEAD];

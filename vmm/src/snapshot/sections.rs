@@ -1,11 +1,14 @@
 //! A machine's registers as sections: kind, version, bytes.
 //!
-//! A change of a saved type adds a version beside the old one, whose decoder stays. A section that is
-//! unknown, missing or left over is an error: guessing would start a machine that is subtly another.
+//! A change of a saved type adds a version beside the old one, whose decoder stays. Where two versions have one
+//! decoder, the later one only packs its lists (`packed.rs`). A section that is unknown, missing or left over is an
+//! error: guessing would start a machine that is subtly another.
 
+use std::io;
 use std::sync::Arc;
 
-use serde::de::DeserializeOwned;
+use rmp_serde::decode::Error;
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
 use super::checksum::{FileSums, Sum};
@@ -17,9 +20,11 @@ use crate::config::MAX_VCPUS;
 use crate::kvm::state::{ClockStateV1, ClockStateV2};
 use crate::machine::MAX_VIRTIO;
 use crate::memory::{Runs, WorkingSet};
+use crate::packed;
 
 const V1: u32 = 1;
 const V2: u32 = 2;
+const V3: u32 = 3;
 
 /// What `state.bin` holds.
 pub struct Saved {
@@ -39,9 +44,15 @@ pub struct Saved {
 /// Ranges of memory that a first use writes, and others that it reads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkingSetV1 {
+    #[serde(with = "packed")]
     pub written: Vec<(u64, u64)>,
+    #[serde(with = "packed")]
     pub read: Vec<(u64, u64)>,
 }
+
+/// Ranges of memory.
+#[derive(Serialize, Deserialize)]
+struct Ranges(#[serde(with = "packed")] Vec<(u64, u64)>);
 
 impl WorkingSetV1 {
     pub fn of(set: &WorkingSet) -> Self {
@@ -61,17 +72,17 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
     let mut writer = Writer::default();
     writer.add_version("clock", V2, &saved.machine.clock)?;
     for vcpu in &saved.machine.vcpus {
-        writer.add("vcpu", &**vcpu)?;
+        writer.add_version("vcpu", V2, &**vcpu)?;
     }
     writer.add("ioapic", &saved.machine.ioapic)?;
     writer.add("serial", &saved.machine.serial)?;
     for transport in &saved.machine.transports {
         writer.add("virtio", transport)?;
     }
-    writer.add("runs", &saved.runs)?;
-    writer.add_version("checksums", V2, &saved.sums)?;
+    writer.add_version("runs", V2, &Ranges(saved.runs.clone()))?;
+    writer.add_version("checksums", V3, &saved.sums)?;
     if let Some(working_set) = &saved.working_set {
-        writer.add("working_set", working_set)?;
+        writer.add_version("working_set", V2, working_set)?;
     }
     if let Some(note) = &saved.note {
         writer.add_bytes("note", V1, note.clone());
@@ -100,17 +111,20 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
             ("clock", V2) => once(&mut clock, section, bytes)?,
             ("ioapic", V1) => once(&mut ioapic, section, bytes)?,
             ("serial", V1) => once(&mut serial, section, bytes)?,
-            ("runs", V1) => once(&mut runs, section, bytes)?,
+            ("runs", V1 | V2) => {
+                let Ranges(ranges) = value(section, bytes)?;
+                put_once(&mut runs, section, Some(ranges))?;
+            }
             ("checksums", V1) => {
                 once(&mut sums, section, bytes)?;
                 let by_crc = |file: &mut FileSums| file.by = Sum::Crc32;
                 sums.iter_mut().flatten().for_each(by_crc);
             }
-            ("checksums", V2) => once(&mut sums, section, bytes)?,
-            ("working_set", V1) => once(&mut working_set, section, bytes)?,
+            ("checksums", V2 | V3) => once(&mut sums, section, bytes)?,
+            ("working_set", V1 | V2) => once(&mut working_set, section, bytes)?,
             ("sample", V1) => once(&mut sample, section, bytes)?,
             ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),
-            ("vcpu", V1) => vcpus.push(Arc::new(value(section, bytes)?)),
+            ("vcpu", V1 | V2) => vcpus.push(Arc::new(value(section, bytes)?)),
             ("virtio", V1) => transports.push(value(section, bytes)?),
             (kind, version) => {
                 let kind = kind.chars().take(40).collect();
@@ -198,14 +212,17 @@ fn put_once<T>(
 }
 
 fn value<T: DeserializeOwned>(section: &SectionFacts, bytes: &[u8]) -> Result<T, SnapshotError> {
-    let mut rest = bytes;
-    let value = rmp_serde::from_read(&mut rest).map_err(|error| {
+    let mut decoder = rmp_serde::Deserializer::from_read_ref(bytes);
+    let value = T::deserialize(&mut decoder).map_err(|error| {
         let why: String = error.to_string().chars().take(120).collect();
         state(&format!("section {} does not decode: {why}", section.kind))
     })?;
-    match rest.is_empty() {
-        true => Ok(value),
-        false => Err(state(&format!("section {} has bytes left over", section.kind))),
+    // The decoder does not say how far it is, but whether another value could begin.
+    match IgnoredAny::deserialize(&mut decoder) {
+        Err(Error::InvalidMarkerRead(end)) if end.kind() == io::ErrorKind::UnexpectedEof => {
+            Ok(value)
+        }
+        _ => Err(state(&format!("section {} has bytes left over", section.kind))),
     }
 }
 

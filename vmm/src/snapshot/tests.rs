@@ -105,13 +105,16 @@ fn h7_impossible_regions_are_refused_before_anything_is_mapped() {
 #[test]
 fn h8_huge_counts_are_refused_without_being_allocated() {
     let mut table = sections::encode(&saved()).unwrap().1;
-    // A list of four billion registers, in five bytes.
-    let bomb = [0xdd, 0xff, 0xff, 0xff, 0xff];
     table.truncate(1);
-    for kind in ["vcpu", "virtio", "checksums", "runs", "working_set", "ioapic"] {
-        let (len, crc32) = (bomb.len() as u64, crc32fast::hash(&bomb));
-        let section = SectionFacts { kind: kind.into(), version: 1, offset: 0, len, crc32 };
-        assert!(sections::decode(&bomb, &[section]).is_err(), "{kind}");
+    // A list of four billion registers, in five bytes; and one of as many bytes, for packed lists.
+    for (bomb, version) in
+        [([0xdd, 0xff, 0xff, 0xff, 0xff], 1), ([0xc6, 0xff, 0xff, 0xff, 0xff], 2)]
+    {
+        for kind in ["vcpu", "virtio", "checksums", "runs", "working_set", "ioapic"] {
+            let (len, crc32) = (bomb.len() as u64, crc32fast::hash(&bomb));
+            let section = SectionFacts { kind: kind.into(), version, offset: 0, len, crc32 };
+            assert!(sections::decode(&bomb, &[section]).is_err(), "{kind}");
+        }
     }
     for change in [
         (|v: &mut VcpuStateV1| v.cpuid.clear()) as fn(&mut VcpuStateV1),
@@ -126,6 +129,20 @@ fn h8_huge_counts_are_refused_without_being_allocated() {
         saved.machine.vcpus = vec![Arc::new(vcpu)];
         let (bytes, table) = sections::encode(&saved).unwrap();
         assert!(sections::decode(&bytes, &table).is_err());
+    }
+}
+
+#[test]
+fn section_with_bytes_left_over_is_refused() {
+    let (bytes, table) = sections::encode(&saved()).unwrap();
+    for more in [0x00, 0xc0, 0xc1, 0xdd] {
+        let (mut bytes, mut table) = (bytes.clone(), table.clone());
+        bytes.push(more);
+        let last = table.last_mut().unwrap();
+        last.len += 1;
+        last.crc32 = crc32fast::hash(&bytes[last.offset as usize..]);
+        let error = sections::decode(&bytes, &table).err().unwrap();
+        assert!(error.to_string().contains("left over"), "{error}");
     }
 }
 

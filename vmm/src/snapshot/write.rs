@@ -319,10 +319,10 @@ impl Unfinished {
     /// Writes down how the large files look, for they were just summed up.
     fn stamp(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let stamp =
-            |name: &String| File::open(self.path.join(name)).and_then(|f| Stamp::of(name, &f));
+            |name: String| File::open(self.path.join(&name)).and_then(|f| Stamp::of(&name, &f));
         let stamps: Vec<_> = large_files(manifest)
-            .iter()
-            .map(stamp)
+            .into_iter()
+            .map(|(name, _)| stamp(name))
             .collect::<io::Result<_>>()
             .map_err(|e| cannot(STAMP, e))?;
         let bytes = serde_json::to_vec(&stamps).map_err(|e| cannot(STAMP, e.into()))?;
@@ -330,7 +330,7 @@ impl Unfinished {
     }
 
     fn sync(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
-        let mut names = large_files(manifest);
+        let mut names: Vec<_> = large_files(manifest).into_iter().map(|(name, _)| name).collect();
         names.extend([STATE, MANIFEST, STAMP].map(str::to_owned));
         names.extend(self.path.join(SIBLING).exists().then(|| SIBLING.to_owned()));
         for name in names {
@@ -383,15 +383,15 @@ pub(super) fn sweep(parent: &Path) {
     }
 }
 
-/// The files of a snapshot that have checksums of their own.
-pub fn large_files(manifest: &Manifest) -> Vec<String> {
-    let mut names = vec![MEMORY.to_owned()];
+/// The files of a snapshot that have checksums of their own, and how large they are.
+pub fn large_files(manifest: &Manifest) -> Vec<(String, u64)> {
+    let mut files = vec![(MEMORY.to_owned(), manifest.memory.size)];
     for disk in &manifest.disks {
-        if let DiskFacts::Inside { file, .. } = disk {
-            names.push(file.clone());
+        if let DiskFacts::Inside { file, size, .. } = disk {
+            files.push((file.clone(), *size));
         }
     }
-    names
+    files
 }
 
 pub(super) fn random_id() -> io::Result<String> {

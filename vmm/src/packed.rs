@@ -1,0 +1,131 @@
+//! Lists of numbers in a snapshot, as one run of bytes: a list of a thousand that are decoded one by one takes
+//! longer than all else about a vCPU. Lists of the first snapshots, which were not packed, are read as well.
+
+use std::fmt;
+use std::marker::PhantomData;
+
+use serde::de::{Deserializer, Error, SeqAccess, Visitor};
+use serde::{Deserialize, Serializer};
+
+/// What can stand in such a list, in as many bytes as any other.
+pub trait Packed: Copy {
+    const LEN: usize;
+
+    fn put(self, bytes: &mut Vec<u8>);
+
+    /// From exactly [`Self::LEN`] bytes.
+    fn get(bytes: &[u8]) -> Option<Self>;
+}
+
+impl Packed for u32 {
+    const LEN: usize = 4;
+
+    fn put(self, bytes: &mut Vec<u8>) {
+        bytes.extend(self.to_le_bytes());
+    }
+
+    fn get(bytes: &[u8]) -> Option<Self> {
+        bytes.try_into().ok().map(Self::from_le_bytes)
+    }
+}
+
+impl Packed for u64 {
+    const LEN: usize = 8;
+
+    fn put(self, bytes: &mut Vec<u8>) {
+        bytes.extend(self.to_le_bytes());
+    }
+
+    fn get(bytes: &[u8]) -> Option<Self> {
+        bytes.try_into().ok().map(Self::from_le_bytes)
+    }
+}
+
+impl<A: Packed, B: Packed> Packed for (A, B) {
+    const LEN: usize = A::LEN + B::LEN;
+
+    fn put(self, bytes: &mut Vec<u8>) {
+        self.0.put(bytes);
+        self.1.put(bytes);
+    }
+
+    fn get(bytes: &[u8]) -> Option<Self> {
+        let (first, second) = bytes.split_at_checked(A::LEN)?;
+        Some((A::get(first)?, B::get(second)?))
+    }
+}
+
+pub fn serialize<T: Packed, S: Serializer>(list: &[T], to: S) -> Result<S::Ok, S::Error> {
+    let mut bytes = Vec::with_capacity(list.len() * T::LEN);
+    list.iter().for_each(|number| number.put(&mut bytes));
+    to.serialize_bytes(&bytes)
+}
+
+pub fn deserialize<'de, T, D>(from: D) -> Result<Vec<T>, D::Error>
+where
+    T: Packed + Deserialize<'de>,
+    D: Deserializer<'de>,
+{
+    from.deserialize_bytes(List(PhantomData))
+}
+
+struct List<T>(PhantomData<T>);
+
+impl<'de, T: Packed + Deserialize<'de>> Visitor<'de> for List<T> {
+    type Value = Vec<T>;
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(to, "numbers of {} bytes each", T::LEN)
+    }
+
+    fn visit_bytes<E: Error>(self, bytes: &[u8]) -> Result<Vec<T>, E> {
+        let each = bytes.chunks(T::LEN).map(T::get);
+        each.collect::<Option<_>>().ok_or_else(|| E::invalid_length(bytes.len(), &self))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<T>, A::Error> {
+        let mut numbers = Vec::new();
+        while let Some(number) = list.next_element()? {
+            numbers.push(number);
+        }
+        Ok(numbers)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::Serialize;
+
+    #[derive(Debug, PartialEq, Serialize, Deserialize)]
+    struct Now(#[serde(with = "super")] Vec<(u32, u64)>);
+
+    #[derive(Serialize)]
+    struct Before(Vec<(u32, u64)>);
+
+    #[test]
+    fn list_comes_back_packed_or_as_it_was_before() {
+        let list = vec![(1, 2), (u32::MAX, u64::MAX)];
+        let (now, before) = (Now(list.clone()), Before(list));
+        let packed = rmp_serde::to_vec(&now).unwrap();
+        assert_eq!(packed.len(), 2 + 2 * 12);
+        assert_eq!(rmp_serde::from_slice::<Now>(&packed).unwrap(), now);
+        let unpacked = rmp_serde::to_vec(&before).unwrap();
+        assert_eq!(rmp_serde::from_slice::<Now>(&unpacked).unwrap(), now);
+    }
+
+    #[test]
+    fn list_that_is_cut_is_refused() {
+        let cut = rmp_serde::to_vec(&Bytes([0; 23])).unwrap();
+        let error = rmp_serde::from_slice::<Now>(&cut).unwrap_err();
+        assert!(error.to_string().contains("numbers of 12 bytes"), "{error}");
+    }
+
+    struct Bytes([u8; 23]);
+
+    impl Serialize for Bytes {
+        fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+            to.serialize_bytes(&self.0)
+        }
+    }
+}
