@@ -2,18 +2,16 @@
 //!
 //! It lives here and not in the kernel because creating KVM's own would register it on KVM's I/O bus,
 //! and every memory slot or vCPU made after such a registration waits for a grace period. Only edge
-//! interrupts exist on this machine, so a line is nothing but a route: while a redirection entry is
-//! unmasked, its message is what the line's event descriptor delivers, and no interrupt ever passes
-//! through this code.
+//! interrupts exist on this machine, so a redirection entry is nothing but what its line delivers (`lines.rs`),
+//! and no interrupt ever passes through this code.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::{Deserialize, Serialize};
 
 use crate::bus::BusDevice;
+use crate::lines::{Deliver, Line, Lines, Message, PINS};
 
-/// The most lines that there can be.
-pub const PINS: usize = 64;
 /// Bytes of address space that the registers take.
 pub const SIZE: u64 = 0x1000;
 
@@ -30,19 +28,6 @@ const MASKED: u64 = 1 << 16;
 // Delivery status and remote IRR are the chip's to set; with edge interrupts they stay clear.
 const READ_ONLY: u64 = 1 << 12 | 1 << 14;
 
-/// A message-signalled interrupt, as a local APIC understands it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Message {
-    pub address: u64,
-    pub data: u32,
-}
-
-/// Where the hypervisor keeps what each line delivers.
-pub trait Routes: Send {
-    /// From now on each of these pins delivers its message, or nothing.
-    fn route(&mut self, changes: &[(usize, Option<Message>)]);
-}
-
 /// The registers, as a snapshot keeps them. Untrusted when read from a file, but any value is a legal one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoapicStateV1 {
@@ -54,6 +39,7 @@ pub struct IoapicStateV1 {
 /// The chip on the memory bus.
 pub struct Ioapic {
     registers: Mutex<Registers>,
+    lines: Arc<Lines>,
 }
 
 struct Registers {
@@ -63,19 +49,19 @@ struct Registers {
     /// How many lines the guest is told of. A kernel reads and writes the entry of each while it boots, so
     /// lines that nobody uses are not mentioned; they are there all the same.
     wired: usize,
-    routes: Box<dyn Routes>,
 }
 
 impl Ioapic {
-    pub fn new(routes: Box<dyn Routes>) -> Self {
-        let registers = Registers { select: 0, id: 0, entries: [MASKED; PINS], wired: 1, routes };
-        Self { registers: Mutex::new(registers) }
+    pub fn new(deliver: Deliver) -> Self {
+        let registers = Registers { select: 0, id: 0, entries: [MASKED; PINS], wired: 1 };
+        Self { registers: Mutex::new(registers), lines: Lines::new(deliver) }
     }
 
-    /// Somebody uses this line.
-    pub fn wire(&self, pin: u32) {
+    /// A line for a device.
+    pub fn line(&self, pin: u32) -> Line {
         let mut registers = self.lock();
         registers.wired = registers.wired.max(pin as usize + 1).min(PINS);
+        self.lines.line(pin)
     }
 
     pub fn save(&self) -> IoapicStateV1 {
@@ -84,17 +70,13 @@ impl Ioapic {
         IoapicStateV1 { select: registers.select, id: registers.id, entries }
     }
 
-    /// Puts saved registers back and routes every line as they say.
+    /// Puts saved registers back; every line delivers what they say.
     pub fn restore(&self, state: &IoapicStateV1) {
         let mut registers = self.lock();
         registers.select = state.select;
         registers.id = state.id;
-        // All at once: the hypervisor takes a whole table for each change.
-        let entries = state.entries.iter().enumerate().take(PINS);
-        let changes: Vec<_> =
-            entries.filter_map(|(pin, entry)| registers.set_entry(pin, *entry)).collect();
-        if !changes.is_empty() {
-            registers.routes.route(&changes);
+        for (pin, entry) in state.entries.iter().enumerate().take(PINS) {
+            registers.set_entry(pin, *entry, &self.lines);
         }
     }
 
@@ -123,7 +105,7 @@ impl BusDevice for Ioapic {
         let mut registers = self.lock();
         match offset {
             SELECT => registers.select = value as u8,
-            WINDOW => registers.write(value),
+            WINDOW => registers.write(value, &self.lines),
             _ => {}
         }
     }
@@ -138,14 +120,12 @@ impl Registers {
         }
     }
 
-    fn write(&mut self, value: u32) {
+    fn write(&mut self, value: u32, lines: &Lines) {
         if self.select == ID {
             self.id = value & 0x0f00_0000;
         } else if let Some((pin, shift)) = self.half() {
             let kept = self.entries[pin] & !(0xffff_ffff << shift);
-            if let Some(change) = self.set_entry(pin, kept | (u64::from(value) << shift)) {
-                self.routes.route(&[change]);
-            }
+            self.set_entry(pin, kept | (u64::from(value) << shift), lines);
         }
     }
 
@@ -156,13 +136,10 @@ impl Registers {
         (pin < PINS).then_some((pin, 32 * (index as u32 % 2)))
     }
 
-    /// Sets an entry; returns what its line now delivers, if that is something else than before.
-    fn set_entry(&mut self, pin: usize, entry: u64) -> Option<(usize, Option<Message>)> {
+    fn set_entry(&mut self, pin: usize, entry: u64, lines: &Lines) {
         let entry = entry & !READ_ONLY;
-        let before = message(self.entries[pin]);
         self.entries[pin] = entry;
-        let after = message(entry);
-        (before != after).then_some((pin, after))
+        lines.set(pin, message(entry));
     }
 }
 
@@ -179,26 +156,20 @@ fn message(entry: u64) -> Option<Message> {
     // Lowest priority asks for the redirection hint.
     let hint = u64::from(delivery_mode == 1);
     Some(Message {
-        address: 0xfee0_0000 | destination << 12 | hint << 3 | logical << 2,
+        address: (0xfee0_0000 | destination << 12 | hint << 3 | logical << 2) as u32,
         data: (vector | delivery_mode << 8) as u32,
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
 
-    type Routed = (usize, Option<Message>);
-
-    #[derive(Clone, Default)]
-    struct Log(Arc<Mutex<Vec<Routed>>>);
-
-    impl Routes for Log {
-        fn route(&mut self, changes: &[Routed]) {
-            self.0.lock().unwrap().extend(changes);
-        }
+    /// A chip, and what its lines have delivered.
+    fn ioapic() -> (Ioapic, Arc<Mutex<Vec<Message>>>) {
+        let log = Arc::new(Mutex::new(Vec::new()));
+        let to = log.clone();
+        (Ioapic::new(Box::new(move |message| to.lock().unwrap().push(message))), log)
     }
 
     fn set(ioapic: &Ioapic, register: u8, value: u32) {
@@ -214,19 +185,21 @@ mod tests {
     }
 
     #[test]
-    fn entry_unmasked_routes_its_message_and_masked_removes_it() {
-        let log = Log::default();
-        let ioapic = Ioapic::new(Box::new(log.clone()));
+    fn entry_unmasked_is_delivered_and_masked_is_not() {
+        let (ioapic, log) = ioapic();
+        let line = ioapic.line(5);
+        line.raise();
         set(&ioapic, TABLE + 2 * 5 + 1, 3 << 24);
         set(&ioapic, TABLE + 2 * 5, 0x31);
+        line.raise();
         set(&ioapic, TABLE + 2 * 5, 0x1_0031);
-        let message = Message { address: 0xfee0_3000, data: 0x31 };
-        assert_eq!(*log.0.lock().unwrap(), [(5, Some(message)), (5, None)]);
+        line.raise();
+        assert_eq!(*log.lock().unwrap(), [Message { address: 0xfee0_3000, data: 0x31 }]);
     }
 
     #[test]
     fn registers_out_of_range_read_zero_and_ignore_writes() {
-        let ioapic = Ioapic::new(Box::new(Log::default()));
+        let (ioapic, _) = ioapic();
         let before = ioapic.save();
         for register in [3, 0xf, TABLE + 2 * PINS as u8, 0xff] {
             set(&ioapic, register, u32::MAX);
@@ -237,7 +210,7 @@ mod tests {
 
     #[test]
     fn access_of_odd_size_is_ignored() {
-        let ioapic = Ioapic::new(Box::new(Log::default()));
+        let (ioapic, _) = ioapic();
         ioapic.write(SELECT, &[TABLE]);
         ioapic.write(SELECT, &[0; 8]);
         let mut data = [0; 2];
@@ -246,17 +219,17 @@ mod tests {
     }
 
     #[test]
-    fn restore_of_saved_state_routes_again() {
-        let log = Log::default();
-        let ioapic = Ioapic::new(Box::new(log.clone()));
-        set(&ioapic, TABLE, 0x40);
-        let state = ioapic.save();
-        let other = Ioapic::new(Box::new(log.clone()));
-        other.restore(&state);
-        let routed = log.0.lock().unwrap();
-        assert_eq!(routed[0], routed[1]);
-        other.wire(9);
-        other.wire(4);
+    fn restored_chip_delivers_what_the_saved_one_did_and_nothing_else() {
+        let (saved, _) = ioapic();
+        set(&saved, TABLE, 0x40);
+        let (other, log) = ioapic();
+        set(&other, TABLE + 2 * 4, 0x55);
+        other.restore(&saved.save());
+        other.line(0).raise();
+        other.line(4).raise();
+        assert_eq!(*log.lock().unwrap(), [Message { address: 0xfee0_0000, data: 0x40 }]);
+        other.line(9);
+        other.line(2);
         assert_eq!(get(&other, VERSION) >> 16, 9);
     }
 }

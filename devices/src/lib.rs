@@ -6,6 +6,7 @@
 pub mod bus;
 pub mod ioapic;
 pub mod legacy;
+pub mod lines;
 pub mod rate_limiter;
 pub mod sparse;
 mod sys;

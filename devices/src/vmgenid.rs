@@ -7,8 +7,8 @@
 use std::io;
 
 use vm_memory::{Bytes, GuestAddress};
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
+use crate::lines::Line;
 use crate::{GuestMemory, sys};
 
 /// Bytes of the identifier.
@@ -17,14 +17,10 @@ pub const SIZE: usize = 16;
 /// What kept the identifier from being made or changed.
 #[derive(Debug, thiserror::Error)]
 pub enum VmGenIdError {
-    #[error("cannot make the event descriptor of the generation identifier")]
-    Event(#[source] io::Error),
     #[error("the host has no random bytes for a generation identifier")]
     Random(#[source] io::Error),
     #[error("the generation identifier at {address:#x} is not in guest memory")]
     Memory { address: u64, source: vm_memory::GuestMemoryError },
-    #[error("cannot tell the guest of its new generation")]
-    Signal(#[source] io::Error),
 }
 
 /// The identifier of one machine. The guest may overwrite the bytes; nobody here reads them.
@@ -32,36 +28,25 @@ pub enum VmGenIdError {
 pub struct VmGenId {
     memory: GuestMemory,
     address: GuestAddress,
-    event: EventFd,
+    line: Line,
 }
 
 impl VmGenId {
-    /// For a machine that boots: writes its first identifier.
-    pub fn new(memory: &GuestMemory, address: GuestAddress) -> Result<Self, VmGenIdError> {
-        let generation = Self::existing(memory, address)?;
-        generation.write()?;
-        Ok(generation)
+    /// What the memory holds there stays, until it is written.
+    pub fn new(memory: &GuestMemory, address: GuestAddress, line: Line) -> Self {
+        Self { memory: memory.clone(), address, line }
     }
 
-    /// For a machine whose memory holds an identifier already; it stays until `renew`.
-    pub fn existing(memory: &GuestMemory, address: GuestAddress) -> Result<Self, VmGenIdError> {
-        let event = EventFd::new(EFD_NONBLOCK).map_err(VmGenIdError::Event)?;
-        Ok(Self { memory: memory.clone(), address, event })
-    }
-
-    /// Writes a new identifier and tells the guest. Only once the interrupt's route and the local APICs
-    /// are in place: an event that comes before them is lost.
+    /// Writes a new identifier and tells the guest. Only once the I/O APIC and the local APICs are in place:
+    /// an interrupt that comes before them is lost.
     pub fn renew(&self) -> Result<(), VmGenIdError> {
         self.write()?;
-        self.event.write(1).map_err(VmGenIdError::Signal)
+        self.line.raise();
+        Ok(())
     }
 
-    /// The descriptor to connect to an interrupt of the guest.
-    pub fn interrupt(&self) -> &EventFd {
-        &self.event
-    }
-
-    fn write(&self) -> Result<(), VmGenIdError> {
+    /// Writes a machine's first identifier: its guest has not looked yet.
+    pub fn write(&self) -> Result<(), VmGenIdError> {
         let mut bytes = [0; SIZE];
         let got = sys::random(&mut bytes).map_err(VmGenIdError::Random)?;
         if got != SIZE {
@@ -77,6 +62,7 @@ impl VmGenId {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::lines::testing;
 
     const ADDRESS: GuestAddress = GuestAddress(0x1000);
 
@@ -91,30 +77,31 @@ mod tests {
     }
 
     #[test]
-    fn new_writes_bytes_without_an_event() {
-        let memory = memory();
-        let generation = VmGenId::new(&memory, ADDRESS).unwrap();
+    fn write_puts_bytes_there_without_an_interrupt() {
+        let (memory, (line, raised)) = (memory(), testing::line());
+        VmGenId::new(&memory, ADDRESS, line).write().unwrap();
         assert_ne!(bytes(&memory), [0; SIZE]);
-        assert!(generation.interrupt().read().is_err());
+        assert_eq!(raised.take(), 0);
     }
 
     #[test]
-    fn existing_keeps_the_bytes_and_renew_changes_them_with_an_event() {
-        let memory = memory();
+    fn new_keeps_the_bytes_and_renew_changes_them_with_an_interrupt() {
+        let (memory, (line, raised)) = (memory(), testing::line());
         memory.write_slice(&[7; SIZE], ADDRESS).unwrap();
-        let generation = VmGenId::existing(&memory, ADDRESS).unwrap();
+        let generation = VmGenId::new(&memory, ADDRESS, line);
         assert_eq!(bytes(&memory), [7; SIZE]);
         generation.renew().unwrap();
         let first = bytes(&memory);
         generation.renew().unwrap();
         assert!(first != [7; SIZE] && first != bytes(&memory));
-        assert_eq!(generation.interrupt().read().unwrap(), 2);
+        assert_eq!(raised.take(), 2);
     }
 
     #[test]
-    fn new_outside_of_memory_is_refused() {
+    fn write_outside_of_memory_is_refused() {
         for address in [0x1ff8, 0x2000, u64::MAX] {
-            let refused = VmGenId::new(&memory(), GuestAddress(address)).unwrap_err();
+            let generation = VmGenId::new(&memory(), GuestAddress(address), testing::line().0);
+            let refused = generation.write().unwrap_err();
             assert!(matches!(refused, VmGenIdError::Memory { .. }), "{refused}");
         }
     }

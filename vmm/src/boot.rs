@@ -7,7 +7,6 @@ use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
-use pvmm_devices::vmgenid::VmGenId;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{kernel, layout, tables};
@@ -51,8 +50,8 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     let kvm = KvmVm::new(&host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
     trace::step("KVM machine, slots and vCPUs");
-    let generation = VmGenId::new(guest, layout::GENERATION)?;
-    let mut machine = Machine::new(&kvm, generation, open_console(config.console))?;
+    let mut machine = Machine::new(&kvm, guest, open_console(config.console))?;
+    machine.generation.write()?;
     for device in devices {
         machine.attach(device, &kvm, guest)?;
     }

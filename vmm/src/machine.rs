@@ -16,6 +16,7 @@ use pvmm_devices::legacy::console::{Console, ConsoleConfig};
 use pvmm_devices::legacy::i8042::{self, I8042};
 use pvmm_devices::legacy::power::{self, PowerEvent, PowerRegisters, PowerSink};
 use pvmm_devices::legacy::serial::{self, Serial};
+use pvmm_devices::lines::PINS;
 use pvmm_devices::virtio::VirtioDevice;
 use pvmm_devices::virtio::block::Block;
 use pvmm_devices::virtio::mmio::{MmioTransport, offset};
@@ -31,7 +32,6 @@ use crate::arch::x86_64::tables::MmioDevice;
 use crate::config::ThreadNames;
 use crate::drives::HeldDrive;
 use crate::error::Error;
-use crate::kvm::routes::KvmRoutes;
 use crate::kvm::vm::{KvmError, KvmVm};
 use crate::memory::{First, Memory, WorkingSet};
 use crate::scratch::Scratch;
@@ -61,7 +61,7 @@ pub enum MachineError {
 }
 
 /// As many virtio devices as there are interrupt lines left for them.
-pub const MAX_VIRTIO: usize = ioapic::PINS - layout::FIRST_VIRTIO_GSI as usize;
+pub const MAX_VIRTIO: usize = PINS - layout::FIRST_VIRTIO_GSI as usize;
 
 /// A machine whose devices are being put in place. Its vCPUs exist already, for they must come first.
 pub struct Machine {
@@ -81,28 +81,25 @@ impl Machine {
     /// thread for the rest.
     pub fn new(
         kvm: &KvmVm,
-        generation: VmGenId,
+        memory: &GuestMemory,
         output: Box<dyn Write + Send>,
     ) -> Result<Self, MachineError> {
         let mut buses = Buses::default();
         let ending = Arc::new(Ending::new().map_err(MachineError::Event)?);
-        let ioapic = Arc::new(Ioapic::new(Box::new(KvmRoutes::new(kvm.fd().clone()))));
+        let ioapic = Arc::new(Ioapic::new(kvm.deliver()));
         buses.mmio.insert(layout::IOAPIC, ioapic::SIZE, ioapic.clone())?;
 
         let console = Console::new(output, ConsoleConfig::default());
-        let serial = Arc::new(Serial::new(console.input()).map_err(MachineError::Serial)?);
-        let connect = |line: &EventFd, gsi| {
-            ioapic.wire(gsi);
-            kvm.connect_interrupt(line, gsi)
-        };
-        connect(serial.interrupt(), layout::SERIAL_GSI)?;
+        let serial = Serial::new(console.input(), ioapic.line(layout::SERIAL_GSI));
+        let serial = Arc::new(serial.map_err(MachineError::Serial)?);
         buses.ports.insert(layout::SERIAL_PORT.into(), serial::PORTS, serial.clone())?;
 
-        connect(generation.interrupt(), layout::GENERATION_GSI)?;
+        let line = ioapic.line(layout::GENERATION_GSI);
+        let generation = VmGenId::new(memory, layout::GENERATION, line);
 
         let on_power = ending.on_power();
-        let keyboard = Arc::new(I8042::new(on_power.clone()).map_err(MachineError::Event)?);
-        connect(keyboard.interrupt(), layout::KEYBOARD_GSI)?;
+        let keyboard = I8042::new(on_power.clone(), ioapic.line(layout::KEYBOARD_GSI));
+        let keyboard = Arc::new(keyboard);
         buses.ports.insert(layout::I8042_PORT.into(), i8042::PORTS, keyboard.clone())?;
         let power = Arc::new(PowerRegisters::new(on_power));
         buses.ports.insert(layout::POWER_PORT.into(), power::PORTS, power)?;
@@ -122,7 +119,7 @@ impl Machine {
         })
     }
 
-    /// Puts a virtio device in the next place and connects its interrupt. Its kicks are once they are many.
+    /// Puts a virtio device in the next place. Its kicks are connected once they are many.
     pub fn attach(
         &mut self,
         device: Box<dyn VirtioDevice>,
@@ -137,11 +134,10 @@ impl Machine {
         let kind = device.kind().name();
         let kicks = Box::new(kvm.kicks_at(place.address + offset::QUEUE_NOTIFY));
         let thread = self.devices.handle().clone();
-        let transport = MmioTransport::new(device, memory.clone(), thread, kicks)
+        let line = self.ioapic.line(place.gsi);
+        let transport = MmioTransport::new(device, memory.clone(), thread, kicks, line)
             .map_err(|source| MachineError::Device { kind, source })?;
         let transport = Arc::new(transport);
-        self.ioapic.wire(place.gsi);
-        kvm.connect_interrupt(transport.interrupt().event(), place.gsi)?;
         self.buses.mmio.insert(place.address, layout::VIRTIO_MMIO_SIZE, transport.clone())?;
         self.transports.push(transport);
         Ok(())

@@ -12,9 +12,7 @@ use pvmm_devices::virtio::net::{Net, NetStateV2, TapSource};
 use pvmm_devices::virtio::registry::DeviceState;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig, VsockStateV2};
-use pvmm_devices::vmgenid::VmGenId;
 
-use crate::arch::x86_64::layout;
 use crate::boot::open_console;
 use crate::config;
 use crate::drives::{self, HeldDrive};
@@ -52,8 +50,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
         vcpus.push(vcpu);
     }
     trace::step("vCPUs and CPUID");
-    let generation = VmGenId::existing(&memory.guest, layout::GENERATION)?;
-    let mut machine = Machine::new(&kvm, generation, open_console(overrides.console))?;
+    let mut machine = Machine::new(&kvm, &memory.guest, open_console(overrides.console))?;
     machine.devices.handle().quiesce_all()?;
     trace::step("machine");
     for device in devices {
@@ -61,14 +58,14 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     }
     trace::step("attach devices");
 
-    // State: interrupt routes and local APICs before the devices, which raise what was pending.
+    // State: both kinds of APIC before the devices, which raise what was pending.
     let clock = match overrides.catch_up {
         true => saved.clock.advanced(state::host_time()),
         false => saved.clock,
     };
     state::load_clock(kvm.fd(), clock)?;
     machine.ioapic.restore(&saved.ioapic);
-    trace::step("clock and routes");
+    trace::step("clock and I/O APIC");
     let msrs = msrs(template, &kvm, &vcpus)?;
     for (((id, vcpu), saved), msrs) in (0..).zip(&vcpus).zip(&saved.vcpus).zip(msrs) {
         state::load(vcpu, id, saved, kvm.shape(), Some(msrs))?;

@@ -6,13 +6,11 @@
 //! Nothing of this is saved: what a key press needs is in the guest's driver.
 
 use std::collections::VecDeque;
-use std::io;
 use std::sync::{Mutex, PoisonError};
-
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::power::{PowerEvent, PowerSink};
 use crate::bus::BusDevice;
+use crate::lines::Line;
 
 /// The first of the ports, and how many there are up to the command port.
 pub const PORT_BASE: u64 = 0x60;
@@ -43,7 +41,7 @@ const ACKNOWLEDGE: u8 = 0xfa;
 /// The controller at ports 0x60 to 0x64.
 pub struct I8042 {
     state: Mutex<State>,
-    keyboard_line: EventFd,
+    keyboard_line: Line,
     sink: PowerSink,
 }
 
@@ -65,15 +63,9 @@ struct Answer {
 }
 
 impl I8042 {
-    pub fn new(sink: PowerSink) -> io::Result<Self> {
+    pub fn new(sink: PowerSink, keyboard_line: Line) -> Self {
         let state = State { control: CONTROL_AT_START, ..State::default() };
-        let keyboard_line = EventFd::new(EFD_NONBLOCK)?;
-        Ok(Self { state: Mutex::new(state), keyboard_line, sink })
-    }
-
-    /// The descriptor to connect to the keyboard's interrupt.
-    pub fn interrupt(&self) -> &EventFd {
-        &self.keyboard_line
+        Self { state: Mutex::new(state), keyboard_line, sink }
     }
 
     /// Presses Ctrl-Alt-Del. Lost if the guest has not read what was pressed before.
@@ -90,8 +82,7 @@ impl I8042 {
     fn announce(&self) {
         let next = self.with_state(|state| state.answers.front().copied());
         if next.is_some_and(|answer| answer.from_keyboard) {
-            // Only a counter at its maximum refuses, and then an interrupt is pending anyway.
-            let _ = self.keyboard_line.write(1);
+            self.keyboard_line.raise();
         }
     }
 
@@ -220,15 +211,22 @@ mod tests {
     use std::sync::atomic::{AtomicU32, Ordering};
 
     use super::*;
+    use crate::lines::testing::{self, Raised};
 
     fn controller() -> (I8042, Arc<AtomicU32>) {
+        let (controller, resets, _) = controller_with_line();
+        (controller, resets)
+    }
+
+    fn controller_with_line() -> (I8042, Arc<AtomicU32>, Raised) {
         let resets = Arc::new(AtomicU32::new(0));
         let count = resets.clone();
         let sink = move |event| {
             assert_eq!(event, PowerEvent::Reset);
             count.fetch_add(1, Ordering::Relaxed);
         };
-        (I8042::new(Arc::new(sink)).unwrap(), resets)
+        let (line, raised) = testing::line();
+        (I8042::new(Arc::new(sink), line), resets, raised)
     }
 
     fn read(controller: &I8042, offset: u64) -> u8 {
@@ -276,25 +274,25 @@ mod tests {
     }
 
     /// What a driver reads on interrupts, until there is none.
-    fn typed(controller: &I8042) -> Vec<u8> {
-        let interrupted = || controller.interrupt().read().is_ok();
+    fn typed(controller: &I8042, raised: &Raised) -> Vec<u8> {
+        let interrupted = || raised.take() > 0;
         std::iter::from_fn(|| interrupted().then(|| read(controller, DATA))).collect()
     }
 
     #[test]
     fn keys_are_read_byte_by_byte_each_with_its_interrupt() {
-        let (controller, _) = controller();
+        let (controller, _, raised) = controller_with_line();
         controller.press_ctrl_alt_del();
         assert_ne!(read(&controller, COMMAND) & OUTPUT_FULL, 0);
-        assert_eq!(typed(&controller), CTRL_ALT_DEL);
+        assert_eq!(typed(&controller, &raised), CTRL_ALT_DEL);
         assert_eq!(read(&controller, COMMAND) & OUTPUT_FULL, 0);
         (0..100).for_each(|_| controller.press_ctrl_alt_del());
-        assert_eq!(typed(&controller), CTRL_ALT_DEL);
+        assert_eq!(typed(&controller, &raised), CTRL_ALT_DEL);
     }
 
     #[test]
     fn keyboard_answers_its_driver() {
-        let (controller, _) = controller();
+        let (controller, _, raised) = controller_with_line();
         for (bytes, answer) in [
             (&[0xf2][..], &[0xfa, 0xab, 0x83][..]),
             (&[0xff], &[0xfa, 0xaa]),
@@ -304,11 +302,11 @@ mod tests {
             (&[0xf4], &[0xfa]),
         ] {
             bytes.iter().for_each(|byte| controller.write(DATA, &[*byte]));
-            assert_eq!(typed(&controller), answer, "{bytes:x?}");
+            assert_eq!(typed(&controller, &raised), answer, "{bytes:x?}");
         }
         // A controller's answer comes without.
         assert_eq!(ask(&controller, 0xaa, None), Some(0x55));
-        assert!(controller.interrupt().read().is_err());
+        assert_eq!(raised.take(), 0);
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
 use vm_superio::serial::{NoEvents, SerialState};
@@ -14,6 +14,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::console::ConsoleInput;
 use crate::bus::BusDevice;
+use crate::lines::Line;
 
 /// How many ports it takes.
 pub const PORTS: u64 = 8;
@@ -52,16 +53,11 @@ pub enum SerialError {
     Restore { reason: String },
 }
 
-/// The interrupt line, shared with whoever delivers it.
-#[derive(Clone)]
-struct Line(Arc<EventFd>);
-
 impl Trigger for Line {
     type E = io::Error;
 
     fn trigger(&self) -> io::Result<()> {
-        // Only a counter at its maximum refuses, and then an interrupt is pending anyway.
-        let _ = self.0.write(1);
+        self.raise();
         Ok(())
     }
 }
@@ -81,16 +77,10 @@ struct Port {
 
 impl Serial {
     /// A port that prints to `output`.
-    pub fn new(output: ConsoleInput) -> io::Result<Self> {
-        let line = Line(Arc::new(EventFd::new(EFD_NONBLOCK)?));
+    pub fn new(output: ConsoleInput, line: Line) -> io::Result<Self> {
         let uart = Uart::new(line.clone(), output.clone());
         let port = Mutex::new(Port { uart, pending: VecDeque::new() });
         Ok(Self { port, line, output, input_room: EventFd::new(EFD_NONBLOCK)? })
-    }
-
-    /// The descriptor to connect to an interrupt of the guest.
-    pub fn interrupt(&self) -> &EventFd {
-        &self.line.0
     }
 
     /// Takes what fits of host input and returns how much that was. When it was not all, wait for
@@ -208,14 +198,16 @@ impl BusDevice for Serial {
 mod tests {
     use super::super::console::{Console, ConsoleConfig};
     use super::*;
+    use crate::lines::testing::{self, Raised};
 
     const DATA: u64 = 0;
     const ENABLE: u64 = 1;
     const STATUS: u64 = 5;
 
-    fn serial() -> (Serial, Console) {
+    fn serial() -> (Serial, Console, Raised) {
         let console = Console::new(Box::new(io::sink()), ConsoleConfig::default());
-        (Serial::new(console.input()).unwrap(), console)
+        let (line, raised) = testing::line();
+        (Serial::new(console.input(), line).unwrap(), console, raised)
     }
 
     fn read(serial: &Serial, offset: u64) -> u8 {
@@ -235,7 +227,7 @@ mod tests {
         let path = tempfile::NamedTempFile::new().unwrap();
         let target = Box::new(path.reopen().unwrap());
         let console = Console::new(target, ConsoleConfig::default());
-        let serial = Serial::new(console.input()).unwrap();
+        let serial = Serial::new(console.input(), testing::line().0).unwrap();
         b"hello".iter().for_each(|byte| serial.write(DATA, &[*byte]));
         drop(console);
         assert_eq!(std::fs::read(path.path()).unwrap(), b"hello");
@@ -243,16 +235,16 @@ mod tests {
 
     #[test]
     fn input_reaches_the_guest_with_an_interrupt() {
-        let (serial, _console) = serial();
+        let (serial, _console, raised) = serial();
         serial.write(ENABLE, &[RECEIVED]);
         assert_eq!(serial.feed(b"hi"), 2);
-        assert!(serial.interrupt().read().is_ok());
+        assert_ne!(raised.take(), 0);
         assert_eq!(read_all(&serial), b"hi");
     }
 
     #[test]
     fn input_beyond_the_fifo_is_refilled_as_the_guest_reads() {
-        let (serial, _console) = serial();
+        let (serial, _console, _) = serial();
         let input: Vec<u8> = (0..1000).map(|i| i as u8).collect();
         assert_eq!(serial.feed(&input), 1000);
         assert_eq!(read_all(&serial), input);
@@ -260,7 +252,7 @@ mod tests {
 
     #[test]
     fn f2_input_flood_to_a_guest_that_never_reads_is_bounded() {
-        let (serial, _console) = serial();
+        let (serial, _console, _) = serial();
         let taken: usize = (0..100_000).map(|_| serial.feed(&[b'x'; 1000])).sum();
         assert_eq!(taken, PENDING_MAX + 64);
         assert!(serial.input_room().read().is_err());
@@ -271,36 +263,36 @@ mod tests {
 
     #[test]
     fn f4_restore_in_the_middle_of_a_transmission_raises_the_interrupt_again() {
-        let (before, _console) = serial();
+        let (before, _console, _) = serial();
         before.write(ENABLE, &[SENT]);
         before.write(DATA, b"x");
         // The guest has read what interrupted it, and waits for the next one.
         read(&before, 2);
         let state = before.save();
-        let (after, _console) = serial();
+        let (after, _console, raised) = serial();
         after.restore(&state).unwrap();
-        assert!(after.interrupt().read().is_ok());
+        assert_ne!(raised.take(), 0);
         assert_eq!(read(&after, 2) & 0xf, SENT_ID);
     }
 
     #[test]
     fn restore_of_a_saved_port_keeps_registers_and_input() {
-        let (before, _console) = serial();
+        let (before, _console, _) = serial();
         before.write(ENABLE, &[RECEIVED]);
         before.write(7, &[0x5a]);
         before.feed(&[7; 100]);
         let state = before.save();
-        let (after, _console) = serial();
+        let (after, _console, raised) = serial();
         after.restore(&state).unwrap();
         assert_eq!(after.save(), state);
-        assert!(after.interrupt().read().is_ok());
+        assert_ne!(raised.take(), 0);
         assert_eq!(read_all(&after), [7; 100]);
         assert_eq!(read(&after, 7), 0x5a);
     }
 
     #[test]
     fn restore_of_too_much_input_is_refused() {
-        let (serial, _console) = serial();
+        let (serial, _console, _) = serial();
         let good = serial.save();
         let received = SerialStateV1 { received: vec![0; 65], ..good.clone() };
         let pending = SerialStateV1 { pending: vec![0; PENDING_MAX + 1], ..good };
@@ -310,7 +302,7 @@ mod tests {
 
     #[test]
     fn access_of_other_sizes_or_offsets_reads_zero_and_does_nothing() {
-        let (serial, _console) = serial();
+        let (serial, _console, _) = serial();
         serial.write(7, &[0x5a, 0x5a]);
         serial.write(1 << 32 | 7, &[0x5a]);
         let mut data = [0xee; 2];

@@ -14,6 +14,7 @@ use super::testing::{
     memory, raw_descriptor,
 };
 use super::{DeviceThread, VirtioDevice};
+use crate::lines;
 
 /// A device for the suite to try.
 pub trait Specimen {
@@ -293,8 +294,9 @@ pub fn device_on_its_thread_stops_in_time<S: Specimen>(specimen: &S) {
     thread.start().unwrap();
     let device = Box::new(specimen.fresh());
     let handle = thread.handle().clone();
+    let (shortcut, (line, _)) = (Box::new(()), lines::testing::line());
     let transport =
-        super::MmioTransport::new(device, memory(), handle.clone(), Box::new(())).unwrap();
+        super::MmioTransport::new(device, memory(), handle.clone(), shortcut, line).unwrap();
     let start = std::time::Instant::now();
     handle.quiesce_all().unwrap();
     assert_eq!(transport.save().unwrap().kind, transport.kind());

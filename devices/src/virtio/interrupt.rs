@@ -1,15 +1,13 @@
 //! How a worker gets the driver's attention: used buffers, a changed configuration, or a plea for reset.
 //!
 //! The device thread raises, the vCPU threads read and acknowledge through the transport. Two atomics
-//! and an event descriptor that the hypervisor turns into an interrupt; no lock.
+//! and a line; no lock.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-
 use super::Counters;
+use crate::lines::Line;
 
 /// Bit 0 of the interrupt status: the used ring of a queue has moved.
 pub const USED_BUFFER: u32 = 1;
@@ -19,33 +17,27 @@ pub const CONFIG_CHANGE: u32 = 2;
 /// A cheap handle to one device's interrupt line; clones share it.
 #[derive(Clone, Debug)]
 pub struct Interrupt {
-    line: Arc<Line>,
+    shared: Arc<Shared>,
 }
 
 #[derive(Debug)]
-struct Line {
+struct Shared {
     status: AtomicU32,
     needs_reset: AtomicBool,
-    event: EventFd,
+    line: Line,
     counters: Arc<Counters>,
 }
 
 impl Interrupt {
-    pub fn new() -> io::Result<Self> {
-        let event = EventFd::new(EFD_NONBLOCK)?;
+    pub fn new(line: Line) -> Self {
         let (status, needs_reset) = (AtomicU32::new(0), AtomicBool::new(false));
         let counters = Arc::default();
-        Ok(Self { line: Arc::new(Line { status, needs_reset, event, counters }) })
-    }
-
-    /// The descriptor to connect to an interrupt of the guest.
-    pub fn event(&self) -> &EventFd {
-        &self.line.event
+        Self { shared: Arc::new(Shared { status, needs_reset, line, counters }) }
     }
 
     /// What this device has counted so far.
     pub fn counters(&self) -> &Arc<Counters> {
-        &self.line.counters
+        &self.shared.counters
     }
 
     /// Tells the driver that buffers came back.
@@ -61,43 +53,42 @@ impl Interrupt {
     /// Tells the driver that the device gave up on it. True if the caller should log why: once per
     /// reset at most, and ever more rarely for a driver that does it again and again.
     pub fn needs_reset(&self) -> bool {
-        let first = !self.line.needs_reset.swap(true, Ordering::SeqCst);
+        let first = !self.shared.needs_reset.swap(true, Ordering::SeqCst);
         self.raise(CONFIG_CHANGE);
-        first && self.line.counters.add_fault()
+        first && self.shared.counters.add_fault()
     }
 
     /// Whether `needs_reset` was called since the last reset.
     pub fn is_reset_needed(&self) -> bool {
-        self.line.needs_reset.load(Ordering::SeqCst)
+        self.shared.needs_reset.load(Ordering::SeqCst)
     }
 
     /// The interrupt status register.
     pub fn status(&self) -> u32 {
-        self.line.status.load(Ordering::SeqCst)
+        self.shared.status.load(Ordering::SeqCst)
     }
 
     /// The driver has seen `bits`.
     pub fn acknowledge(&self, bits: u32) {
-        self.line.status.fetch_and(!bits, Ordering::SeqCst);
+        self.shared.status.fetch_and(!bits, Ordering::SeqCst);
     }
 
     /// Back to the state after power-on.
     pub fn reset(&self) {
-        self.line.needs_reset.store(false, Ordering::SeqCst);
-        self.line.status.store(0, Ordering::SeqCst);
+        self.shared.needs_reset.store(false, Ordering::SeqCst);
+        self.shared.status.store(0, Ordering::SeqCst);
     }
 
     /// Puts a saved status back and raises the line again if anything was pending.
     pub fn restore(&self, status: u32, needs_reset: bool) {
-        self.line.needs_reset.store(needs_reset, Ordering::SeqCst);
+        self.shared.needs_reset.store(needs_reset, Ordering::SeqCst);
         if status != 0 {
             self.raise(status & (USED_BUFFER | CONFIG_CHANGE));
         }
     }
 
     fn raise(&self, bits: u32) {
-        self.line.status.fetch_or(bits, Ordering::SeqCst);
-        // Only a counter at its maximum refuses, and then an interrupt is pending anyway.
-        let _ = self.line.event.write(1);
+        self.shared.status.fetch_or(bits, Ordering::SeqCst);
+        self.shared.line.raise();
     }
 }

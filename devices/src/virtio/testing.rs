@@ -16,6 +16,7 @@ use super::thread::Calls;
 use super::{DeviceError, DeviceHandle, MmioTransport, VirtioDevice};
 use crate::GuestMemory;
 use crate::bus::BusDevice;
+use crate::lines::{self, testing::Raised};
 
 /// Guest memory starts here; the first page is left out so that a null address is never valid.
 pub const MEMORY_START: u64 = 0x1000;
@@ -102,6 +103,7 @@ struct Ring {
 /// A driver with its transport, memory and device loop.
 pub struct MockDriver {
     pub transport: Arc<MmioTransport>,
+    raised: Raised,
     pub memory: GuestMemory,
     pub devices: Arc<InlineLoop>,
     rings: Vec<Ring>,
@@ -138,12 +140,14 @@ impl MockDriver {
         shortcut: Box<dyn KickShortcut>,
     ) -> Self {
         let (sizes, device) = (device.queue_sizes(), Box::new(device));
-        let transport = MmioTransport::new(device, memory.clone(), devices.handle(), shortcut);
+        let (line, raised) = lines::testing::line();
+        let handle = devices.handle();
+        let transport = MmioTransport::new(device, memory.clone(), handle, shortcut, line);
         let rings = sizes.iter().map(|_| Ring::default()).collect();
         let (transport, devices) = (Arc::new(transport.unwrap()), devices.clone());
         // A page short of the hole, and above every ring.
         let next_buffer = RINGS_START + RINGS_SIZE * sizes.len() as u64;
-        Self { transport, memory, devices, rings, next_buffer }
+        Self { transport, raised, memory, devices, rings, next_buffer }
     }
 
     /// A driver that has brought its device up with everything it offers.
@@ -353,7 +357,7 @@ impl MockDriver {
 
     /// Takes a pending interrupt; true if there was one.
     pub fn take_interrupt(&self) -> bool {
-        let pending = self.transport.interrupt().event().read().is_ok();
+        let pending = self.raised.take() > 0;
         self.write(offset::INTERRUPT_ACK, self.read(offset::INTERRUPT_STATUS));
         pending
     }

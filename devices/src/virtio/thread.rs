@@ -298,9 +298,10 @@ mod tests {
     use super::super::testing::{InlineLoop, memory};
     use super::super::{Interrupt, Worker};
     use super::*;
+    use crate::lines;
 
     fn activation() -> Activation {
-        let (memory, interrupt) = (memory(), Interrupt::new().unwrap());
+        let (memory, interrupt) = (memory(), Interrupt::new(lines::testing::line().0));
         Activation { memory, features: 0, queues: Vec::new(), interrupt }
     }
 

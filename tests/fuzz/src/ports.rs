@@ -7,25 +7,14 @@ use std::io;
 use std::sync::Arc;
 
 use pvmm_devices::bus::{Bus, BusDevice};
-use pvmm_devices::ioapic::{Ioapic, Message, PINS, Routes};
+use pvmm_devices::ioapic::Ioapic;
 use pvmm_devices::legacy::console::{Console, ConsoleConfig};
 use pvmm_devices::legacy::i8042::{self, I8042};
 use pvmm_devices::legacy::power::{self, PowerRegisters};
 use pvmm_devices::legacy::serial::{self, Serial};
+use pvmm_devices::lines::{Line, Message, PINS};
 
 use crate::input::Input;
-
-struct Lines;
-
-impl Routes for Lines {
-    fn route(&mut self, changes: &[(usize, Option<Message>)]) {
-        for (pin, message) in changes {
-            assert!(*pin < PINS);
-            // Nothing but an interrupt may be sent on a guest's word.
-            assert!(message.is_none_or(|message| message.address >> 20 == 0xfee));
-        }
-    }
-}
 
 pub fn accesses(bytes: &[u8]) {
     // One thread for all inputs: what is tried is the registers, not its start.
@@ -35,11 +24,15 @@ pub fn accesses(bytes: &[u8]) {
     }
     let mut input = Input::new(bytes);
     let console = CONSOLE.with(Console::input);
-    let serial = Arc::new(Serial::new(console).unwrap());
-    let ioapic = Arc::new(Ioapic::new(Box::new(Lines)));
+    // Nothing but an interrupt may be sent on a guest's word.
+    let deliver = |message: Message| assert_eq!(message.address >> 20, 0xfee);
+    let ioapic = Arc::new(Ioapic::new(Box::new(deliver)));
+    let lines: Vec<_> = (0..=PINS as u32).map(|pin| ioapic.line(pin)).collect();
+    let serial = Arc::new(Serial::new(console, ioapic.line(1)).unwrap());
+    let keyboard = I8042::new(Arc::new(|_| {}), ioapic.line(2));
     let mut bus = Bus::default();
     bus.insert(0x100, serial::PORTS, serial.clone()).unwrap();
-    bus.insert(0x200, i8042::PORTS, Arc::new(I8042::new(Arc::new(|_| {})).unwrap())).unwrap();
+    bus.insert(0x200, i8042::PORTS, Arc::new(keyboard)).unwrap();
     bus.insert(0x300, power::PORTS, Arc::new(PowerRegisters::new(Arc::new(|_| {})))).unwrap();
     bus.insert(0x1000, 0x1000, ioapic.clone()).unwrap();
     while !input.is_empty() {
@@ -77,6 +70,6 @@ pub fn accesses(bytes: &[u8]) {
         // Registers keep answering.
         let mut byte = [0];
         serial.read(5, &mut byte);
-        let _ = serial.interrupt().read();
+        lines.iter().for_each(Line::raise);
     }
 }

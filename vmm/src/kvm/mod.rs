@@ -1,7 +1,6 @@
 //! KVM: the kernel's half of the machine, and the only place that calls it.
 
 pub mod host;
-pub(crate) mod routes;
 pub(crate) mod state;
 pub(crate) mod vcpu;
 pub(crate) mod vm;

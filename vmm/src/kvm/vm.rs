@@ -9,10 +9,11 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvm_bindings::{CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
-use kvm_bindings::{kvm_enable_cap, kvm_userspace_memory_region};
+use kvm_bindings::{kvm_enable_cap, kvm_msi, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use pvmm_devices::GuestMemory;
+use pvmm_devices::lines::{self, Deliver};
 use pvmm_devices::virtio::mmio::KickShortcut;
-use pvmm_devices::{GuestMemory, ioapic};
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -23,7 +24,7 @@ use crate::arch::x86_64::layout;
 const CREATE_ATTEMPTS: u32 = 5;
 
 const REQUIRED: [(Cap, &str); 6] = [
-    (Cap::Irqfd, "irqfd"),
+    (Cap::SignalMsi, "message-signalled interrupts"),
     (Cap::Ioeventfd, "ioeventfd"),
     (Cap::SplitIrqchip, "split irqchip"),
     (Cap::UserMemory, "user memory"),
@@ -48,8 +49,6 @@ pub enum KvmError {
     CreateVcpu { id: u32, source: kvm_ioctls::Error },
     #[error("cannot read what the processor supports")]
     Cpuid(#[source] kvm_ioctls::Error),
-    #[error("cannot connect a device's interrupt")]
-    Irqfd(#[source] kvm_ioctls::Error),
     #[error("cannot read or set the guest's clock")]
     Clock(#[source] kvm_ioctls::Error),
     #[error("{what} of vCPU {id}: not accepted")]
@@ -119,7 +118,7 @@ impl KvmVm {
         fd.set_identity_map_address(layout::IDENTITY_MAP).map_err(KvmError::CreateVm)?;
         fd.set_tss_address(layout::TSS).map_err(KvmError::CreateVm)?;
         let mut split = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, ..Default::default() };
-        split.args[0] = ioapic::PINS as u64;
+        split.args[0] = lines::PINS as u64;
         fd.enable_cap(&split).map_err(KvmError::Irqchip)?;
         for (slot, region) in memory.iter().enumerate() {
             let (address, len) = (region.start_addr().raw_value(), region.len());
@@ -161,9 +160,15 @@ impl KvmVm {
         &self.host
     }
 
-    /// An event on `interrupt` becomes the interrupt of line `gsi`.
-    pub fn connect_interrupt(&self, interrupt: &EventFd, gsi: u32) -> Result<(), KvmError> {
-        self.fd.register_irqfd(interrupt, gsi).map_err(KvmError::Irqfd)
+    /// How the lines of devices reach the vCPUs. Not by descriptors that KVM listens to: connecting one, and each
+    /// change of what it delivers, costs more than all interrupts of a short command.
+    pub fn deliver(&self) -> Deliver {
+        let vm = self.fd.clone();
+        Box::new(move |message| {
+            let (address_lo, data) = (message.address, message.data);
+            // A message that KVM refuses is one that the guest made up: its interrupt stays away.
+            let _ = vm.signal_msi(kvm_msi { address_lo, data, ..Default::default() });
+        })
     }
 
     /// What can make events of guest stores at `address`.

@@ -13,6 +13,7 @@ use super::super::testing::{MockDriver, Racer, memory};
 use super::super::{DeviceKind, DeviceThread, MmioTransport, QueueConfig};
 use super::{KickShortcut, RestoreError, TransportStateV1, offset, status};
 use crate::bus::BusDevice;
+use crate::lines;
 
 const QUEUE_REGISTERS: [u64; 8] = [
     offset::QUEUE_SIZE,
@@ -300,8 +301,9 @@ fn b11_vcpus_that_fight_over_a_device_neither_deadlock_nor_break_it() {
     thread.start().unwrap();
     let handle = thread.handle().clone();
     let device = Box::new(Rng::default());
-    let transport =
-        Arc::new(MmioTransport::new(device, memory(), handle.clone(), Box::new(())).unwrap());
+    let (shortcut, (line, _)) = (Box::new(()), lines::testing::line());
+    let transport = MmioTransport::new(device, memory(), handle.clone(), shortcut, line);
+    let transport = Arc::new(transport.unwrap());
     let start = Instant::now();
     let racers = [1, 2, 3].map(|mut seed| {
         let transport = transport.clone();

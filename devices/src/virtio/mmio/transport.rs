@@ -19,6 +19,7 @@ use super::registers::{Action, RING_EVENT_IDX, Registers, Setup, offset, status}
 use super::state::{RestoreError, TransportStateV1};
 use crate::GuestMemory;
 use crate::bus::BusDevice;
+use crate::lines::Line;
 
 /// How much guest address space one transport takes.
 pub const WINDOW_SIZE: u64 = 0x1000;
@@ -69,12 +70,13 @@ impl MmioTransport {
         memory: GuestMemory,
         thread: DeviceHandle,
         shortcut: Box<dyn KickShortcut>,
+        line: Line,
     ) -> io::Result<Self> {
         let (kind, max_sizes) = (device.kind(), device.queue_sizes());
         let optional_queues = device.optional_queues();
         let registers = Registers::new(kind, device.features(), max_sizes, device.config());
         let registers = Mutex::new(registers);
-        let interrupt = Interrupt::new()?;
+        let interrupt = Interrupt::new(line);
         let kicks = |_: &u16| {
             let event = Arc::new(EventFd::new(EFD_NONBLOCK)?);
             Ok(Kicks { event, seen: AtomicU32::new(0) })
@@ -99,7 +101,7 @@ impl MmioTransport {
         self.kind
     }
 
-    /// The interrupt to connect to the guest.
+    #[cfg(any(test, feature = "testing"))]
     pub fn interrupt(&self) -> &Interrupt {
         &self.interrupt
     }
