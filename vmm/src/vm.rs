@@ -118,7 +118,7 @@ impl Vm {
     }
 
     /// Gives back memory that the guest does not need of its own: pages that hold what its template holds, or what the
-    /// machine held that the template's first use was recorded with, and what this process's allocator keeps for later. For
+    /// machine held that the template's first use was recorded with, and what this process's allocator keeps for later, and the caller's stack. For
     /// a machine at rest, which it stops for a moment; returns how many bytes of the guest's that were. [`next_trim`] says
     /// when.
     pub fn trim(&mut self) -> Result<u64, Error> {
@@ -133,6 +133,7 @@ impl Vm {
             self.resume()?;
         }
         sys::trim_heap();
+        sys::trim_stack();
         Ok(trimmed?)
     }
 

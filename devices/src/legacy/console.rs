@@ -119,7 +119,8 @@ impl ConsoleInput {
 
     fn drain_to(&self, target: Box<dyn Write + Send>) -> io::Result<JoinHandle<()>> {
         let pipe = self.pipe.clone();
-        let thread = thread::Builder::new().name("pvmm-console".into());
+        let thread =
+            thread::Builder::new().name("pvmm-console".into()).stack_size(crate::STACK_BYTES);
         thread.spawn(move || pipe.drain(target))
     }
 }

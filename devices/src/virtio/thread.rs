@@ -176,7 +176,9 @@ impl Running {
                 }
             }
         };
-        let join = thread::Builder::new().name("pvmm-devices".into()).spawn(live)?;
+        let thread =
+            thread::Builder::new().name("pvmm-devices".into()).stack_size(crate::STACK_BYTES);
+        let join = thread.spawn(live)?;
         Ok(Self { join, back })
     }
 }

@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use pvmm_devices::STACK_BYTES;
 use pvmm_guest_agent::frame::{Frame, HEADER_LEN};
 use pvmm_guest_agent::message::{Goodbye, Request, Welcome};
 use pvmm_guest_agent::{Decoder, Kind, decode, encode};
@@ -144,6 +145,7 @@ impl Connection {
         if reader.is_none() {
             let shared = Arc::clone(&self.shared);
             let thread = std::thread::Builder::new().name("pvmm-agent".into());
+            let thread = thread.stack_size(STACK_BYTES);
             *reader = Some(thread.spawn(move || shared.read()).map_err(AgentError::Socket)?);
         }
         Ok(())

@@ -5,6 +5,7 @@ use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
@@ -14,6 +15,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use kvm_bindings::kvm_run__bindgen_ty_1;
+use pvmm_devices::STACK_BYTES;
 
 /// The reason that KVM gives with an internal error.
 pub fn internal_suberror(exit: &kvm_run__bindgen_ty_1) -> u32 {
@@ -44,7 +46,8 @@ pub fn trim_heap() {
     let sizes = (24..=1032).step_by(16);
     let kept: Vec<Vec<u8>> =
         sizes.flat_map(|size| (0..7).map(move |_| Vec::with_capacity(size))).collect();
-    if let Ok(freeing) = thread::Builder::new().name("pvmm-free".into()).spawn(|| drop(kept)) {
+    let thread = thread::Builder::new().name("pvmm-free".into());
+    if let Ok(freeing) = thread.stack_size(STACK_BYTES).spawn(|| drop(kept)) {
         let _ = freeing.join();
     }
     #[cfg(target_env = "gnu")]
@@ -53,6 +56,29 @@ pub fn trim_heap() {
         libc::malloc_trim(0);
     }
 }
+
+/// Gives the kernel back the pages of this thread's stack that only deeper calls have used.
+pub fn trim_stack() {
+    let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
+    let here = attributes.as_ptr() as usize;
+    let (mut lowest, mut size) = (std::ptr::null_mut(), 0);
+    // SAFETY: the first call fills the attributes if it succeeds, and then they are read and let go of once.
+    let told = unsafe {
+        libc::pthread_getattr_np(libc::pthread_self(), attributes.as_mut_ptr()) == 0
+            && libc::pthread_attr_getstack(attributes.as_ptr(), &mut lowest, &mut size) == 0
+            && libc::pthread_attr_destroy(attributes.as_mut_ptr()) == 0
+    };
+    let (start, end) = (lowest as usize, here.saturating_sub(STACK_IN_USE) & !(PAGE - 1));
+    if told && start < end && here - start < size {
+        // SAFETY: the stack grows down, and this call and what it calls need less than is left below `here`: nobody will
+        // read these pages before they are written. Those that were never used are not there, which is told and harmless.
+        unsafe { libc::madvise(lowest, end - start, libc::MADV_DONTNEED) };
+    }
+}
+
+/// Bytes below its own variables that `trim_stack` and the call of its last line may use.
+const STACK_IN_USE: usize = 1 << 10;
+const PAGE: usize = 4096;
 
 /// The processor time that this process has used.
 pub fn process_cpu_time() -> Duration {
@@ -248,5 +274,38 @@ fn seek_for(file: &std::fs::File, from: u64, whence: libc::c_int) -> io::Result<
             e if e.raw_os_error() == Some(libc::ENXIO) => Ok(None),
             e => Err(e),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+
+    /// Leaves sevens in a quarter of a mebibyte of stack, and says where.
+    #[inline(never)]
+    fn deep_call() -> u64 {
+        let used = std::hint::black_box([7u8; 256 << 10]);
+        used.as_ptr() as u64
+    }
+
+    fn byte_at(address: u64) -> u8 {
+        let (memory, mut byte) = (File::open("/proc/self/mem").unwrap(), [0]);
+        memory.read_exact_at(&mut byte, address).unwrap();
+        byte[0]
+    }
+
+    #[test]
+    fn stack_that_is_trimmed_is_given_back_and_goes_on() {
+        let thread = thread::Builder::new().stack_size(1 << 20);
+        let calls = thread.spawn(|| {
+            let used = deep_call();
+            let before = byte_at(used);
+            trim_stack();
+            let after = byte_at(used);
+            (before, after, byte_at(deep_call()))
+        });
+        assert_eq!(calls.unwrap().join().unwrap(), (7, 0, 7));
     }
 }

@@ -89,7 +89,8 @@ impl VcpuThread {
     pub fn start(&mut self) -> Result<(), ThreadError> {
         let Some(unborn) = self.unborn.take() else { return Ok(()) };
         let (commands, mailbox) = mpsc::channel();
-        let thread = thread::Builder::new().name(unborn.name.clone());
+        let thread =
+            thread::Builder::new().name(unborn.name.clone()).stack_size(pvmm_devices::STACK_BYTES);
         // A thread that cannot be started must not take the vCPU with it.
         let cradle = Arc::new(Mutex::new(Some(unborn)));
         let theirs = cradle.clone();
