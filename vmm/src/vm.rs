@@ -118,9 +118,9 @@ impl Vm {
     }
 
     /// Gives back memory that the guest does not need of its own: pages that hold what its template holds, or what the
-    /// machine held that the template's first use was recorded with, and what this process's allocator keeps for later, and the caller's stack. For
-    /// a machine at rest, which it stops for a moment; returns how many bytes of the guest's that were. [`next_trim`] says
-    /// when.
+    /// machine held that the template's first use was recorded with. Also what this process's allocator keeps for later, and
+    /// the calling thread's stack below this call. For a machine at rest, which it stops for a moment; returns how many bytes
+    /// of the guest's that were. [`next_trim`] says when.
     pub fn trim(&mut self) -> Result<u64, Error> {
         if self.page_server.is_some() {
             // A page that is given back would be asked for a second time.

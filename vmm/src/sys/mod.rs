@@ -58,6 +58,8 @@ pub fn trim_heap() {
 }
 
 /// Gives the kernel back the pages of this thread's stack that only deeper calls have used.
+// In a caller's frame, variables of the caller's could lie below those of this function.
+#[inline(never)]
 pub fn trim_stack() {
     let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
     let here = attributes.as_ptr() as usize;

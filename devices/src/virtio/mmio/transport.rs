@@ -101,8 +101,8 @@ impl MmioTransport {
         self.kind
     }
 
-    #[cfg(any(test, feature = "testing"))]
-    pub fn interrupt(&self) -> &Interrupt {
+    #[cfg(test)]
+    pub(crate) fn interrupt(&self) -> &Interrupt {
         &self.interrupt
     }
 
