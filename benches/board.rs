@@ -232,10 +232,10 @@ impl Board {
         }
         for (title, steps) in &self.traces {
             put(String::new());
-            put(format!("where the time goes: {title} (p50 of each step, ms)"));
+            put(format!("where the time goes: {title} (best and p50 of each step, ms)"));
             for (name, samples) in steps {
                 let Some(s) = Summary::of(samples) else { continue };
-                put(format!("  {name:30} {:9.3}", s.p50));
+                put(format!("  {name:30} {:9.3} {:9.3}", s.min, s.p50));
             }
         }
         fs::write(self.dir.join("report.txt"), &text)?;

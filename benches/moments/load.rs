@@ -1,26 +1,40 @@
 //! Load: from the request to a machine whose next call is `KVM_RUN`. The process is there already.
 
-use pvmm::Template;
-use pvmm::snapshot::LoadOptions;
+use std::cell::RefCell;
+use std::time::Instant;
 
-use crate::board::{Act, Board, Outcome, Unit, timed};
+use pvmm::snapshot::LoadOptions;
+use pvmm::{Template, trace};
+
+use crate::board::{Act, Board, Outcome, Unit, durations, millis, timed};
 use crate::guest::tap;
 use crate::peers::firecracker;
 use crate::peers::pvmm::overrides;
 use crate::stage::{Baking, Stage};
 
 pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
+    let traces = RefCell::new(Vec::new());
     let folder = || {
         let (socket, tap) = (stage.dir()?.join("v"), tap(1));
-        let (_vm, took) = timed(|| {
+        let begun = Instant::now();
+        let (made, steps) = trace::record(|| -> Outcome<_> {
             let template = Template::load(&baking.snapshot, LoadOptions::default())?;
-            Ok(template.fork(overrides(socket, tap.as_deref()))?)
-        })?;
+            let vm = template.fork(overrides(socket, tap.as_deref()))?;
+            Ok((template, vm))
+        });
+        let took = millis(begun.elapsed());
+        let _made = made?;
+        traces.borrow_mut().push(("load from a folder", durations(begun, &steps)));
         Ok(took)
     };
     let held = || {
         let (socket, tap) = (stage.dir()?.join("v"), tap(2));
-        let (_vm, took) = timed(|| Ok(baking.template.fork(overrides(socket, tap.as_deref()))?))?;
+        let begun = Instant::now();
+        let (vm, steps) =
+            trace::record(|| baking.template.fork(overrides(socket, tap.as_deref())));
+        let took = millis(begun.elapsed());
+        let _vm = vm?;
+        traces.borrow_mut().push(("load of a held template", durations(begun, &steps)));
         Ok(took)
     };
     let mut acts: Vec<Act> = vec![
@@ -37,5 +51,11 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
         acts.push(("firecracker".to_owned(), Box::new(load)));
     }
     let counts = board.counts;
-    board.interleave("load → ready for KVM_RUN", Unit::Millis, counts.warm_ups, counts.quick, acts)
+    let moment = "load → ready for KVM_RUN";
+    board.interleave(moment, Unit::Millis, counts.warm_ups, counts.quick, acts)?;
+    // Warm-ups come first, two traces in each.
+    for (title, steps) in traces.into_inner().into_iter().skip(2 * counts.warm_ups) {
+        board.trace(title, &steps)?;
+    }
+    Ok(())
 }
