@@ -14,7 +14,19 @@ pub trait Packed: Copy {
     fn put(self, bytes: &mut Vec<u8>);
 
     /// From exactly [`Self::LEN`] bytes.
-    fn get(bytes: &[u8]) -> Option<Self>;
+    fn get(bytes: &[u8]) -> Self;
+}
+
+impl Packed for u8 {
+    const LEN: usize = 1;
+
+    fn put(self, bytes: &mut Vec<u8>) {
+        bytes.push(self);
+    }
+
+    fn get(bytes: &[u8]) -> Self {
+        bytes.first().copied().unwrap_or_default()
+    }
 }
 
 impl Packed for u32 {
@@ -24,8 +36,8 @@ impl Packed for u32 {
         bytes.extend(self.to_le_bytes());
     }
 
-    fn get(bytes: &[u8]) -> Option<Self> {
-        bytes.try_into().ok().map(Self::from_le_bytes)
+    fn get(bytes: &[u8]) -> Self {
+        bytes.try_into().map(Self::from_le_bytes).unwrap_or_default()
     }
 }
 
@@ -36,8 +48,8 @@ impl Packed for u64 {
         bytes.extend(self.to_le_bytes());
     }
 
-    fn get(bytes: &[u8]) -> Option<Self> {
-        bytes.try_into().ok().map(Self::from_le_bytes)
+    fn get(bytes: &[u8]) -> Self {
+        bytes.try_into().map(Self::from_le_bytes).unwrap_or_default()
     }
 }
 
@@ -49,9 +61,9 @@ impl<A: Packed, B: Packed> Packed for (A, B) {
         self.1.put(bytes);
     }
 
-    fn get(bytes: &[u8]) -> Option<Self> {
-        let (first, second) = bytes.split_at_checked(A::LEN)?;
-        Some((A::get(first)?, B::get(second)?))
+    fn get(bytes: &[u8]) -> Self {
+        let (first, second) = bytes.split_at_checked(A::LEN).unwrap_or_default();
+        (A::get(first), B::get(second))
     }
 }
 
@@ -79,8 +91,11 @@ impl<'de, T: Packed + Deserialize<'de>> Visitor<'de> for List<T> {
     }
 
     fn visit_bytes<E: Error>(self, bytes: &[u8]) -> Result<Vec<T>, E> {
-        let each = bytes.chunks(T::LEN).map(T::get);
-        each.collect::<Option<_>>().ok_or_else(|| E::invalid_length(bytes.len(), &self))
+        let each = bytes.chunks_exact(T::LEN);
+        match each.remainder() {
+            [] => Ok(each.map(T::get).collect()),
+            _ => Err(E::invalid_length(bytes.len(), &self)),
+        }
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Vec<T>, A::Error> {

@@ -156,7 +156,9 @@ pub fn msrs_to_tell(
     state: &VcpuStateV1,
     shape: &StateShape,
 ) -> Result<Vec<(u32, u64)>, KvmError> {
-    Ok(to_set(&state.msrs, &get_msrs(fresh, id, &shape.msr_indices)?))
+    let mut held = get_msrs(fresh, id, &shape.msr_indices)?;
+    held.sort_unstable();
+    Ok(to_set(&state.msrs, &held))
 }
 
 /// Puts a vCPU's state back; of its model-specific registers those in `msrs`, or all.
@@ -275,7 +277,8 @@ fn timer_at_once((index, value): (u32, u64)) -> (u32, u64) {
 }
 
 /// The registers to set, in their order: the time stamp counter first and the timer's deadline after all
-/// others, for it counts in the former. These two are always set, for they do not stand still.
+/// others, for it counts in the former. These two are always set, for they do not stand still. Those that are `held`,
+/// in ascending order, are not.
 fn to_set(values: &[(u32, u64)], held: &[(u32, u64)]) -> Vec<(u32, u64)> {
     let rank = |index: u32| match index {
         TSC => 0,
@@ -284,7 +287,7 @@ fn to_set(values: &[(u32, u64)], held: &[(u32, u64)]) -> Vec<(u32, u64)> {
     };
     let needed = |value: &&(u32, u64)| match value.0 {
         index if WALL_CLOCK.contains(&index) => false,
-        index => rank(index) != 1 || !held.contains(value),
+        index => rank(index) != 1 || held.binary_search(value).is_err(),
     };
     let needed = values.iter().filter(needed);
     let mut ordered: Vec<_> = needed.map(|value| timer_at_once(*value)).collect();
@@ -334,7 +337,7 @@ mod tests {
     fn register_that_is_held_already_is_not_set_but_for_those_that_move() {
         let saved = [(1, 7), (TSC_DEADLINE, 5), (2, 0), (WALL_CLOCK[0], 9), (TSC, 9), (3, 4)];
         assert_eq!(to_set(&saved, &[]), [(TSC, 9), (1, 7), (2, 0), (3, 4), (TSC_DEADLINE, 5)]);
-        let held = [(3, 1), (1, 7), (2, 0), (TSC, 9), (TSC_DEADLINE, 5)];
+        let held = [(1, 7), (2, 0), (3, 1), (TSC, 9), (TSC_DEADLINE, 5)];
         assert_eq!(to_set(&saved, &held), [(TSC, 9), (3, 4), (TSC_DEADLINE, 5)]);
     }
 }

@@ -114,7 +114,7 @@ fn each_piece(
 }
 
 /// How a file looked when it was last compared.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
     pub file: String,
     pub inode: u64,

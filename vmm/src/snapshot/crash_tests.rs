@@ -83,7 +83,7 @@ fn whole(dir: &Path) -> String {
     let folder = Folder::open(dir).expect("a manifest");
     let saved = folder.state().expect("state");
     let everything = LoadOptions { verify: true, ..Default::default() };
-    let mut files = folder.verify(&saved.sums, everything).expect("memory and disks");
+    let mut files = folder.verify(&saved, everything).expect("memory and disks");
     folder.layers(&saved, &mut files, everything, 0).expect("memory");
     folder.drives(&mut files).expect("disks");
     folder.manifest.id.clone()

@@ -118,6 +118,7 @@ impl Vm {
             runs: Vec::new(),
             working_set: None,
             note: Some(note.to_vec()),
+            stamps: Vec::new(),
             sample: Some(sample),
         };
         let bytes = self.encode(&saved, disks)?;
@@ -283,6 +284,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(Manifest, Saved), SnapshotError> {
     let sane = saved.sums.is_empty()
         && saved.runs.is_empty()
         && saved.working_set.is_none()
+        && saved.stamps.is_empty()
         && saved.note.as_ref().is_some_and(|note| note.len() <= NOTE_MAX);
     if !sane {
         return Err(bad_state("has parts that belong to a folder"));

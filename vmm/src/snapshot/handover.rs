@@ -19,6 +19,7 @@ use super::{Base, SnapshotError};
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmHost;
 use crate::memory::{Layer, MemoryImage, PAGE, Region, Runs};
+use crate::packed;
 use crate::storage::FrozenStorage;
 use crate::template::Template;
 
@@ -29,6 +30,7 @@ type Ranges = Vec<(u64, u64)>;
 
 #[derive(Serialize, Deserialize)]
 struct Message {
+    #[serde(with = "packed")]
     state: Vec<u8>,
     sections: Vec<SectionFacts>,
     regions: Vec<(u64, u64)>,
@@ -76,6 +78,7 @@ impl Template {
             runs: Vec::new(),
             working_set: self.working_set.as_deref().map(WorkingSetV1::of),
             note: Some(self.note.clone()).filter(|note| !note.is_empty()),
+            stamps: Vec::new(),
             sample: None,
         };
         let (state, sections) = sections::encode(&saved)?;
@@ -125,7 +128,7 @@ impl Template {
             base: self.base.as_ref().map(|b| (b.id.clone(), b.dir.clone(), b.depth)),
             base_layers: self.image.base_layers(),
         };
-        let bytes = rmp_serde::to_vec_named(&message)
+        let bytes = rmp_serde::to_vec(&message)
             .map_err(|error| failed(std::io::Error::other(error)))?;
         Ok((bytes, files))
     }

@@ -3,7 +3,12 @@
 //! The text is canonical: what is read must be byte for byte what would be written, so that there is one
 //! manifest for one meaning, and a checksum over it.
 
-use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::ops::RangeInclusive;
+
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{Error, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::SnapshotError;
 use crate::config::{MAX_DRIVES, MAX_MEMORY_MIB, MAX_VCPUS};
@@ -13,7 +18,9 @@ use crate::memory::{PAGE, Region};
 pub const FORMAT: &str = "pvmm-snapshot";
 /// Of the state file of two files; a folder is never mistaken for one.
 pub const FILES_FORMAT: &str = "pvmm-files";
-pub const VERSION: u32 = 1;
+/// In the first, a section was an object.
+pub const VERSION: u32 = 2;
+const VERSIONS: RangeInclusive<u32> = 1..=VERSION;
 const ID_LEN: usize = 32;
 const MAX_REGIONS: usize = 2;
 const MAX_SECTIONS: usize = 256;
@@ -84,9 +91,9 @@ pub enum DiskFacts {
     Named { path: Option<String>, read_only: bool },
 }
 
-/// One part of `state.bin`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+/// One part of `state.bin`. It stands in a line, kind, version, offset, length and sum: a table of objects would be most
+/// of the manifest, and of the time that reading it takes.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SectionFacts {
     pub kind: String,
     pub version: u32,
@@ -131,7 +138,7 @@ impl Manifest {
         if head.format != format {
             return Err(SnapshotError::Manifest(format!("is of format {:?}", cut(&head.format))));
         }
-        if head.version != VERSION {
+        if !VERSIONS.contains(&head.version) {
             return Err(SnapshotError::Version { found: head.version, known: VERSION });
         }
         let manifest = decoded.map_err(bad)?;
@@ -203,6 +210,59 @@ impl Manifest {
             sum = sum.checked_add(*len).ok_or("memory regions are too large")?;
         }
         (sum == self.memory.size).then_some(()).ok_or("memory regions do not add up")
+    }
+}
+
+impl Serialize for SectionFacts {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let Self { kind, version, offset, len, crc32 } = self;
+        to.collect_str(&format_args!("{kind} {version} {offset} {len} {crc32}"))
+    }
+}
+
+impl<'de> Deserialize<'de> for SectionFacts {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(Section)
+    }
+}
+
+struct Section;
+
+impl<'de> Visitor<'de> for Section {
+    type Value = SectionFacts;
+
+    fn expecting(&self, to: &mut fmt::Formatter<'_>) -> fmt::Result {
+        to.write_str("kind, version, offset, length and sum of a section")
+    }
+
+    fn visit_str<E: Error>(self, line: &str) -> Result<SectionFacts, E> {
+        let mut words = line.split(' ');
+        let mut section = || {
+            Some(SectionFacts {
+                kind: words.next()?.to_owned(),
+                version: words.next()?.parse().ok()?,
+                offset: words.next()?.parse().ok()?,
+                len: words.next()?.parse().ok()?,
+                crc32: words.next()?.parse().ok()?,
+            })
+        };
+        match (section(), words.next()) {
+            (Some(section), None) => Ok(section),
+            _ => Err(E::invalid_value(serde::de::Unexpected::Str(line), &self)),
+        }
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, object: A) -> Result<SectionFacts, A::Error> {
+        #[derive(Deserialize)]
+        #[serde(remote = "SectionFacts", deny_unknown_fields)]
+        struct Object {
+            kind: String,
+            version: u32,
+            offset: u64,
+            len: u64,
+            crc32: u32,
+        }
+        Object::deserialize(MapAccessDeserializer::new(object))
     }
 }
 

@@ -1,15 +1,16 @@
 //! A folder becomes a template again. Whatever is wrong with it is told by name before anything is mapped.
 
+use std::cell::OnceCell;
 use std::fs::{self, File};
 use std::io::{Read, Write};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{self, Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use pvmm_devices::virtio::block::io::LayeredDisk;
 
-use super::checksum::{FileSums, Stamp};
+use super::checksum::Stamp;
 use super::manifest::{DiskFacts, Manifest};
 use super::sections::{self, Saved};
 use super::write::{large_files, modified_ns};
@@ -54,7 +55,7 @@ impl Template {
             return Err(SnapshotError::State("has another number of vCPUs".into()).into());
         }
         trace::step("decode state");
-        let mut files = folder.verify(&saved.sums, options)?;
+        let mut files = folder.verify(&saved, options)?;
         trace::step("verify");
 
         let size = folder.manifest.memory.size;
@@ -77,7 +78,7 @@ impl Template {
         trace::step("disks");
         let manifest = &folder.manifest;
         let id = manifest.id.clone();
-        let dir = fs::canonicalize(dir).unwrap_or_else(|_| dir.to_owned());
+        let dir = path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
         Ok(Self {
             host,
             machine: Arc::new(saved.machine),
@@ -140,22 +141,23 @@ impl Folder {
     /// done. What was compared is what is used: nobody opens them again.
     pub(super) fn verify(
         &self,
-        sums: &[FileSums],
+        saved: &Saved,
         options: LoadOptions,
     ) -> Result<LargeFiles, SnapshotError> {
-        let known: Vec<Stamp> = read_small(&self.dir, STAMP, MANIFEST_MAX)
-            .ok()
-            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
-            .unwrap_or_default();
+        // Of a folder that was moved to another disk, or written by an earlier version.
+        let later: OnceCell<Vec<Stamp>> = OnceCell::new();
+        let known = |stamp: &Stamp| {
+            saved.stamps.contains(stamp) || later.get_or_init(|| self.kept()).contains(stamp)
+        };
         let (mut files, mut stamps, mut compared) = (Vec::new(), Vec::new(), false);
         let wanted = |(name, _): &(String, u64)| !options.without_memory || name != MEMORY;
         for (name, size) in large_files(&self.manifest).into_iter().filter(wanted) {
-            let sums = sums.iter().find(|sums| sums.file == name && sums.size == size);
+            let sums = saved.sums.iter().find(|sums| sums.file == name && sums.size == size);
             let sums = sums.ok_or_else(|| SnapshotError::State(format!("no sums of {name}")))?;
             let file = self.large(&name, size)?;
             let failed = |source| SnapshotError::Read { file: name.clone(), source };
             let stamp = Stamp::of(&name, &file).map_err(failed)?;
-            if options.verify || !known.contains(&stamp) {
+            if options.verify || !known(&stamp) {
                 compared = true;
                 if let Some(offset) = sums.compare(&file).map_err(failed)? {
                     return Err(SnapshotError::Checksum { file: name.clone(), offset });
@@ -169,6 +171,12 @@ impl Folder {
             self.keep(&stamps);
         }
         Ok(LargeFiles(files))
+    }
+
+    /// What [`Self::keep`] wrote.
+    fn kept(&self) -> Vec<Stamp> {
+        let bytes = read_small(&self.dir, STAMP, MANIFEST_MAX).ok();
+        bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
     }
 
     /// So that the next restore need not compare again. A folder that cannot be written is compared each time.
@@ -208,7 +216,7 @@ impl Folder {
             return Err(refused("has other memory regions".into()));
         }
         let saved_below = below.state()?;
-        let mut files_below = below.verify(&saved_below.sums, options)?;
+        let mut files_below = below.verify(&saved_below, options)?;
         let mut layers = below.layers(&saved_below, &mut files_below, options, depth + 1)?;
         layers.push(Layer { file: file.into(), runs: check_runs(&saved.runs, size)? });
         Ok(layers)
@@ -321,9 +329,8 @@ fn read_small(dir: &File, name: &str, max: u64) -> Result<Vec<u8>, SnapshotError
     if size > max {
         return Err(SnapshotError::TooBig { file: name.to_owned(), size, max });
     }
-    let mut bytes = Vec::with_capacity(size as usize);
-    file.take(max)
-        .read_to_end(&mut bytes)
+    let mut bytes = vec![0; size as usize];
+    file.read_exact_at(&mut bytes, 0)
         .map_err(|source| SnapshotError::Read { file: name.to_owned(), source })?;
     Ok(bytes)
 }

@@ -11,7 +11,7 @@ use rmp_serde::decode::Error;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
-use super::checksum::{FileSums, Sum};
+use super::checksum::{FileSums, Stamp, Sum};
 use super::manifest::SectionFacts;
 use super::read::check_runs;
 use super::state::MachineState;
@@ -37,6 +37,8 @@ pub struct Saved {
     pub working_set: Option<WorkingSetV1>,
     /// What the caller keeps there for itself.
     pub note: Option<Vec<u8>>,
+    /// How the large files looked when they were written.
+    pub stamps: Vec<Stamp>,
     /// Offsets and checksums of a few pages, by which a memory file is recognised.
     pub sample: Option<Vec<(u64, u32)>>,
 }
@@ -87,6 +89,9 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
     if let Some(note) = &saved.note {
         writer.add_bytes("note", V1, note.clone());
     }
+    if !saved.stamps.is_empty() {
+        writer.add("stamps", &saved.stamps)?;
+    }
     if let Some(sample) = &saved.sample {
         writer.add("sample", sample)?;
     }
@@ -97,7 +102,7 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
 pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotError> {
     let (mut clock, mut ioapic, mut serial) = (None, None, None);
     let (mut runs, mut sums, mut working_set) = (None, None, None);
-    let (mut note, mut sample) = (None, None);
+    let (mut note, mut stamps, mut sample) = (None, None, None);
     let (mut vcpus, mut transports) = (Vec::new(), Vec::new());
     let mut end = 0;
     for section in table {
@@ -122,6 +127,7 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
             }
             ("checksums", V2 | V3) => once(&mut sums, section, bytes)?,
             ("working_set", V1 | V2) => once(&mut working_set, section, bytes)?,
+            ("stamps", V1) => once(&mut stamps, section, bytes)?,
             ("sample", V1) => once(&mut sample, section, bytes)?,
             ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),
             ("vcpu", V1 | V2) => vcpus.push(Arc::new(value(section, bytes)?)),
@@ -148,6 +154,7 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
         runs: runs.ok_or_else(missing)?,
         working_set,
         note,
+        stamps: stamps.unwrap_or_default(),
         sample,
     };
     check(&saved)?;
@@ -247,7 +254,7 @@ impl Writer {
         version: u32,
         value: &impl Serialize,
     ) -> Result<(), SnapshotError> {
-        let bytes = rmp_serde::to_vec_named(value)
+        let bytes = rmp_serde::to_vec(value)
             .map_err(|error| state(&format!("section {kind} does not encode: {error}")))?;
         self.add_bytes(kind, version, bytes);
         Ok(())

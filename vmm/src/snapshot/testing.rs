@@ -8,7 +8,7 @@ use kvm_bindings::kvm_cpuid_entry2;
 use pvmm_devices::ioapic::IoapicStateV1;
 use pvmm_devices::legacy::SerialStateV1;
 
-use super::checksum::{FileSums, PIECE};
+use super::checksum::{FileSums, PIECE, Stamp};
 use super::manifest::{self, FILES_FORMAT, Manifest, SectionFacts};
 use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
@@ -61,6 +61,7 @@ pub(super) fn saved() -> Saved {
         runs: vec![(0, 4096)],
         working_set: Some(working_set),
         note: None,
+        stamps: vec![Stamp { file: MEMORY.into(), ..Stamp::default() }],
         sample: None,
     }
 }
@@ -96,6 +97,7 @@ pub(super) fn saved_as_files() -> Saved {
         runs: Vec::new(),
         working_set: None,
         note: Some(b"{\"drives\":[]}".to_vec()),
+        stamps: Vec::new(),
         sample: Some(vec![(0, 1), (4096, 2)]),
         ..saved()
     }

@@ -50,11 +50,32 @@ fn h1_h2_state_cut_or_flipped_anywhere_is_refused() {
 }
 
 #[test]
+fn section_is_read_from_a_line_or_from_an_object_as_in_the_first_version() {
+    let table = sections::encode(&saved()).unwrap().1;
+    let SectionFacts { kind, version, offset, len, crc32 } = &table[1];
+    let line = serde_json::to_string(&table[1]).unwrap();
+    assert_eq!(line, format!("\"{kind} {version} {offset} {len} {crc32}\""));
+    let object = format!(
+        r#"{{"kind":"{kind}","version":{version},"offset":{offset},"len":{len},"crc32":{crc32}}}"#
+    );
+    for text in [&line, &object] {
+        assert_eq!(serde_json::from_str::<SectionFacts>(text).unwrap(), table[1]);
+    }
+    for bad in ["", "vcpu", "vcpu 1 2 3", "vcpu 1 2 3 4 5", "vcpu 1 2 3 -4", "vcpu 1  2 3 4"] {
+        let text = serde_json::to_string(bad).unwrap();
+        assert!(serde_json::from_str::<SectionFacts>(&text).is_err(), "{bad}");
+    }
+    let more = object.replace('}', r#","more":1}"#);
+    assert!(serde_json::from_str::<SectionFacts>(&more).is_err());
+}
+
+#[test]
 fn h3_other_formats_and_versions_are_refused_by_name() {
     let format = refused(|m| m.format = "other".into());
     assert!(format.to_string().contains("other"), "{format}");
-    let version = refused(|m| m.version = 2);
-    assert!(matches!(version, SnapshotError::Version { found: 2, known: 1 }));
+    let version = refused(|m| m.version = 3);
+    assert!(matches!(version, SnapshotError::Version { found: 3, known: 2 }));
+    refused(|m| m.version = 0);
     let later = br#"{"format":"pvmm-snapshot","version":9,"shape":{"new":true}}"#;
     assert!(matches!(Manifest::decode(later), Err(SnapshotError::Version { found: 9, .. })));
     assert!(Manifest::decode(b"\x00\x01firecracker").is_err());

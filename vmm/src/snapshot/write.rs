@@ -15,7 +15,7 @@ use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_fi
 use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
 use super::{
-    Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, SIBLING, STAMP, STATE, SnapshotError, host,
+    Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, SIBLING, STATE, SnapshotError, host,
 };
 use crate::error::{Error, ErrorKind};
 use crate::memory::{MAX_RUNS, MemoryImage, WorkingSet};
@@ -157,12 +157,14 @@ impl Contents<'_> {
         trace::step("disks written");
         let machine = self.machine.clone();
         let working_set = self.working_set.map(WorkingSetV1::of);
+        let stamps = folder.stamps(&sums)?;
         let (state, sections) = sections::encode(&Saved {
             machine,
             sums,
             runs,
             working_set,
             note: None,
+            stamps,
             sample: None,
         })?;
         folder.write(STATE, &state)?;
@@ -178,7 +180,7 @@ impl Contents<'_> {
                 regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
                 base: base.map(|base| BaseFacts {
                     id: base.id.clone(),
-                    path: base.dir.display().to_string(),
+                    path: canonical(&base.dir),
                 }),
             },
             disks,
@@ -188,7 +190,6 @@ impl Contents<'_> {
             checksum: 0,
         };
         folder.write(MANIFEST, &manifest.encode()?)?;
-        folder.stamp(&manifest)?;
         trace::step("state written");
         if progress.options.durability == Durability::Full {
             folder.sync(&manifest)?;
@@ -221,12 +222,16 @@ impl Progress<'_, '_> {
 /// A read-only image elsewhere is remembered, not copied.
 fn outside(file: &File, path: &Path, name: &str) -> Result<DiskFacts, SnapshotError> {
     let facts = file.metadata().map_err(|e| cannot(name, e))?;
-    let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
     Ok(DiskFacts::Outside {
-        path: path.display().to_string(),
+        path: canonical(path),
         size: facts.size(),
         modified_ns: modified_ns(&facts),
     })
+}
+
+/// Where something is, whatever links lead there today.
+fn canonical(path: &Path) -> String {
+    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
 }
 
 pub fn modified_ns(facts: &fs::Metadata) -> i128 {
@@ -316,22 +321,18 @@ impl Unfinished {
         fill().map_err(|e| cannot(SIBLING, e))
     }
 
-    /// Writes down how the large files look, for they were just summed up.
-    fn stamp(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
-        let stamp =
-            |name: String| File::open(self.path.join(&name)).and_then(|f| Stamp::of(&name, &f));
-        let stamps: Vec<_> = large_files(manifest)
-            .into_iter()
-            .map(|(name, _)| stamp(name))
-            .collect::<io::Result<_>>()
-            .map_err(|e| cannot(STAMP, e))?;
-        let bytes = serde_json::to_vec(&stamps).map_err(|e| cannot(STAMP, e.into()))?;
-        self.write(STAMP, &bytes)
+    /// How the files look that were just summed up.
+    fn stamps(&self, sums: &[FileSums]) -> Result<Vec<Stamp>, SnapshotError> {
+        let stamp = |FileSums { file: name, .. }: &FileSums| {
+            let looked = File::open(self.path.join(name)).and_then(|file| Stamp::of(name, &file));
+            looked.map_err(|e| cannot(name, e))
+        };
+        sums.iter().map(stamp).collect()
     }
 
     fn sync(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let mut names: Vec<_> = large_files(manifest).into_iter().map(|(name, _)| name).collect();
-        names.extend([STATE, MANIFEST, STAMP].map(str::to_owned));
+        names.extend([STATE, MANIFEST].map(str::to_owned));
         names.extend(self.path.join(SIBLING).exists().then(|| SIBLING.to_owned()));
         for name in names {
             let synced = File::open(self.path.join(&name)).and_then(|file| file.sync_all());
