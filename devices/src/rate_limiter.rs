@@ -2,25 +2,22 @@
 //!
 //! Apart from the devices because block, net and rng share it. The arithmetic is exact and knows no clock
 //! (`bucket.rs`), so that properties can be checked over days in a second; what stands here adds the host's
-//! clock and a timer that wakes the device when it may go on.
+//! clock, and the time at which the device may go on.
 
 mod bucket;
 #[cfg(test)]
 mod tests;
 
-use std::io;
-use std::os::fd::{AsRawFd, RawFd};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
-use vmm_sys_util::timerfd::TimerFd;
 
 use bucket::Bucket;
 
 /// The longest time in which a bucket may fill: a day.
 pub const REFILL_TIME_MS_MAX: u64 = 24 * 60 * 60 * 1000;
 
-// A wait is looked at again after this long: no timer far in the future has to be right.
+// A wait is looked at again after this long: no time far in the future has to be right.
 const WAIT_MAX: Duration = Duration::from_secs(60 * 60);
 
 /// A bucket of tokens: full at first, and filling at an even pace.
@@ -100,33 +97,24 @@ impl Cost {
     }
 }
 
-/// Two buckets and the timer that tells when they hold enough again.
+/// Two buckets, and when they hold enough again.
 ///
-/// A worker registers the limiter's descriptor, asks `admit` before each request, and leaves the request
-/// where it is on a no. When the descriptor becomes readable it calls `clear_timer` and goes on.
+/// A worker asks `admit` before each request, leaves the request where it is on a no, and tries again at the time that
+/// `take_wake` says.
 #[derive(Debug)]
 pub struct RateLimiter {
     bytes: Option<Bucket>,
     ops: Option<Bucket>,
     start: Instant,
-    timer: TimerFd,
-    // When the timer will have fired, on the limiter's own clock.
-    wakes_at: Option<Duration>,
+    wakes_at: Option<Instant>,
 }
 
 impl RateLimiter {
-    /// A limiter with full buckets. Its timer is opened now, limits or not, so that limits can be set
-    /// later by a process that may no longer open anything.
-    pub fn new(config: &RateLimiterConfig) -> io::Result<Self> {
-        let mut limiter = Self {
-            bytes: None,
-            ops: None,
-            start: Instant::now(),
-            timer: TimerFd::new()?,
-            wakes_at: None,
-        };
+    /// A limiter with full buckets.
+    pub fn new(config: &RateLimiterConfig) -> Self {
+        let mut limiter = Self { bytes: None, ops: None, start: Instant::now(), wakes_at: None };
         limiter.configure(config);
-        Ok(limiter)
+        limiter
     }
 
     /// Replaces the limits. The buckets start full; who waits is woken by the next `admit` or at the old
@@ -137,7 +125,7 @@ impl RateLimiter {
         self.ops = config.ops.map(|bucket| Bucket::new(&bucket, now));
     }
 
-    /// Pays for a request and says yes, or takes nothing, sets the timer and says no.
+    /// Pays for a request and says yes, or takes nothing, remembers until when and says no.
     ///
     /// A request that costs more than a bucket holds passes when the bucket is full, and the bucket then
     /// owes the rest.
@@ -146,7 +134,9 @@ impl RateLimiter {
         match self.admit_at(cost, now) {
             None => true,
             Some(wait) => {
-                self.wake_after(wait.min(WAIT_MAX), now);
+                let at = self.start + now + wait.min(WAIT_MAX);
+                // Whoever is woken too early asks again.
+                self.wakes_at = Some(self.wakes_at.map_or(at, |known| known.min(at)));
                 false
             }
         }
@@ -163,13 +153,9 @@ impl RateLimiter {
         self.each(cost, Bucket::refund);
     }
 
-    /// Takes the timer's event, so that the descriptor is no longer readable.
-    pub fn clear_timer(&mut self) {
-        self.wakes_at = None;
-        // Disarming also forgets an expiry, and unlike reading it never waits.
-        if let Err(error) = self.timer.clear() {
-            log::error!("rate limiter: cannot clear its timer: {error}");
-        }
+    /// When a request that was refused since the last call may be tried again.
+    pub fn take_wake(&mut self) -> Option<Instant> {
+        self.wakes_at.take()
     }
 
     /// None if the request passes, otherwise how long it has to wait.
@@ -191,26 +177,5 @@ impl RateLimiter {
                 act(bucket, tokens);
             }
         }
-    }
-
-    fn wake_after(&mut self, wait: Duration, now: Duration) {
-        // Zero would disarm it.
-        let wait = wait.max(Duration::from_nanos(1));
-        let at = now.saturating_add(wait);
-        // Whoever is woken too early asks again.
-        if self.wakes_at.is_some_and(|set| set <= at) {
-            return;
-        }
-        match self.timer.reset(wait, None) {
-            Ok(()) => self.wakes_at = Some(at),
-            Err(error) => log::error!("rate limiter: cannot set its timer: {error}"),
-        }
-    }
-}
-
-impl AsRawFd for RateLimiter {
-    /// Readable when a request that was refused may be tried again.
-    fn as_raw_fd(&self) -> RawFd {
-        self.timer.as_raw_fd()
     }
 }

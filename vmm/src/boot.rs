@@ -113,7 +113,7 @@ fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
     }
     if config.rng {
         let rng = Rng::limited(RngConfig::default(), &config.rng_limits);
-        opened.devices.push(Box::new(rng.map_err(|e| refused(e.into()))?));
+        opened.devices.push(Box::new(rng));
     }
     if let Some(wish) = config.balloon {
         let balloon = Balloon::new(balloon::device_config(wish, config.memory_mib));

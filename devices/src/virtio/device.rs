@@ -12,6 +12,8 @@
 //!                        parked, may be saved
 //! ```
 
+use std::time::Instant;
+
 use event_manager::MutEventSubscriber;
 
 use super::registry::{DeviceKind, DeviceState, DeviceUpdate};
@@ -89,7 +91,7 @@ pub struct Activation {
 /// A device in use: it owns its queues and its host backend, and lives on the device thread.
 ///
 /// As an event subscriber it registers its queue kicks and host descriptors in `init`, and serves
-/// them in `process`. It must never block, and a guest error ends in `Interrupt::needs_reset` or in
+/// them in `process`; the loop wakes it once it may begin. It must never block, and a guest error ends in `Interrupt::needs_reset` or in
 /// an error status in the ring, never in a panic.
 pub trait Worker: MutEventSubscriber + Send {
     /// Finishes or parks what is in flight; afterwards the worker touches no guest memory and takes
@@ -108,6 +110,14 @@ pub trait Worker: MutEventSubscriber + Send {
 
     /// The queues, for the transport to save their positions. Only called between `quiesce` and `resume`.
     fn queues(&self) -> &[VirtQueue];
+
+    /// When it wants a turn although nothing happens: asked after each turn, and told once.
+    fn take_wake(&mut self) -> Option<Instant> {
+        None
+    }
+
+    /// Has itself a turn soon, which `process` then is.
+    fn wake(&mut self);
 
     /// As `VirtioDevice::update`, while a driver uses the device.
     fn update(&mut self, _update: DeviceUpdate) -> Result<Updated, UpdateError> {

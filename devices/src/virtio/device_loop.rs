@@ -4,6 +4,7 @@
 //! does not know on which thread it is: tests and fuzzers drive it inline, `thread.rs` gives it its own.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use event_manager::{
     EventManager, EventOps, Events, MutEventSubscriber, SubscriberId, SubscriberOps,
@@ -11,8 +12,12 @@ use event_manager::{
 use vmm_sys_util::epoll::EventSet;
 use vmm_sys_util::eventfd::EventFd;
 
+use super::alarm::Alarm;
 use super::registry::{DeviceState, DeviceUpdate};
 use super::{Activation, QueueConfig, UpdateError, Updated, VirtioDevice, Worker};
+
+/// The least time between a turn and the one that a worker wants next.
+const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 
 /// Names a device of one loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -110,21 +115,53 @@ enum Shape {
 
 /// Everything that the loop waits for.
 enum Subscriber {
-    Worker(Box<dyn Worker>),
+    Worker(Busy),
     Wake(Arc<EventFd>),
 }
+
+/// A worker, and when it wants a turn although nothing happens.
+struct Busy {
+    worker: Box<dyn Worker>,
+    wakes_at: Option<Instant>,
+    alarm: Alarm,
+}
+
+impl Busy {
+    fn note_wake(&mut self) {
+        if let Some(at) = self.worker.take_wake() {
+            // Whoever wanted another turn at once would leave none to the others.
+            let at = at.max(Instant::now() + SHORTEST_WAIT);
+            self.wakes_at = Some(self.wakes_at.map_or(at, |known| known.min(at)));
+            self.alarm.set(at);
+        }
+    }
+
+    /// Gives it its turn if that is due.
+    fn wake(&mut self, now: Instant) {
+        match self.wakes_at {
+            Some(at) if at <= now => {
+                self.wakes_at = None;
+                self.worker.wake();
+            }
+            Some(at) => self.alarm.set(at),
+            None => {}
+        }
+    }
+}
+
 
 /// All virtio devices of a machine, and the descriptors they wait for.
 pub struct DeviceLoop {
     events: EventManager<Subscriber>,
     slots: Vec<Slot>,
     quiet: bool,
+    alarm: Alarm,
 }
 
 impl DeviceLoop {
     pub fn new() -> Result<Self, DeviceError> {
         let events = EventManager::new().map_err(DeviceError::Events)?;
-        Ok(Self { events, slots: Vec::new(), quiet: false })
+        Ok(Self { events, slots: Vec::new(), quiet: false, alarm: Alarm::new() })
     }
 
     /// Makes `poll` return when `wake` is written.
@@ -134,7 +171,23 @@ impl DeviceLoop {
 
     /// Waits up to `timeout_ms`, or for ever if negative, and serves what is ready; returns how many events that was.
     pub fn poll(&mut self, timeout_ms: i32) -> Result<usize, DeviceError> {
+        let timeout_ms = match self.wake_due() {
+            Some(wait) if timeout_ms < 0 || wait < timeout_ms => wait,
+            _ => timeout_ms,
+        };
         self.events.run_with_timeout(timeout_ms).map_err(DeviceError::Events)
+    }
+
+    /// Gives those their turn whose time has come; returns how many milliseconds the next one has to wait.
+    fn wake_due(&mut self) -> Option<i32> {
+        if self.alarm.wait()?.is_zero() {
+            self.alarm.clear();
+            let now = Instant::now();
+            self.each_worker(|busy| busy.wake(now));
+        }
+        // A little late rather than a little early.
+        let wait = self.alarm.wait()? + Duration::from_micros(999);
+        Some(i32::try_from(wait.as_millis()).unwrap_or(i32::MAX))
     }
 
     /// Carries out one command.
@@ -153,11 +206,11 @@ impl DeviceLoop {
             }
             Command::Quiesce => {
                 self.quiet = true;
-                self.each_worker(|worker| worker.quiesce());
+                self.each_worker(|busy| busy.worker.quiesce());
             }
             Command::Resume => {
                 self.quiet = false;
-                self.each_worker(|worker| worker.resume());
+                self.each_worker(|busy| busy.worker.resume());
             }
             Command::Save(id) => return self.save(id).map(|saved| Reply::Saved(Box::new(saved))),
             Command::Rewind { id, state } => {
@@ -194,13 +247,16 @@ impl DeviceLoop {
                 return Err(DeviceError::AlreadyActive);
             }
         };
-        let worker = Subscriber::Worker(device.activate(activation));
-        let subscriber = self.events.add_subscriber(worker);
+        let (worker, alarm) = (device.activate(activation), self.alarm.clone());
+        let busy = Busy { worker, wakes_at: None, alarm };
+        let subscriber = self.events.add_subscriber(Subscriber::Worker(busy));
         slot.shape = Some(Shape::Running(subscriber));
-        if self.quiet
-            && let Ok(Subscriber::Worker(worker)) = self.events.subscriber_mut(subscriber)
-        {
-            worker.quiesce();
+        if let Ok(Subscriber::Worker(busy)) = self.events.subscriber_mut(subscriber) {
+            match self.quiet {
+                true => busy.worker.quiesce(),
+                // What the driver added before it was ready has no kick of its own.
+                false => busy.worker.wake(),
+            }
         }
         Ok(())
     }
@@ -209,8 +265,8 @@ impl DeviceLoop {
         let slot = self.slots.get_mut(id.0).ok_or(DeviceError::Unknown)?;
         if let Some(Shape::Running(subscriber)) = slot.shape {
             let removed = self.events.remove_subscriber(subscriber).map_err(DeviceError::Events)?;
-            if let Subscriber::Worker(worker) = removed {
-                slot.shape = Some(Shape::Idle(worker.stop().device));
+            if let Subscriber::Worker(busy) = removed {
+                slot.shape = Some(Shape::Idle(busy.worker.stop().device));
             }
         }
         Ok(())
@@ -226,7 +282,7 @@ impl DeviceLoop {
             Some(Shape::Running(subscriber)) => {
                 let subscriber = *subscriber;
                 match self.events.subscriber_mut(subscriber).map_err(DeviceError::Events)? {
-                    Subscriber::Worker(worker) => Ok(save_worker(&**worker)),
+                    Subscriber::Worker(busy) => Ok(save_worker(&*busy.worker)),
                     Subscriber::Wake(_) => Err(DeviceError::Unknown),
                 }
             }
@@ -239,7 +295,7 @@ impl DeviceLoop {
             Some(Shape::Idle(device)) => device.update(update),
             Some(Shape::Running(subscriber)) => {
                 match self.events.subscriber_mut(*subscriber).map_err(DeviceError::Events)? {
-                    Subscriber::Worker(worker) => worker.update(update),
+                    Subscriber::Worker(busy) => busy.worker.update(update),
                     Subscriber::Wake(_) => return Err(DeviceError::Unknown),
                 }
             }
@@ -247,12 +303,12 @@ impl DeviceLoop {
         updated.map_err(DeviceError::Update)
     }
 
-    fn each_worker(&mut self, mut act: impl FnMut(&mut dyn Worker)) {
+    fn each_worker(&mut self, mut act: impl FnMut(&mut Busy)) {
         for slot in &self.slots {
             if let Some(Shape::Running(subscriber)) = slot.shape
-                && let Ok(Subscriber::Worker(worker)) = self.events.subscriber_mut(subscriber)
+                && let Ok(Subscriber::Worker(busy)) = self.events.subscriber_mut(subscriber)
             {
-                act(&mut **worker);
+                act(busy);
             }
         }
     }
@@ -270,7 +326,7 @@ fn save_worker(worker: &dyn Worker) -> SavedDevice {
 impl MutEventSubscriber for Subscriber {
     fn init(&mut self, ops: &mut EventOps) {
         match self {
-            Self::Worker(worker) => worker.init(ops),
+            Self::Worker(busy) => busy.worker.init(ops),
             Self::Wake(wake) => {
                 if let Err(error) = ops.add(Events::new(&**wake, EventSet::IN)) {
                     log::error!("device thread cannot watch its mailbox: {error}");
@@ -281,7 +337,10 @@ impl MutEventSubscriber for Subscriber {
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match self {
-            Self::Worker(worker) => worker.process(events, ops),
+            Self::Worker(busy) => {
+                busy.worker.process(events, ops);
+                busy.note_wake();
+            }
             // Taking the wake-up is all: whoever polls looks into the mailbox next.
             Self::Wake(wake) => {
                 let _ = wake.read();

@@ -9,9 +9,11 @@
 //! | `counters.rs` | what a device counts about its driver |
 //! | `mmio/` | what the guest's loads and stores mean |
 //! | `device_loop.rs`, `thread.rs` | who runs the devices |
+//! | `alarm.rs` | until when the loop may wait |
 //! | `balloon/`, `block/`, `net/`, `rng/`, `vsock/` | one device each |
 //! | `testing.rs`, `conformance.rs` | a driver to test them with, and what every device must pass |
 
+pub mod alarm;
 pub mod balloon;
 pub mod block;
 pub mod chain;

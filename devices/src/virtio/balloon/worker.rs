@@ -148,10 +148,6 @@ impl BalloonWorker {
         Ok(true)
     }
 
-    fn kick_all(&self) {
-        self.queues.iter().for_each(VirtQueue::kick_again);
-    }
-
     fn change(&mut self, update: BalloonUpdate) -> Result<Updated, UpdateError> {
         let missing =
             |what: &str| Err(UpdateError::Refused(format!("the guest's driver knows no {what}")));
@@ -161,7 +157,7 @@ impl BalloonWorker {
             BalloonUpdate::Stats(waiter) => {
                 self.asked.waiter = Some(waiter);
                 // The queues are touched in a turn, which may have to wait until the machine resumes.
-                self.kick_all();
+                self.wake();
                 Ok(Updated::default())
             }
             BalloonUpdate::Hint(_) if !self.roles.contains(&Role::Hinting) => missing("hinting"),
@@ -264,8 +260,6 @@ impl MutEventSubscriber for BalloonWorker {
                 return;
             }
         }
-        // What the driver added before it was ready, or before a snapshot, has no kick of its own.
-        self.kick_all();
     }
 
     fn process(&mut self, _events: Events, _ops: &mut EventOps) {
@@ -287,7 +281,7 @@ impl Worker for BalloonWorker {
 
     fn resume(&mut self) {
         self.quiet = false;
-        self.kick_all();
+        self.wake();
     }
 
     fn save(&self) -> DeviceState {
@@ -302,6 +296,10 @@ impl Worker for BalloonWorker {
 
     fn queues(&self) -> &[VirtQueue] {
         &self.queues
+    }
+
+    fn wake(&mut self) {
+        self.queues.iter().for_each(VirtQueue::kick_again);
     }
 
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {

@@ -150,7 +150,7 @@ impl Block {
         let BlockConfig { source, read_only, cache, id, engine, direct, limits } = config;
         let failed = |source| BlockError::Descriptors { name: name.clone(), source };
         let ended = Arc::new(EventFd::new(EFD_NONBLOCK).map_err(failed)?);
-        let limiter = RateLimiter::new(&limits).map_err(failed)?;
+        let limiter = RateLimiter::new(&limits);
         let mode = Mode { access: Access { read_only, direct }, engine };
         let Backend { engine, block_size, size } = open(source, name, mode, &ended)?;
         let capacity_sectors = 0;
@@ -182,7 +182,7 @@ impl Block {
             facts,
             engine: Box::new(Plain::new(disk)),
             ended: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
-            limiter: RateLimiter::new(&RateLimiterConfig::default()).unwrap(),
+            limiter: RateLimiter::new(&RateLimiterConfig::default()),
             flush_failed: false,
             host_errors: 0,
             mode: Mode { access: Access::default(), engine: EngineKind::Plain },

@@ -6,6 +6,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::AsRawFd;
+use std::time::Instant;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::epoll::EventSet;
@@ -87,7 +88,7 @@ impl BlockWorker {
                     let request = Request::parse(&self.block.facts, &self.memory, chain)
                         .ok_or(BlockFault::NoStatus)?;
                     if !self.block.limiter.admit(request.cost()) {
-                        // The limiter's timer starts another turn.
+                        // The limiter says when there is another turn.
                         self.queue()?.undo_pop(request.into_chain());
                         more = false;
                         break;
@@ -195,8 +196,7 @@ impl MutEventSubscriber for BlockWorker {
     fn init(&mut self, ops: &mut EventOps) {
         let kicks = self.queues.iter().map(|queue| Events::new(queue.kick(), EventSet::IN));
         let ended = Events::new(&*self.block.ended, EventSet::IN);
-        let timer = Events::new(&self.block.limiter, EventSet::IN);
-        for events in kicks.chain([ended, timer]) {
+        for events in kicks.chain([ended]) {
             if let Err(error) = ops.add(events) {
                 self.failed = true;
                 self.interrupt.needs_reset();
@@ -204,14 +204,10 @@ impl MutEventSubscriber for BlockWorker {
                 return;
             }
         }
-        // What the driver added before it was ready, or before a snapshot, has no kick of its own.
-        self.queues.iter().for_each(VirtQueue::kick_again);
     }
 
     fn process(&mut self, events: Events, _ops: &mut EventOps) {
-        if events.fd() == self.block.limiter.as_raw_fd() {
-            self.block.limiter.clear_timer();
-        } else if events.fd() == self.block.ended.as_raw_fd() {
+        if events.fd() == self.block.ended.as_raw_fd() {
             // Empty means that it was taken before; nothing is lost.
             let _ = self.block.ended.read();
         } else {
@@ -232,7 +228,7 @@ impl Worker for BlockWorker {
 
     fn resume(&mut self) {
         self.quiet = false;
-        self.queues.iter().for_each(VirtQueue::kick_again);
+        self.wake();
     }
 
     fn save(&self) -> DeviceState {
@@ -254,6 +250,14 @@ impl Worker for BlockWorker {
 
     fn queues(&self) -> &[VirtQueue] {
         &self.queues
+    }
+
+    fn take_wake(&mut self) -> Option<Instant> {
+        self.block.limiter.take_wake()
+    }
+
+    fn wake(&mut self) {
+        self.queues.iter().for_each(VirtQueue::kick_again);
     }
 
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {

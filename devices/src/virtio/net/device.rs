@@ -67,18 +67,13 @@ impl Net {
         };
         let tap =
             Tap::open(config.tap, config.mtu).map_err(|source| NetError::Tap { name, source })?;
-        let limiter = |limit| RateLimiter::new(limit).map_err(NetError::Host);
         Ok(Self {
             mac,
             mtu: config.mtu,
             link: Box::new(tap),
-            rx_limiter: limiter(&config.rx_limit)?,
-            tx_limiter: limiter(&config.tx_limit)?,
-            mmds: config
-                .mmds
-                .map(|mmds| Mmds::new(mmds, mac.0))
-                .transpose()
-                .map_err(NetError::Host)?,
+            rx_limiter: RateLimiter::new(&config.rx_limit),
+            tx_limiter: RateLimiter::new(&config.tx_limit),
+            mmds: config.mmds.map(|mmds| Mmds::new(mmds, mac.0)),
             host_errors: 0,
         })
     }

@@ -90,8 +90,8 @@ pub fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
         mac: MAC,
         mtu: None,
         link,
-        rx_limiter: RateLimiter::new(&rx).unwrap(),
-        tx_limiter: RateLimiter::new(&tx).unwrap(),
+        rx_limiter: RateLimiter::new(&rx),
+        tx_limiter: RateLimiter::new(&tx),
         mmds: None,
         host_errors: 0,
     };

@@ -26,9 +26,6 @@ use crate::rate_limiter::Cost;
 const TOKEN_RX: u32 = 0;
 const TOKEN_TX: u32 = 1;
 const TOKEN_TAP: u32 = 2;
-const TOKEN_RX_LIMIT: u32 = 3;
-const TOKEN_TX_LIMIT: u32 = 4;
-const TOKEN_MMDS: u32 = 5;
 
 // What one turn sends before the other devices get theirs.
 const TURN_FRAMES: usize = 128;
@@ -75,9 +72,6 @@ impl NetWorker {
             TOKEN_RX => self.queues.iter().take(1).for_each(VirtQueue::clear_kick),
             TOKEN_TX => self.queues.iter().skip(1).for_each(VirtQueue::clear_kick),
             TOKEN_TAP => self.rx.readable = true,
-            TOKEN_RX_LIMIT => self.net.rx_limiter.clear_timer(),
-            TOKEN_TX_LIMIT => self.net.tx_limiter.clear_timer(),
-            TOKEN_MMDS => self.net.mmds.iter_mut().for_each(Mmds::clear_timer),
             _ => {}
         }
     }
@@ -85,7 +79,7 @@ impl NetWorker {
     /// Serves the direction that the event was about. What the guest sent may have been a question that is
     /// answered here, and the answer is received like any other frame.
     fn turn(&mut self, token: u32) -> Result<(), QueueFault> {
-        let sends = matches!(token, TOKEN_TX | TOKEN_TX_LIMIT);
+        let sends = token == TOKEN_TX;
         if sends {
             self.send_turn()?;
         }
@@ -94,7 +88,6 @@ impl NetWorker {
         if !sends || answers {
             self.receive_turn()?;
         }
-        self.net.mmds.iter_mut().for_each(|mmds| mmds.arm_timer(now));
         Ok(())
     }
 
@@ -147,7 +140,7 @@ fn send_frames(
         };
         let len = tx::frame_len(&chain);
         if !net.tx_limiter.admit(Cost::op(len)) {
-            // Goes on when the limiter's timer says so; until then the driver need not kick.
+            // Goes on when the limiter says so; until then the driver need not kick.
             queue.undo_pop(chain);
             return Ok(false);
         }
@@ -166,14 +159,7 @@ fn send_frames(
 impl MutEventSubscriber for NetWorker {
     fn init(&mut self, ops: &mut EventOps) {
         let edge = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        let mut watched = vec![
-            (self.net.link.fd().as_raw_fd(), TOKEN_TAP, edge),
-            (self.net.rx_limiter.as_raw_fd(), TOKEN_RX_LIMIT, EventSet::IN),
-            (self.net.tx_limiter.as_raw_fd(), TOKEN_TX_LIMIT, EventSet::IN),
-        ];
-        if let Some(mmds) = &self.net.mmds {
-            watched.push((mmds.as_raw_fd(), TOKEN_MMDS, EventSet::IN));
-        }
+        let mut watched = vec![(self.net.link.fd().as_raw_fd(), TOKEN_TAP, edge)];
         let kicks = self.queues.iter().map(|queue| queue.kick().as_raw_fd());
         watched
             .extend(kicks.zip([TOKEN_RX, TOKEN_TX]).map(|(fd, token)| (fd, token, EventSet::IN)));
@@ -182,8 +168,6 @@ impl MutEventSubscriber for NetWorker {
                 return self.fail(&format!("cannot watch its descriptors: {error}"));
             }
         }
-        // What the driver added before it was ready, or before a snapshot, has no kick of its own.
-        self.queues.iter().for_each(VirtQueue::kick_again);
     }
 
     fn process(&mut self, events: Events, _ops: &mut EventOps) {
@@ -208,7 +192,7 @@ impl Worker for NetWorker {
 
     fn resume(&mut self) {
         self.quiet = false;
-        self.queues.iter().for_each(VirtQueue::kick_again);
+        self.wake();
     }
 
     fn save(&self) -> DeviceState {
@@ -221,6 +205,17 @@ impl Worker for NetWorker {
 
     fn queues(&self) -> &[VirtQueue] {
         &self.queues
+    }
+
+    fn take_wake(&mut self) -> Option<Instant> {
+        let Net { rx_limiter, tx_limiter, mmds, .. } = &mut self.net;
+        let limits = [rx_limiter.take_wake(), tx_limiter.take_wake()];
+        let mmds = mmds.as_ref().filter(|_| !self.quiet && !self.failed);
+        limits.into_iter().chain([mmds.and_then(Mmds::wakes_at)]).flatten().min()
+    }
+
+    fn wake(&mut self) {
+        self.queues.iter().for_each(VirtQueue::kick_again);
     }
 
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {

@@ -1,9 +1,6 @@
 //! The source of randomness while no driver uses it.
 //!
-//! It has no features, no configuration space, and no host descriptor but the timer of its limits, if it has
-//! any.
-
-use std::io;
+//! It has no features, no configuration space, and no host descriptor.
 
 use super::super::registry::{DeviceKind, DeviceState};
 use super::super::{Activation, VirtioDevice, Worker};
@@ -25,9 +22,8 @@ impl Rng {
     }
 
     /// One that gives only so much per time.
-    pub fn limited(config: RngConfig, limits: &RateLimiterConfig) -> io::Result<Self> {
-        let limiter = limits.is_limited().then(|| RateLimiter::new(limits)).transpose()?;
-        Ok(Self { config, limiter })
+    pub fn limited(config: RngConfig, limits: &RateLimiterConfig) -> Self {
+        Self { config, limiter: limits.is_limited().then(|| RateLimiter::new(limits)) }
     }
 }
 

@@ -3,6 +3,8 @@
 //! Each request is served on the spot from the kernel's generator, which never waits once the host is
 //! up; none is ever in flight.
 
+use std::time::Instant;
+
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::epoll::EventSet;
 
@@ -43,7 +45,7 @@ impl RngWorker {
                     let wanted = wanted(&chain, self.rng.config.cap());
                     let limiter = self.rng.limiter.as_mut();
                     if limiter.is_some_and(|limiter| !limiter.admit(Cost::op(wanted))) {
-                        // Goes on when the limiter's timer says so; until then the driver need not kick.
+                        // Goes on when the limiter says so; until then the driver need not kick.
                         queue.undo_pop(chain);
                         more = false;
                         break;
@@ -97,9 +99,8 @@ fn fill(memory: &GuestMemory, chain: &Chain, cap: u32) -> u32 {
 
 impl MutEventSubscriber for RngWorker {
     fn init(&mut self, ops: &mut EventOps) {
-        let timer = self.rng.limiter.as_ref().map(|limiter| Events::new(limiter, EventSet::IN));
-        let kicks = self.queues.iter().map(|queue| Events::new(queue.kick(), EventSet::IN));
-        for events in kicks.chain(timer) {
+        for queue in &self.queues {
+            let events = Events::new(queue.kick(), EventSet::IN);
             if let Err(error) = ops.add(events) {
                 self.failed = true;
                 self.interrupt.needs_reset();
@@ -107,14 +108,9 @@ impl MutEventSubscriber for RngWorker {
                 return;
             }
         }
-        // What the driver added before it was ready, or before a snapshot, has no kick of its own.
-        self.queues.iter().for_each(VirtQueue::kick_again);
     }
 
     fn process(&mut self, _events: Events, _ops: &mut EventOps) {
-        if let Some(limiter) = &mut self.rng.limiter {
-            limiter.clear_timer();
-        }
         self.queues.iter().for_each(VirtQueue::clear_kick);
         if self.quiet || self.failed {
             return;
@@ -136,7 +132,7 @@ impl Worker for RngWorker {
 
     fn resume(&mut self) {
         self.quiet = false;
-        self.queues.iter().for_each(VirtQueue::kick_again);
+        self.wake();
     }
 
     fn save(&self) -> DeviceState {
@@ -149,5 +145,13 @@ impl Worker for RngWorker {
 
     fn queues(&self) -> &[VirtQueue] {
         &self.queues
+    }
+
+    fn take_wake(&mut self) -> Option<Instant> {
+        self.rng.limiter.as_mut()?.take_wake()
+    }
+
+    fn wake(&mut self) {
+        self.queues.iter().for_each(VirtQueue::kick_again);
     }
 }

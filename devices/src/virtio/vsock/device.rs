@@ -9,9 +9,6 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
-use vmm_sys_util::timerfd::TimerFd;
-
 use super::config::{self, VsockConfig};
 use super::host::UnixHost;
 use super::mux::{FIRST_HOST_PORT, Limits};
@@ -36,8 +33,6 @@ pub struct Vsock {
     pub(super) owed_resets: Vec<OwedReset>,
     /// The guest must first drop the connections that it remembers, or learn its new address.
     pub(super) out_of_date: bool,
-    pub(super) timer: TimerFd,
-    pub(super) again: EventFd,
     pub(super) limits: Limits,
 }
 
@@ -84,8 +79,6 @@ impl Vsock {
     ) -> Result<Self, VsockError> {
         let host =
             UnixHost::new(listener, config.uds_path.clone()).map_err(VsockError::Descriptor)?;
-        let timer = TimerFd::new().map_err(|error| VsockError::Descriptor(error.into()))?;
-        let again = EventFd::new(EFD_NONBLOCK).map_err(VsockError::Descriptor)?;
         Ok(Self {
             guest_cid: config.guest_cid,
             host,
@@ -93,8 +86,6 @@ impl Vsock {
             next_host_port: FIRST_HOST_PORT,
             owed_resets: Vec::new(),
             out_of_date: false,
-            timer,
-            again,
             limits: Limits::default(),
         })
     }

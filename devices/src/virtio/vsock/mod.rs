@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `config.rs` | what the host may wish for |
 //! | `device.rs` | what is opened, offered and restored |
-//! | `worker.rs` | how queues, timer and sockets drive the multiplexer |
+//! | `worker.rs` | how queues, deadlines and sockets drive the multiplexer |
 //! | `mux.rs` | which streams exist and what packets do to them |
 //! | `connection.rs` | one connection as a state machine |
 //! | `resync.rs` | how a restored guest forgets its old connections |

@@ -5,12 +5,10 @@
 //! of, costs one wake-up and no spinning; and what arrives while the device is quiet is not lost.
 
 use std::os::fd::AsRawFd;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use event_manager::{EventOps, Events, MutEventSubscriber};
 use vmm_sys_util::epoll::EventSet;
-use vmm_sys_util::eventfd::EventFd;
-use vmm_sys_util::timerfd::TimerFd;
 
 use super::device::{SocketFile, Vsock};
 use super::host::UnixHost;
@@ -31,8 +29,6 @@ const TOKEN_RX: u32 = u32::MAX - 6;
 const TOKEN_TX: u32 = u32::MAX - 5;
 const TOKEN_EVENT: u32 = u32::MAX - 4;
 const TOKEN_CLIENTS: u32 = u32::MAX - 3;
-const TOKEN_TIMER: u32 = u32::MAX - 2;
-const TOKEN_AGAIN: u32 = u32::MAX - 1;
 
 // What one turn may do before the other devices of the thread get theirs.
 const TURN_PACKETS: usize = 256;
@@ -47,11 +43,8 @@ pub struct VsockWorker {
     resync: Resync,
     socket_file: Option<SocketFile>,
     limits: Limits,
-    timer: TimerFd,
-    timer_set: Option<Instant>,
     /// When packets have waited long enough for room for their answers.
     stuck_until: Option<Instant>,
-    again: EventFd,
     tx_kicked: bool,
     /// When the device went quiet, while it is.
     quiet_since: Option<Instant>,
@@ -77,10 +70,7 @@ impl VsockWorker {
             resync: if device.out_of_date { Resync::owed() } else { Resync::Done },
             socket_file: device.socket_file,
             limits: device.limits,
-            timer: device.timer,
-            timer_set: None,
             stuck_until: None,
-            again: device.again,
             tx_kicked: true,
             quiet_since: None,
             failed,
@@ -107,7 +97,7 @@ impl VsockWorker {
             self.interrupt.used_buffers();
         }
         if more {
-            self.take_another_turn();
+            self.wake();
         }
         Ok(())
     }
@@ -117,7 +107,7 @@ impl VsockWorker {
             TOKEN_TX => self.tx_kicked = true,
             TOKEN_CLIENTS => self.mux.note_clients(),
             // Buffers, events and deadlines are looked at in every turn that needs them.
-            TOKEN_RX | TOKEN_EVENT | TOKEN_TIMER | TOKEN_AGAIN => {}
+            TOKEN_RX | TOKEN_EVENT => {}
             slot => {
                 let set = events.event_set();
                 let readiness = Readiness {
@@ -142,29 +132,6 @@ impl VsockWorker {
             let events = Events::with_data(stream, slot as u32, set);
             if known { ops.modify(events) } else { ops.add(events) }
         });
-    }
-
-    /// Arms the timer for the next deadline. One that became later or needless is left to go off in vain,
-    /// which is cheaper than following every change.
-    fn set_timer(&mut self, now: Instant) {
-        let deadlines = [self.mux.next_deadline(), self.resync.deadline(), self.stuck_until];
-        if self.timer_set.is_some_and(|set| set <= now) {
-            self.timer_set = None;
-        }
-        let Some(next) = deadlines.into_iter().flatten().min() else { return };
-        if self.timer_set.is_some_and(|set| set <= next) {
-            return;
-        }
-        // Not zero, which would disarm it, and a little late rather than a little early.
-        let delay = next.saturating_duration_since(now) + Duration::from_millis(1);
-        if self.timer.reset(delay, None).is_ok() {
-            self.timer_set = Some(next);
-        }
-    }
-
-    fn take_another_turn(&self) {
-        // Only a counter at its maximum refuses, and then a turn is due anyway.
-        let _ = self.again.write(1);
     }
 
     /// Packets wait because the guest does not take the resets it is owed. A guest that also waits for us
@@ -278,11 +245,7 @@ fn put_back(queue: &mut VirtQueue, chains: &mut Vec<Chain>, used: usize) {
 impl MutEventSubscriber for VsockWorker {
     fn init(&mut self, ops: &mut EventOps) {
         let edge = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        let mut fds = vec![
-            (self.mux.host().listener_fd(), TOKEN_CLIENTS),
-            (self.timer.as_raw_fd(), TOKEN_TIMER),
-            (self.again.as_raw_fd(), TOKEN_AGAIN),
-        ];
+        let mut fds = vec![(self.mux.host().listener_fd(), TOKEN_CLIENTS)];
         let kicks = self.queues.iter().map(|queue| queue.kick().as_raw_fd());
         fds.extend(kicks.zip([TOKEN_RX, TOKEN_TX, TOKEN_EVENT]));
         for (fd, token) in fds {
@@ -293,8 +256,6 @@ impl MutEventSubscriber for VsockWorker {
                 return;
             }
         }
-        // Clients and packets may have come before anyone watched.
-        self.take_another_turn();
     }
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
@@ -315,7 +276,6 @@ impl MutEventSubscriber for VsockWorker {
             }
         }
         self.watch(ops);
-        self.set_timer(now);
     }
 }
 
@@ -332,7 +292,7 @@ impl Worker for VsockWorker {
         self.resync.postpone(pause);
         self.stuck_until = self.stuck_until.map(|until| until + pause);
         self.tx_kicked = true;
-        self.take_another_turn();
+        self.wake();
     }
 
     fn save(&self) -> DeviceState {
@@ -345,9 +305,7 @@ impl Worker for VsockWorker {
     }
 
     fn stop(self: Box<Self>) -> Stopped {
-        let Self { queues, mux, socket_file, limits, mut timer, again, .. } = *self;
-        // A timer that cannot be stopped goes off once, with nobody watching.
-        let _ = timer.clear();
+        let Self { queues, mux, socket_file, limits, .. } = *self;
         let guest_cid = mux.guest_cid();
         let (host, next_host_port) = mux.into_parts();
         let device = Box::new(Vsock {
@@ -358,8 +316,6 @@ impl Worker for VsockWorker {
             // The next driver starts without a past.
             owed_resets: Vec::new(),
             out_of_date: false,
-            timer,
-            again,
             limits,
         });
         Stopped { device, queues }
@@ -367,5 +323,18 @@ impl Worker for VsockWorker {
 
     fn queues(&self) -> &[VirtQueue] {
         &self.queues
+    }
+
+    fn take_wake(&mut self) -> Option<Instant> {
+        if self.quiet_since.is_some() || self.failed {
+            return None;
+        }
+        let deadlines = [self.mux.next_deadline(), self.resync.deadline(), self.stuck_until];
+        deadlines.into_iter().flatten().min()
+    }
+
+    /// By the one queue whose kicks say nothing but that.
+    fn wake(&mut self) {
+        self.queues.iter().take(RX + 1).for_each(VirtQueue::kick_again);
     }
 }

@@ -29,13 +29,10 @@ pub mod testing;
 mod tests;
 
 use std::collections::VecDeque;
-use std::io;
-use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-use vmm_sys_util::timerfd::TimerFd;
 
 pub use config::{MmdsConfig, MmdsVersion};
 pub use packet::{PEEK_LEN, SENT_MAX};
@@ -70,7 +67,6 @@ pub struct Mmds {
     arp: Option<packet::ArpRequest>,
     resets: VecDeque<Reset>,
     next: Option<Vec<u8>>,
-    timer: TimerFd,
 }
 
 struct Reset {
@@ -82,8 +78,8 @@ struct Reset {
 
 impl Mmds {
     /// A service without content, for the card whose driver has the address `guest`.
-    pub fn new(config: MmdsConfig, guest: [u8; 6]) -> io::Result<Self> {
-        Ok(Self {
+    pub fn new(config: MmdsConfig, guest: [u8; 6]) -> Self {
+        Self {
             config,
             guest,
             content: Arc::new(Value::Null),
@@ -92,8 +88,7 @@ impl Mmds {
             arp: None,
             resets: VecDeque::new(),
             next: None,
-            timer: TimerFd::new()?,
-        })
+        }
     }
 
     pub fn config(&self) -> MmdsConfig {
@@ -109,7 +104,6 @@ impl Mmds {
         self.connections.clear();
         self.resets.clear();
         (self.arp, self.next) = (None, None);
-        self.clear_timer();
     }
 
     /// Whether a frame is for the service, by its first bytes.
@@ -219,37 +213,12 @@ impl Mmds {
         None
     }
 
-    /// Sets the timer for whatever has to happen next without a frame of the guest.
-    pub fn arm_timer(&mut self, now: Instant) {
+    /// When something has to happen without a frame of the guest.
+    pub fn wakes_at(&self) -> Option<Instant> {
         let due = |one: &Connection| one.retransmit_at().into_iter().chain([one.heard() + IDLE]);
         // While a frame waits for room, it is the guest's turn: its next buffers wake the card up.
         let waits = self.next.is_some();
-        let at = self.connections.iter().flat_map(due).min().filter(|_| !waits);
-        let set = match at {
-            // Zero would disarm it.
-            Some(at) => {
-                let wait = at.saturating_duration_since(now).max(Duration::from_millis(1));
-                self.timer.reset(wait, None)
-            }
-            None => self.timer.clear(),
-        };
-        if let Err(error) = set {
-            log::error!("metadata service: cannot set its timer: {error}");
-        }
-    }
-
-    /// Takes the timer's event, so that the descriptor is no longer readable.
-    pub fn clear_timer(&mut self) {
-        if let Err(error) = self.timer.clear() {
-            log::error!("metadata service: cannot clear its timer: {error}");
-        }
-    }
-}
-
-impl AsRawFd for Mmds {
-    /// Readable when a connection wants to be looked at.
-    fn as_raw_fd(&self) -> RawFd {
-        self.timer.as_raw_fd()
+        self.connections.iter().flat_map(due).min().filter(|_| !waits)
     }
 }
 

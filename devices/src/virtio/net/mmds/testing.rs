@@ -23,7 +23,7 @@ pub struct Bench {
 
 impl Bench {
     pub fn new(config: MmdsConfig) -> Self {
-        let mut mmds = Mmds::new(config, GUEST_MAC).expect("a timer");
+        let mut mmds = Mmds::new(config, GUEST_MAC);
         let long = "x".repeat(20_000);
         mmds.set_content(Arc::new(serde_json::json!({ "id": "i-1", "long": long })));
         Self { mmds, now: Instant::now() }
@@ -187,7 +187,7 @@ pub fn walk(bytes: &[u8]) {
                 seq = seq.wrapping_add(text.len() as u32 * u32::from(byte() & 1));
             }
         }
-        bench.mmds.arm_timer(bench.now);
+        bench.mmds.wakes_at();
         if choice & 0x80 == 0 {
             for frame in bench.frames() {
                 if let Some(Frame::Tcp(said)) = packet::parse(&frame) {

@@ -11,7 +11,7 @@ const SYN: u8 = 0x02;
 fn card() -> (Net, Peer) {
     let (mut net, peer) = wired();
     assert_eq!(MAC.0, GUEST_MAC);
-    let mut mmds = Mmds::new(MmdsConfig::default(), MAC.0).unwrap();
+    let mut mmds = Mmds::new(MmdsConfig::default(), MAC.0);
     mmds.set_content(Arc::new(serde_json::json!({ "id": "i-1" })));
     net.mmds = Some(mmds);
     (net, peer)
