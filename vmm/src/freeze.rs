@@ -4,7 +4,7 @@
 //! that the guest has changed go into a sealed file: few of them at once, many while the guest runs on, by a
 //! forked process that holds them still. New memory of a machine that came from a template lies in such a file already. Writing any of it to a disk comes later.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -120,7 +120,6 @@ impl Vm {
             working_set: Some(guess.clone()),
             lessons: Some(Lessons::new(guess)),
             without_memory: false,
-            msrs: OnceLock::new(),
             note: Vec::new(),
             pause: Duration::ZERO,
         };

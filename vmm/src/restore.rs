@@ -4,7 +4,6 @@
 
 use std::sync::Arc;
 
-use kvm_ioctls::VcpuFd;
 use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::block::wire::SECTOR_SIZE;
 use pvmm_devices::virtio::block::{Block, BlockConfig};
@@ -66,9 +65,9 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     state::load_clock(kvm.fd(), clock)?;
     machine.ioapic.restore(&saved.ioapic);
     trace::step("clock and I/O APIC");
-    let msrs = msrs(template, &kvm, &vcpus)?;
-    for (((id, vcpu), saved), msrs) in (0..).zip(&vcpus).zip(&saved.vcpus).zip(msrs) {
-        state::load(vcpu, id, saved, kvm.shape(), Some(msrs))?;
+    for ((id, vcpu), saved) in (0..).zip(&vcpus).zip(&saved.vcpus) {
+        let msrs = state::msrs_to_tell(vcpu, id, saved, &kvm)?;
+        state::load(vcpu, id, saved, kvm.shape(), Some(&msrs))?;
     }
     trace::step("vCPU state");
     for (transport, saved) in machine.transports.iter().zip(&saved.transports) {
@@ -118,22 +117,6 @@ fn map_memory(template: &Template, overrides: &Overrides) -> Result<Memory, Erro
         true => Ok(Memory::map(image)?),
         false => Ok(Memory::map_to_fork(image)?),
     }
-}
-
-/// The registers that fresh vCPUs must be told: the same in every machine of a template.
-fn msrs<'a>(
-    template: &'a Template,
-    kvm: &KvmVm,
-    fresh: &[VcpuFd],
-) -> Result<&'a [Vec<(u32, u64)>], Error> {
-    if let Some(known) = template.msrs.get() {
-        return Ok(known);
-    }
-    let saved = &template.machine.vcpus;
-    let find =
-        |((id, vcpu), saved): ((_, _), &Arc<_>)| state::msrs_to_tell(vcpu, id, saved, kvm.shape());
-    let found = (0..).zip(fresh).zip(saved).map(find).collect::<Result<Vec<_>, _>>()?;
-    Ok(template.msrs.get_or_init(|| found))
 }
 
 /// Hands the memory's faults to the server that the overrides name.

@@ -4,7 +4,7 @@
 //! writing a snapshot all start from here.
 
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
@@ -35,8 +35,6 @@ pub struct Template {
     pub(crate) lessons: Option<Lessons>,
     /// The memory was left where it is; machines must get theirs from a page server.
     pub(crate) without_memory: bool,
-    /// Which registers fresh vCPUs must be told, by vCPU: found out when the first machine is made.
-    pub(crate) msrs: OnceLock<Vec<Vec<(u32, u64)>>>,
     /// What the caller left in the snapshot for itself.
     pub(crate) note: Vec<u8>,
     pub(crate) pause: Duration,

@@ -15,7 +15,7 @@ use kvm_bindings::{
 use kvm_ioctls::{Cap, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
-use super::vm::KvmError;
+use super::vm::{KvmError, KvmVm};
 use crate::packed;
 
 /// The most entries that a saved vCPU may have; KVM itself takes no more.
@@ -154,11 +154,15 @@ pub fn msrs_to_tell(
     fresh: &VcpuFd,
     id: u32,
     state: &VcpuStateV1,
-    shape: &StateShape,
+    kvm: &KvmVm,
 ) -> Result<Vec<(u32, u64)>, KvmError> {
-    let mut held = get_msrs(fresh, id, &shape.msr_indices)?;
-    held.sort_unstable();
-    Ok(to_set(&state.msrs, &held))
+    let ask = || {
+        let mut held = get_msrs(fresh, id, &kvm.shape().msr_indices)?;
+        held.retain(|(_, value)| *value != 0);
+        Ok(held)
+    };
+    let held = kvm.host().fresh_msrs(id, &state.cpuid, ask)?;
+    Ok(to_set(&state.msrs, Some(&held)))
 }
 
 /// Puts a vCPU's state back; of its model-specific registers those in `msrs`, or all.
@@ -182,7 +186,7 @@ pub fn load(
     vcpu.set_lapic(&state.lapic).map_err(failed("local APIC"))?;
     match msrs {
         Some(msrs) => set_msrs(vcpu, id, msrs)?,
-        None => set_msrs(vcpu, id, &to_set(&state.msrs, &[]))?,
+        None => set_msrs(vcpu, id, &to_set(&state.msrs, None))?,
     }
     vcpu.set_vcpu_events(&state.events).map_err(failed("events"))?;
     if state.mp_state.mp_state == KVM_MP_STATE_RUNNABLE {
@@ -277,17 +281,22 @@ fn timer_at_once((index, value): (u32, u64)) -> (u32, u64) {
 }
 
 /// The registers to set, in their order: the time stamp counter first and the timer's deadline after all
-/// others, for it counts in the former. These two are always set, for they do not stand still. Those that are `held`,
-/// in ascending order, are not.
-fn to_set(values: &[(u32, u64)], held: &[(u32, u64)]) -> Vec<(u32, u64)> {
+/// others, for it counts in the former. These two are always set, for they do not stand still. Of a vCPU that holds
+/// zero in all registers but those in `held`, only the others are.
+fn to_set(values: &[(u32, u64)], held: Option<&[(u32, u64)]>) -> Vec<(u32, u64)> {
     let rank = |index: u32| match index {
         TSC => 0,
         TSC_DEADLINE => 2,
         _ => 1,
     };
-    let needed = |value: &&(u32, u64)| match value.0 {
-        index if WALL_CLOCK.contains(&index) => false,
-        index => rank(index) != 1 || held.binary_search(value).is_err(),
+    let is_held = |index, value| {
+        held.is_some_and(|held| {
+            let known = held.iter().find(|(known, _)| *known == index);
+            known.map_or(0, |(_, value)| *value) == value
+        })
+    };
+    let needed = |(index, value): &&(u32, u64)| {
+        !WALL_CLOCK.contains(index) && (rank(*index) != 1 || !is_held(*index, *value))
     };
     let needed = values.iter().filter(needed);
     let mut ordered: Vec<_> = needed.map(|value| timer_at_once(*value)).collect();
@@ -336,8 +345,8 @@ mod tests {
     #[test]
     fn register_that_is_held_already_is_not_set_but_for_those_that_move() {
         let saved = [(1, 7), (TSC_DEADLINE, 5), (2, 0), (WALL_CLOCK[0], 9), (TSC, 9), (3, 4)];
-        assert_eq!(to_set(&saved, &[]), [(TSC, 9), (1, 7), (2, 0), (3, 4), (TSC_DEADLINE, 5)]);
-        let held = [(1, 7), (2, 0), (3, 1), (TSC, 9), (TSC_DEADLINE, 5)];
-        assert_eq!(to_set(&saved, &held), [(TSC, 9), (3, 4), (TSC_DEADLINE, 5)]);
+        assert_eq!(to_set(&saved, None), [(TSC, 9), (1, 7), (2, 0), (3, 4), (TSC_DEADLINE, 5)]);
+        let held = [(1, 7), (3, 1), (TSC, 9), (TSC_DEADLINE, 5)];
+        assert_eq!(to_set(&saved, Some(&held)), [(TSC, 9), (3, 4), (TSC_DEADLINE, 5)]);
     }
 }

@@ -9,7 +9,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use kvm_bindings::{CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
-use kvm_bindings::{kvm_enable_cap, kvm_msi, kvm_userspace_memory_region};
+use kvm_bindings::{kvm_cpuid_entry2, kvm_enable_cap, kvm_msi, kvm_userspace_memory_region};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use pvmm_devices::GuestMemory;
 use pvmm_devices::lines::{self, Deliver};
@@ -22,6 +22,8 @@ use crate::arch::x86_64::layout;
 
 /// How often making a VM is tried again when a signal gets in the way.
 const CREATE_ATTEMPTS: u32 = 5;
+/// The most kinds of fresh vCPUs that are remembered.
+const MAX_FRESH: usize = 64;
 
 const REQUIRED: [(Cap, &str); 6] = [
     (Cap::SignalMsi, "message-signalled interrupts"),
@@ -61,6 +63,14 @@ pub struct KvmHost {
     supported_cpuid: CpuId,
     msr_indices: Vec<u32>,
     pre_faults: bool,
+    fresh: Mutex<Vec<Fresh>>,
+}
+
+/// What a fresh vCPU of this number and these features holds, where that is not zero.
+struct Fresh {
+    id: u32,
+    cpuid: Vec<kvm_cpuid_entry2>,
+    msrs: Arc<[(u32, u64)]>,
 }
 
 impl KvmHost {
@@ -88,7 +98,7 @@ impl KvmHost {
         let supported_cpuid = CpuId::from_entries(most.as_slice()).unwrap_or(most);
         let msr_indices = kvm.get_msr_index_list().map_err(KvmError::Cpuid)?.as_slice().to_vec();
         let pre_faults = kvm.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0;
-        Ok(Self { kvm, supported_cpuid, msr_indices, pre_faults })
+        Ok(Self { kvm, supported_cpuid, msr_indices, pre_faults, fresh: Mutex::default() })
     }
 
     /// Whether memory can be put into a guest's tables before it is touched.
@@ -98,6 +108,25 @@ impl KvmHost {
 
     pub fn supported_cpuid(&self) -> &CpuId {
         &self.supported_cpuid
+    }
+
+    /// The model-specific registers of a fresh vCPU that are not zero: the first of its kind is asked for them.
+    pub fn fresh_msrs(
+        &self,
+        id: u32,
+        cpuid: &[kvm_cpuid_entry2],
+        ask: impl FnOnce() -> Result<Vec<(u32, u64)>, KvmError>,
+    ) -> Result<Arc<[(u32, u64)]>, KvmError> {
+        let mut known = self.fresh.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(fresh) = known.iter().find(|fresh| fresh.id == id && fresh.cpuid == cpuid) {
+            return Ok(fresh.msrs.clone());
+        }
+        let msrs: Arc<[_]> = ask()?.into();
+        if known.len() >= MAX_FRESH {
+            known.clear();
+        }
+        known.push(Fresh { id, cpuid: cpuid.to_vec(), msrs: msrs.clone() });
+        Ok(msrs)
     }
 }
 

@@ -9,7 +9,7 @@ use std::fs::{self, File};
 use std::io::{Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use super::manifest::{self, Manifest, MemoryFacts};
@@ -255,7 +255,6 @@ impl Template {
             working_set: None,
             without_memory: memory.is_none(),
             lessons: None,
-            msrs: OnceLock::new(),
             note: saved.note.unwrap_or_default(),
             pause: Duration::ZERO,
         })

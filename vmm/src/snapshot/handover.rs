@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pvmm_devices::virtio::block::io::LayeredDisk;
@@ -189,7 +189,6 @@ impl Template {
             working_set: working_set.map(Arc::new),
             without_memory: false,
             lessons: None,
-            msrs: OnceLock::new(),
             note: saved.note.unwrap_or_default(),
             pause: Duration::ZERO,
         })

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{self, Path, PathBuf};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use pvmm_devices::virtio::block::io::LayeredDisk;
@@ -90,7 +90,6 @@ impl Template {
             working_set: working_set.map(Arc::new),
             without_memory: options.without_memory,
             lessons: None,
-            msrs: OnceLock::new(),
             note: Vec::new(),
             pause: Duration::ZERO,
         })
