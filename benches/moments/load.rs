@@ -30,8 +30,7 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     let held = || {
         let (socket, tap) = (stage.dir()?.join("v"), tap(2));
         let begun = Instant::now();
-        let (vm, steps) =
-            trace::record(|| baking.template.fork(overrides(socket, tap.as_deref())));
+        let (vm, steps) = trace::record(|| baking.template.fork(overrides(socket, tap.as_deref())));
         let took = millis(begun.elapsed());
         let _vm = vm?;
         traces.borrow_mut().push(("load of a held template", durations(begun, &steps)));

@@ -149,7 +149,6 @@ impl Busy {
     }
 }
 
-
 /// All virtio devices of a machine, and the descriptors they wait for.
 pub struct DeviceLoop {
     events: EventManager<Subscriber>,

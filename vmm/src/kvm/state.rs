@@ -12,7 +12,7 @@ use kvm_bindings::{
     kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
     kvm_xsave,
 };
-use kvm_ioctls::{Cap, VcpuFd, VmFd};
+use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::vm::{KvmError, KvmVm};
@@ -83,7 +83,7 @@ impl ClockStateV2 {
     }
 }
 
-/// What is the same for all vCPUs of a machine and costs a call to find out.
+/// What is the same for all vCPUs of a host and costs a call to find out.
 #[derive(Clone, Debug)]
 pub struct StateShape {
     msr_indices: Vec<u32>,
@@ -92,13 +92,11 @@ pub struct StateShape {
 
 impl StateShape {
     /// Asks KVM which registers it keeps for a guest.
-    pub fn of(msr_indices: &[u32], vm: &VmFd) -> Self {
-        let size = vm.check_extension_int(Cap::Xsave2).max(0) as usize;
+    pub fn of(kvm: &Kvm) -> Result<Self, kvm_ioctls::Error> {
+        let msr_indices = kvm.get_msr_index_list()?.as_slice().to_vec();
+        let size = kvm.check_extension_int(Cap::Xsave2).max(0) as usize;
         let beyond = size.saturating_sub(size_of::<kvm_xsave>());
-        Self {
-            msr_indices: msr_indices.to_vec(),
-            xsave_extra: beyond.div_ceil(4).min(MAX_XSAVE_EXTRA),
-        }
+        Ok(Self { msr_indices, xsave_extra: beyond.div_ceil(4).min(MAX_XSAVE_EXTRA) })
     }
 }
 

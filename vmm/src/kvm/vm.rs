@@ -61,7 +61,7 @@ pub enum KvmError {
 pub struct KvmHost {
     kvm: Kvm,
     supported_cpuid: CpuId,
-    msr_indices: Vec<u32>,
+    shape: Arc<StateShape>,
     pre_faults: bool,
     fresh: Mutex<Vec<Fresh>>,
 }
@@ -96,9 +96,9 @@ impl KvmHost {
         let most = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(KvmError::Cpuid)?;
         // Without the room for those that there are not.
         let supported_cpuid = CpuId::from_entries(most.as_slice()).unwrap_or(most);
-        let msr_indices = kvm.get_msr_index_list().map_err(KvmError::Cpuid)?.as_slice().to_vec();
+        let shape = Arc::new(StateShape::of(&kvm).map_err(KvmError::Cpuid)?);
         let pre_faults = kvm.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0;
-        Ok(Self { kvm, supported_cpuid, msr_indices, pre_faults, fresh: Mutex::default() })
+        Ok(Self { kvm, supported_cpuid, shape, pre_faults, fresh: Mutex::default() })
     }
 
     /// Whether memory can be put into a guest's tables before it is touched.
@@ -133,7 +133,6 @@ impl KvmHost {
 /// A virtual machine.
 pub struct KvmVm {
     fd: Arc<VmFd>,
-    shape: Arc<StateShape>,
     host: Arc<KvmHost>,
     // KVM reads guest memory through these mappings for as long as the VM exists.
     _memory: GuestMemory,
@@ -166,8 +165,7 @@ impl KvmVm {
                 source,
             })?;
         }
-        let shape = Arc::new(StateShape::of(&host.msr_indices, &fd));
-        Ok(Self { fd: Arc::new(fd), shape, host: host.clone(), _memory: memory.clone() })
+        Ok(Self { fd: Arc::new(fd), host: host.clone(), _memory: memory.clone() })
     }
 
     /// A vCPU, to be made before any `connect`.
@@ -177,7 +175,7 @@ impl KvmVm {
 
     /// How a vCPU's state is read and set here.
     pub fn shape(&self) -> &Arc<StateShape> {
-        &self.shape
+        &self.host.shape
     }
 
     pub fn fd(&self) -> &Arc<VmFd> {

@@ -128,8 +128,8 @@ impl Template {
             base: self.base.as_ref().map(|b| (b.id.clone(), b.dir.clone(), b.depth)),
             base_layers: self.image.base_layers(),
         };
-        let bytes = rmp_serde::to_vec(&message)
-            .map_err(|error| failed(std::io::Error::other(error)))?;
+        let bytes =
+            rmp_serde::to_vec(&message).map_err(|error| failed(std::io::Error::other(error)))?;
         Ok((bytes, files))
     }
 

@@ -14,9 +14,7 @@ use super::checksum::{FileSums, Stamp};
 use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
 use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
-use super::{
-    Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, SIBLING, STATE, SnapshotError, host,
-};
+use super::{Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, SIBLING, STATE, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
 use crate::memory::{MAX_RUNS, MemoryImage, WorkingSet};
 use crate::storage::FrozenStorage;
@@ -178,10 +176,8 @@ impl Contents<'_> {
             memory: MemoryFacts {
                 size,
                 regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
-                base: base.map(|base| BaseFacts {
-                    id: base.id.clone(),
-                    path: canonical(&base.dir),
-                }),
+                base: base
+                    .map(|base| BaseFacts { id: base.id.clone(), path: canonical(&base.dir) }),
             },
             disks,
             taps: self.taps.to_vec(),

@@ -52,8 +52,8 @@ impl Facts {
 pub struct Block {
     pub(super) facts: Facts,
     pub(super) engine: Box<dyn Engine>,
-    // Written by the engine when an operation ends by itself.
-    pub(super) ended: Arc<EventFd>,
+    // Written by the engine when an operation ends by itself, if it has such.
+    pub(super) ended: Option<Arc<EventFd>>,
     pub(super) limiter: RateLimiter,
     pub(super) flush_failed: bool,
     pub(super) host_errors: u64,
@@ -94,7 +94,7 @@ pub enum BlockUpdate {
 /// What the owner of a machine keeps of a disk, to open other images for it.
 #[derive(Clone, Debug)]
 pub struct BlockHandle {
-    ended: Arc<EventFd>,
+    ended: Option<Arc<EventFd>>,
     mode: Mode,
     id: String,
 }
@@ -103,7 +103,7 @@ impl BlockHandle {
     /// Opens and locks another image, the way the disk's first one was.
     pub fn open(&self, source: Source) -> Result<BlockUpdate, BlockError> {
         let name = source.name(&self.id);
-        Ok(BlockUpdate::Replace(open(source, name, self.mode, &self.ended)?))
+        Ok(BlockUpdate::Replace(open(source, name, self.mode, self.ended.as_ref())?))
     }
 }
 
@@ -111,7 +111,7 @@ fn open(
     source: Source,
     name: String,
     mode: Mode,
-    ended: &Arc<EventFd>,
+    ended: Option<&Arc<EventFd>>,
 ) -> Result<Backend, BlockError> {
     let opened = || {
         let source = match source {
@@ -149,10 +149,13 @@ impl Block {
         let name = config.name();
         let BlockConfig { source, read_only, cache, id, engine, direct, limits } = config;
         let failed = |source| BlockError::Descriptors { name: name.clone(), source };
-        let ended = Arc::new(EventFd::new(EFD_NONBLOCK).map_err(failed)?);
+        let ended = match engine {
+            EngineKind::Plain => None,
+            _ => Some(Arc::new(EventFd::new(EFD_NONBLOCK).map_err(failed)?)),
+        };
         let limiter = RateLimiter::new(&limits);
         let mode = Mode { access: Access { read_only, direct }, engine };
-        let Backend { engine, block_size, size } = open(source, name, mode, &ended)?;
+        let Backend { engine, block_size, size } = open(source, name, mode, ended.as_ref())?;
         let capacity_sectors = 0;
         let mut facts = Facts { capacity_sectors, block_size, direct, read_only, cache, id };
         facts.set_size(size);
@@ -181,7 +184,7 @@ impl Block {
         Self {
             facts,
             engine: Box::new(Plain::new(disk)),
-            ended: Arc::new(EventFd::new(EFD_NONBLOCK).unwrap()),
+            ended: Some(Arc::new(EventFd::new(EFD_NONBLOCK).unwrap())),
             limiter: RateLimiter::new(&RateLimiterConfig::default()),
             flush_failed: false,
             host_errors: 0,

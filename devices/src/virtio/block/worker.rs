@@ -195,8 +195,8 @@ impl BlockWorker {
 impl MutEventSubscriber for BlockWorker {
     fn init(&mut self, ops: &mut EventOps) {
         let kicks = self.queues.iter().map(|queue| Events::new(queue.kick(), EventSet::IN));
-        let ended = Events::new(&*self.block.ended, EventSet::IN);
-        for events in kicks.chain([ended]) {
+        let ended = self.block.ended.iter().map(|ended| Events::new(&**ended, EventSet::IN));
+        for events in kicks.chain(ended) {
             if let Err(error) = ops.add(events) {
                 self.failed = true;
                 self.interrupt.needs_reset();
@@ -207,11 +207,10 @@ impl MutEventSubscriber for BlockWorker {
     }
 
     fn process(&mut self, events: Events, _ops: &mut EventOps) {
-        if events.fd() == self.block.ended.as_raw_fd() {
+        match self.block.ended.as_ref().filter(|ended| ended.as_raw_fd() == events.fd()) {
             // Empty means that it was taken before; nothing is lost.
-            let _ = self.block.ended.read();
-        } else {
-            self.queues.iter().for_each(VirtQueue::clear_kick);
+            Some(ended) => drop(ended.read()),
+            None => self.queues.iter().for_each(VirtQueue::clear_kick),
         }
         self.serve();
     }

@@ -83,13 +83,14 @@ pub enum EngineKind {
     Auto,
 }
 
-/// The engine of `kind` for an open image; `event` is written when an operation ends by itself.
+/// The engine of `kind` for an open image; `event` is written when an operation ends by itself, and without one none
+/// does.
 pub fn engine(
     kind: EngineKind,
     disk: FileDisk,
-    event: &Arc<EventFd>,
+    event: Option<&Arc<EventFd>>,
 ) -> Result<Box<dyn Engine>, OpenError> {
-    if kind != EngineKind::Plain {
+    if let Some(event) = event {
         match Uring::new(&disk, event) {
             Ok(uring) => return Ok(Box::new(uring)),
             Err(source) if kind == EngineKind::IoUring => {

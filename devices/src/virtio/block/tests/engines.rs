@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::super::EngineKind;
 use super::super::io::{Engine, FileDisk, Op, Target, Uring};
@@ -11,18 +12,22 @@ use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
 
 /// A disk on io_uring whose operations have ended when its turn has, so that tests need not wait.
 fn uring(image: &NamedTempFile) -> Block {
-    let mut block = disk(image);
-    block.engine = settled(image, &block.ended);
-    block
+    settled(image, disk(image))
 }
 
-fn settled(image: &NamedTempFile, ended: &Arc<vmm_sys_util::eventfd::EventFd>) -> Box<dyn Engine> {
+fn event() -> Arc<EventFd> {
+    Arc::new(EventFd::new(EFD_NONBLOCK).unwrap())
+}
+
+fn settled(image: &NamedTempFile, mut block: Block) -> Block {
+    let ended = event();
     let file = File::options().read(true).write(true).open(image.path()).unwrap();
     // The lock is the first disk's; this is the same file under it.
     let disk = FileDisk::unlocked(file);
-    let mut uring = Uring::new(&disk, ended).expect("this host has no io_uring");
+    let mut uring = Uring::new(&disk, &ended).expect("this host has no io_uring");
     uring.settles = true;
-    Box::new(uring)
+    (block.engine, block.ended) = (Box::new(uring), Some(ended));
+    block
 }
 
 struct UringDisk(NamedTempFile);
@@ -37,9 +42,7 @@ impl Specimen for UringDisk {
 
     fn restored(&self, state: &DeviceState) -> Block {
         let DeviceState::Block(state) = state else { panic!("{state:?}") };
-        let mut block = Block::restore(BlockConfig::new(self.0.path()), state).unwrap();
-        block.engine = settled(&self.0, &block.ended);
-        block
+        settled(&self.0, Block::restore(BlockConfig::new(self.0.path()), state).unwrap())
     }
 
     fn exercise(&self, driver: &mut MockDriver) {
@@ -151,7 +154,7 @@ fn disk_of_a_host_without_rings() {
 #[test]
 fn ring_refuses_a_token_that_is_out_already() {
     let image = image();
-    let ended = disk(&image).ended.clone();
+    let ended = event();
     let file = File::options().read(true).write(true).open(image.path()).unwrap();
     let mut ring = Uring::new(&FileDisk::unlocked(file), &ended).unwrap();
     ring.start(1, Op::Sync);
@@ -166,7 +169,7 @@ fn ring_refuses_a_token_that_is_out_already() {
 #[test]
 fn ring_dropped_with_operations_out_waits_for_them() {
     let image = large_image();
-    let ended = disk(&image).ended.clone();
+    let ended = event();
     let file = File::options().read(true).write(true).open(image.path()).unwrap();
     for _ in 0..50 {
         let mut ring = Uring::new(&FileDisk::unlocked(file.try_clone().unwrap()), &ended).unwrap();
