@@ -98,7 +98,7 @@ pub trait Worker: MutEventSubscriber + Send {
     /// no host input until `resume`. Its descriptors stay registered: events are ignored or left.
     fn quiesce(&mut self);
 
-    /// Takes up work again, including kicks that arrived while quiet.
+    /// Takes up work again, including what arrived while quiet.
     fn resume(&mut self);
 
     /// What a snapshot must keep, beyond the queues. Only called between `quiesce` and `resume`.

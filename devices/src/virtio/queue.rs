@@ -4,15 +4,22 @@
 //! a bad ring is a `QueueFault` that stops the device, and no head is in flight twice.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use serde::{Deserialize, Serialize};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
-use vm_memory::{GuestAddress, GuestMemory as _, Permissions};
+use vm_memory::{Address, Bytes, GuestAddress, GuestMemory as _, Permissions};
 use vmm_sys_util::eventfd::EventFd;
 
 use super::Counters;
 use super::chain::{self, Chain, ChainFault};
 use crate::GuestMemory;
+
+/// The used ring: flags and index, then entries, then at which index the driver shall kick.
+const USED_HEADER: u64 = 4;
+const USED_ENTRY: u64 = 8;
+/// In its flags: the driver need not kick.
+const NO_KICKS: u16 = 1;
 
 /// A queue as the driver configured it, or as a snapshot holds it. Untrusted until `VirtQueue::new`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -123,6 +130,31 @@ impl VirtQueue {
     pub fn kick_again(&self) {
         // Only a counter at its maximum refuses, and then a kick is pending anyway.
         let _ = self.kick.write(1);
+    }
+
+    /// Kicks the queue from the host unless it stands as a worker left it who waits for the driver: nothing to pop, and
+    /// the driver will kick when there is. Such a queue is only read, so that none of a copy's rings is written before
+    /// it is used.
+    pub fn kick_if_due(&self) {
+        if !self.waits_for_driver().unwrap_or(false) {
+            self.kick_again();
+        }
+    }
+
+    fn waits_for_driver(&self) -> Option<bool> {
+        let (next, order) = (self.queue.next_avail(), Ordering::Acquire);
+        if self.queue.avail_idx(&self.memory, order).ok()?.0 != next {
+            return Some(false);
+        }
+        let used = GuestAddress(self.queue.used_ring());
+        let load = |at| self.memory.load::<u16>(at, Ordering::Relaxed).ok().map(u16::from_le);
+        match self.queue.event_idx_enabled() {
+            true => {
+                let at = used.checked_add(USED_HEADER + USED_ENTRY * u64::from(self.size()))?;
+                Some(load(at)? == next)
+            }
+            false => Some(load(used)? & NO_KICKS == 0),
+        }
     }
 
     pub fn memory(&self) -> &GuestMemory {

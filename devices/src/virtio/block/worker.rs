@@ -227,7 +227,7 @@ impl Worker for BlockWorker {
 
     fn resume(&mut self) {
         self.quiet = false;
-        self.wake();
+        self.queues.iter().for_each(VirtQueue::kick_if_due);
     }
 
     fn save(&self) -> DeviceState {

@@ -192,7 +192,12 @@ impl Worker for NetWorker {
 
     fn resume(&mut self) {
         self.quiet = false;
-        self.wake();
+        let [rx, tx] = &self.queues[..] else { return };
+        tx.kick_if_due();
+        // Buffers are of no use without a frame.
+        if self.rx.readable || self.net.mmds.is_some() {
+            rx.kick_again();
+        }
     }
 
     fn save(&self) -> DeviceState {

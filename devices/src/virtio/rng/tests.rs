@@ -1,5 +1,8 @@
 //! The source of randomness as a driver meets it.
 
+use vm_memory::{Address, Bytes};
+
+use super::super::mmio::RING_EVENT_IDX;
 use super::super::testing::Buffer::{Readable, Writable};
 use super::super::testing::MockDriver;
 use super::super::{conformance, registry::DeviceState};
@@ -75,4 +78,31 @@ fn request_beyond_the_limit_waits_until_the_bucket_has_filled() {
     }
     assert_eq!(second.unwrap().len, 64);
     assert!(begun.elapsed().as_millis() >= 300, "{:?}", begun.elapsed());
+}
+
+/// With and without event indices.
+#[test]
+fn resume_leaves_a_queue_alone_that_waits_for_its_driver_and_no_other() {
+    for left_out in [0, RING_EVENT_IDX] {
+        let mut driver = MockDriver::new(Rng::default());
+        driver.start_with(driver.offered() & !left_out);
+        assert_eq!(driver.request(0, &[Writable(8)]).0.unwrap().len, 8);
+        let pause = |driver: &MockDriver| {
+            let devices = driver.devices.handle();
+            devices.quiesce_all().unwrap();
+            devices.resume_all().unwrap();
+            driver.devices.run(9)
+        };
+        assert_eq!(pause(&driver), 0);
+        // As a worker leaves them that was stopped before it could ask for kicks again.
+        let flags = driver.used_ring(0);
+        let kick_at = flags.unchecked_add(4 + 8 * 256);
+        let (off, asked) = if left_out == 0 { (kick_at, 1u16) } else { (flags, 0) };
+        driver.memory.write_obj(1 - asked, off).unwrap();
+        assert_ne!(pause(&driver), 0);
+        assert_eq!(driver.memory.read_obj::<u16>(off).unwrap(), asked);
+        driver.offer(0, 0);
+        assert_ne!(pause(&driver), 0);
+        assert!(driver.used(0).is_some());
+    }
 }

@@ -132,7 +132,7 @@ impl Worker for RngWorker {
 
     fn resume(&mut self) {
         self.quiet = false;
-        self.wake();
+        self.queues.iter().for_each(VirtQueue::kick_if_due);
     }
 
     fn save(&self) -> DeviceState {
