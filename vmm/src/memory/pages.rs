@@ -38,6 +38,11 @@ impl Runs {
         runs
     }
 
+    /// None yet, and room for so many that none is wasted while they come.
+    pub fn with_room(count: usize) -> Self {
+        Self(Vec::with_capacity(count))
+    }
+
     /// The parts that lie in `range`.
     #[must_use]
     pub fn between(&self, range: &Range<u64>) -> Self {

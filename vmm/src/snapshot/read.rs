@@ -292,7 +292,7 @@ fn refuse_foreign_folder(path: &Path) -> Result<(), SnapshotError> {
 
 /// Whole pages, ascending, within the memory.
 pub fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<Runs, SnapshotError> {
-    let mut checked = Runs::default();
+    let mut checked = Runs::with_room(runs.len());
     let mut end = 0;
     for (start, stop) in runs {
         let whole = start.is_multiple_of(PAGE) && stop.is_multiple_of(PAGE);
