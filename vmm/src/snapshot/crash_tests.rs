@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -48,7 +49,7 @@ fn write(dir: &Path) -> Result<Manifest, Error> {
     memory.guest.write_slice(&[8; 4096], GuestAddress(0x5000)).unwrap();
     let image = memory.keep_beside(&memory.image).unwrap();
     let disk = tempfile::tempfile().unwrap();
-    std::os::unix::fs::FileExt::write_all_at(&disk, &[9; 8192], 0).unwrap();
+    disk.write_all_at(&[9; 8192], 0).unwrap();
     let saved = super::testing::saved();
     let contents = Contents {
         machine: &saved.machine,
@@ -87,6 +88,31 @@ fn whole(dir: &Path) -> String {
     folder.layers(&saved, &mut files, everything, 0).expect("memory");
     folder.drives(&mut files).expect("disks");
     folder.manifest.id.clone()
+}
+
+#[test]
+fn folder_is_compared_once_where_it_was_copied_to_and_never_where_it_was_written() {
+    let place = tempfile::tempdir().unwrap();
+    let (here, there) = (place.path().join("here"), place.path().join("there"));
+    write(&here).unwrap();
+    let load = |dir: &Path| {
+        let folder = Folder::open(dir)?;
+        folder.verify(&folder.state()?, LoadOptions::default()).map(drop)
+    };
+    load(&here).unwrap();
+    assert!(!here.join(STAMP).exists());
+    let copied = Command::new("cp").arg("-a").args([&here, &there]).status().unwrap();
+    assert!(copied.success());
+    load(&there).unwrap();
+    assert!(there.join(STAMP).exists());
+    // What was written down holds until the file changes.
+    let memory = there.join(MEMORY);
+    fs::set_permissions(&memory, fs::Permissions::from_mode(0o600)).unwrap();
+    let file = fs::File::options().write(true).open(&memory).unwrap();
+    file.write_all_at(&[1], 0x5000).unwrap();
+    assert!(matches!(load(&there), Err(SnapshotError::Checksum { .. })));
+    file.write_all_at(&[7], 0x5000).unwrap();
+    load(&there).unwrap();
 }
 
 /// A folder with a snapshot in it, and how the writer of the next one does under strace.
