@@ -13,7 +13,7 @@
 //! | `balloon/`, `block/`, `net/`, `rng/`, `vsock/` | one device each |
 //! | `testing.rs`, `conformance.rs` | a driver to test them with, and what every device must pass |
 
-pub mod alarm;
+mod alarm;
 pub mod balloon;
 pub mod block;
 pub mod chain;
