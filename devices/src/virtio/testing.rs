@@ -56,6 +56,11 @@ impl InlineLoop {
         DeviceHandle::new(self.clone())
     }
 
+    /// Waits as a thread of its own would, and serves what is ready.
+    pub fn wait(&self, timeout_ms: i32) {
+        self.0.lock().unwrap().poll(timeout_ms).unwrap();
+    }
+
     /// Serves until nothing is ready, or for `rounds` rounds; returns how many it took.
     pub fn run(&self, rounds: usize) -> usize {
         let mut devices = self.0.lock().unwrap();
