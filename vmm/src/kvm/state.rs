@@ -5,6 +5,7 @@
 #![allow(unsafe_code)] // The extended save area has a length that only KVM knows.
 
 use std::io;
+use std::ops::Range;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvm_bindings::{
@@ -32,6 +33,11 @@ const TSC_DEADLINE: u32 = 0x6e0;
 /// By these, old and new, a guest asks for the time of day to be written to its memory, once. Setting them
 /// would write it again, where the guest has long read it.
 const WALL_CLOCK: [u32; 2] = [0x11, 0x4b56_4d00];
+/// The old number of a register that has a new one too.
+const OLD_SYSTEM_TIME: u32 = 0x12;
+/// Those of Hyper-V's interface, which no guest is offered. KVM makes room for all of it, for good, as soon as one is
+/// read or set.
+const HYPER_V: Range<u32> = 0x4000_0000..0x4000_0200;
 
 /// A vCPU at the moment of a snapshot. Untrusted when it comes from a file.
 #[derive(Clone, Serialize, Deserialize)]
@@ -93,7 +99,8 @@ pub struct StateShape {
 impl StateShape {
     /// Asks KVM which registers it keeps for a guest.
     pub fn of(kvm: &Kvm) -> Result<Self, kvm_ioctls::Error> {
-        let msr_indices = kvm.get_msr_index_list()?.as_slice().to_vec();
+        let mut msr_indices = kvm.get_msr_index_list()?.as_slice().to_vec();
+        msr_indices.retain(|index| is_state(*index));
         let size = kvm.check_extension_int(Cap::Xsave2).max(0) as usize;
         let beyond = size.saturating_sub(size_of::<kvm_xsave>());
         Ok(Self { msr_indices, xsave_extra: beyond.div_ceil(4).min(MAX_XSAVE_EXTRA) })
@@ -255,7 +262,12 @@ fn save_area(extra: usize) -> Result<Xsave, kvm_ioctls::Error> {
     Xsave::new(extra).map_err(|_| kvm_ioctls::Error::new(libc::ENOMEM))
 }
 
-/// All registers that KVM lists and gives. It stops at one that it lists and does not have here.
+/// Whether a register says anything that no other does.
+fn is_state(index: u32) -> bool {
+    index != OLD_SYSTEM_TIME && !WALL_CLOCK.contains(&index) && !HYPER_V.contains(&index)
+}
+
+/// All registers that are asked for, where KVM has them. It stops at one that it lists and does not have here.
 fn get_msrs(vcpu: &VcpuFd, id: u32, indices: &[u32]) -> Result<Vec<(u32, u64)>, KvmError> {
     let mut values = Vec::with_capacity(indices.len());
     let mut left = indices;
@@ -294,7 +306,7 @@ fn to_set(values: &[(u32, u64)], held: Option<&[(u32, u64)]>) -> Vec<(u32, u64)>
         })
     };
     let needed = |(index, value): &&(u32, u64)| {
-        !WALL_CLOCK.contains(index) && (rank(*index) != 1 || !is_held(*index, *value))
+        is_state(*index) && (rank(*index) != 1 || !is_held(*index, *value))
     };
     let needed = values.iter().filter(needed);
     let mut ordered: Vec<_> = needed.map(|value| timer_at_once(*value)).collect();
@@ -343,6 +355,7 @@ mod tests {
     #[test]
     fn register_that_is_held_already_is_not_set_but_for_those_that_move() {
         let saved = [(1, 7), (TSC_DEADLINE, 5), (2, 0), (WALL_CLOCK[0], 9), (TSC, 9), (3, 4)];
+        let saved = [&saved[..], &[(OLD_SYSTEM_TIME, 1), (HYPER_V.start + 0x10, 8)]].concat();
         assert_eq!(to_set(&saved, None), [(TSC, 9), (1, 7), (2, 0), (3, 4), (TSC_DEADLINE, 5)]);
         let held = [(1, 7), (3, 1), (TSC, 9), (TSC_DEADLINE, 5)];
         assert_eq!(to_set(&saved, Some(&held)), [(TSC, 9), (3, 4), (TSC_DEADLINE, 5)]);
