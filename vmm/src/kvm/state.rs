@@ -33,7 +33,7 @@ const TSC_DEADLINE: u32 = 0x6e0;
 /// By these, old and new, a guest asks for the time of day to be written to its memory, once. Setting them
 /// would write it again, where the guest has long read it.
 const WALL_CLOCK: [u32; 2] = [0x11, 0x4b56_4d00];
-/// The old number of a register that has a new one too.
+/// Where a guest wants its clock, by its old number; the same stands in a register with a new one.
 const OLD_SYSTEM_TIME: u32 = 0x12;
 /// Those of Hyper-V's interface, which no guest is offered. KVM makes room for all of it, for good, as soon as one is
 /// read or set.
@@ -262,7 +262,7 @@ fn save_area(extra: usize) -> Result<Xsave, kvm_ioctls::Error> {
     Xsave::new(extra).map_err(|_| kvm_ioctls::Error::new(libc::ENOMEM))
 }
 
-/// Whether a register says anything that no other does.
+/// Whether a register is part of what a vCPU is given back.
 fn is_state(index: u32) -> bool {
     index != OLD_SYSTEM_TIME && !WALL_CLOCK.contains(&index) && !HYPER_V.contains(&index)
 }
