@@ -55,7 +55,8 @@ impl Agent {
         if let Request::Exec(exec) = &mut wire {
             // What would be dropped here anyway need not travel.
             let tail = request.cap.tail.min(MAX_TAIL as usize) as u32;
-            let head = request.cap.head as u64 + (request.cap.tail - tail as usize) as u64;
+            let beyond = request.cap.tail - tail as usize;
+            let head = (request.cap.head as u64).saturating_add(beyond as u64);
             exec.output_limit = Some(OutputLimit { head, tail });
         }
         let mut process = self.start_message(request, &wire)?;

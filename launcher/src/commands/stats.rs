@@ -109,3 +109,31 @@ impl<'a> Row<'a> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stats_with_extreme_numbers_are_shown() {
+        let metrics = |number: u64| Metrics {
+            uptime_us: number,
+            cpus: number as u32,
+            cpu_busy_us: number,
+            cpu_idle_us: number,
+            load_centi: [number as u32; 3],
+            memory_total_kib: number,
+            memory_available_kib: !number,
+            disk_total_bytes: number,
+            disk_available_bytes: !number,
+            oom_kills: number,
+            ..Metrics::default()
+        };
+        for (before, now) in [(0, u64::MAX), (u64::MAX, 0), (u64::MAX, u64::MAX)] {
+            let (before, now) = (metrics(before), metrics(now));
+            let row = Row::of(&before, &now);
+            assert!(row.cpu_percent.is_finite());
+            assert!(!table(&row).render().is_empty());
+        }
+    }
+}

@@ -9,6 +9,7 @@
 //! | `archive.rs` | the entries of a tar archive that is unpacked into a folder |
 //! | `pvmm::snapshot::testing` | a state file and a folder's manifest, and changes to good ones |
 //! | `frames.rs` | the agent's protocol, as either end reads it |
+//! | `reports.rs` | what an agent answers to each request, with extreme numbers |
 //!
 //! The same functions are fuzz targets (`cargo xtask fuzz`) and tests: a test runs the kept corpus and a
 //! few thousand inputs that are the same every time. A panic is a finding, and so is a broken promise.
@@ -22,13 +23,14 @@ mod frames;
 mod input;
 mod net;
 mod ports;
+mod reports;
 mod transport;
 
 /// Tries one input; panics if a promise is broken.
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 12] = [
+pub const TARGETS: [(&str, Target); 13] = [
     ("transport_rng", transport::rng),
     ("transport_block", transport::block),
     ("transport_net", transport::net),
@@ -39,6 +41,7 @@ pub const TARGETS: [(&str, Target); 12] = [
     ("ports", ports::accesses),
     ("agent_frames", frames::stream),
     ("agent_messages", frames::message),
+    ("agent_reports", reports::answers),
     ("archive", archive::entries),
     ("snapshot", pvmm::snapshot::testing::walk),
 ];
@@ -113,6 +116,7 @@ mod tests {
         ports 3000
         agent_frames 5000
         agent_messages 10000
+        agent_reports 2000
         archive 1000
         snapshot 2000
     }

@@ -88,8 +88,12 @@ impl MimeBundle {
         self.get(mime).map(|data| String::from_utf8_lossy(data).into_owned())
     }
 
-    fn len(&self) -> usize {
-        self.parts.iter().map(|(key, data)| key.len() + data.len()).sum()
+    /// The memory that it takes, so that many empty ones are not free of charge.
+    fn cost(&self) -> usize {
+        let part = |(key, data): &(String, Vec<u8>)| {
+            size_of::<(String, Vec<u8>)>() + key.len() + data.len()
+        };
+        size_of::<Self>() + self.parts.iter().map(part).sum::<usize>()
     }
 }
 
@@ -165,7 +169,7 @@ impl Agent {
         let grace = request.grace.unwrap_or(INTERRUPT_GRACE).min(MAX_TIMEOUT);
         let late =
             request.timeout.map(|time| Instant::now() + time.min(MAX_TIMEOUT) + grace + MARGIN);
-        Ok(CodeRun { stream, late, bytes: Vec::new(), ended: None })
+        Ok(CodeRun { stream, late, bytes: Vec::new(), taken: 0, ended: None })
     }
 
     /// Runs code to its end and collects what it gave.
@@ -173,10 +177,12 @@ impl Agent {
         let mut run = self.start_code(session, request)?;
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         let (mut displays, mut result, mut error) = (Vec::new(), None, None);
-        let (mut shown, mut truncated) = (0, false);
+        let (mut shown, mut truncated) = (0usize, false);
         let mut fits = |bundle: &MimeBundle| {
-            shown += bundle.len();
-            shown <= MAX_SHOWN
+            let cost = bundle.cost();
+            let room = shown + cost <= MAX_SHOWN;
+            shown += if room { cost } else { 0 };
+            room
         };
         loop {
             match run.next_event(None)? {
@@ -233,7 +239,10 @@ fn append(kept: &mut Vec<u8>, bytes: &[u8]) -> bool {
 pub struct CodeRun {
     stream: StreamRef,
     late: Option<Instant>,
+    /// What came, and how much of it was taken: a chunk of many small records is moved once, not
+    /// once for each.
     bytes: Vec<u8>,
+    taken: usize,
     ended: Option<RunReport>,
 }
 
@@ -253,8 +262,13 @@ impl CodeRun {
             }
             let until = [deadline, self.late].into_iter().flatten().min();
             match self.stream.next(until)? {
-                Some(Event::Data(_, bytes)) => self.bytes.extend_from_slice(&bytes),
-                Some(Event::Done(Outcome::Ok(Answer::Run(report)))) if self.bytes.is_empty() => {
+                Some(Event::Data(_, bytes)) => {
+                    self.bytes.drain(..std::mem::take(&mut self.taken));
+                    self.bytes.extend_from_slice(&bytes);
+                }
+                Some(Event::Done(Outcome::Ok(Answer::Run(report))))
+                    if self.taken == self.bytes.len() =>
+                {
                     self.ended = Some(report);
                 }
                 Some(Event::Done(Outcome::Ok(_))) => return Err(AgentError::WrongAnswer),
@@ -281,7 +295,7 @@ impl CodeRun {
     /// The next whole record.
     fn take_record(&mut self) -> Result<Option<CodeEvent>, AgentError> {
         const BAD: AgentError = AgentError::Lost(Lost::Protocol("a malformed record"));
-        let Some((head, body)) = self.bytes.split_first_chunk::<RECORD_HEAD>() else {
+        let Some((head, body)) = self.bytes[self.taken..].split_first_chunk::<RECORD_HEAD>() else {
             return Ok(None);
         };
         let (len, kind) = record_head(*head).ok_or(BAD)?;
@@ -303,7 +317,7 @@ impl CodeRun {
             }
             RecordKind::Done | RecordKind::Ready => return Err(BAD),
         };
-        self.bytes.drain(..RECORD_HEAD + len);
+        self.taken += RECORD_HEAD + len;
         Ok(Some(event))
     }
 }

@@ -2,6 +2,8 @@
 //! A scripted peer on a socket pair plays it; tests of the catalogue's group G carry its numbers.
 #![allow(unsafe_code)] // one test shortens a listener's queue
 
+mod extremes;
+
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixListener, UnixStream};

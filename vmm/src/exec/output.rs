@@ -52,10 +52,11 @@ impl Capture {
     }
 
     pub(super) fn finish(self, count: OutputCount) -> Captured {
-        let dropped = count.dropped + self.tail.forgotten();
+        // The agent's count is only its word, and may be any number.
+        let dropped = count.dropped.saturating_add(self.tail.forgotten());
         let mut bytes = self.head;
         bytes.extend_from_slice(&self.tail.into_bytes());
-        // What came and what the agent says it left out; its own total is only its word.
+        // What came and what the agent says it left out; its own total is not looked at.
         Captured { bytes, total: self.received.saturating_add(count.dropped), dropped }
     }
 }
