@@ -89,7 +89,8 @@ pub fn find_named(name: &str) -> Result<Option<Warm>, Failure> {
     }
 }
 
-/// Boots a VM of this shape, lets it rehearse, freezes it and keeps it. Does nothing if that was done.
+/// Boots a VM of this shape, lets it rehearse, freezes it and keeps it. Does nothing if that was done, unless what was
+/// kept cannot be used here: of a cache that came from another host, or is broken.
 pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     let mut steps = Steps::new(quiet);
     let cache = Cache::open().map_err(prepare::refuse)?;
@@ -102,7 +103,7 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     let place = dir(&cache, shape, &kernel.vmlinux, &rootfs)
         .ok_or_else(|| Failure::fault("the template's image cannot be read"))?;
     let _lock = cache.lock(KIND, &shape.template, &mut Silent).map_err(prepare::refuse)?;
-    if place.exists() {
+    if Template::load(&place, LoadOptions::default()).is_ok() {
         return Ok(place);
     }
     steps.event(Event::Step("baking a warm template"));
@@ -168,7 +169,8 @@ fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> R
     let parent = place.parent().unwrap_or(place);
     fs::create_dir_all(parent)
         .map_err(|error| Failure::fault(format!("cannot make {}: {error}", parent.display())))?;
-    let options = WriteOptions { durability: Durability::Full, ..WriteOptions::default() };
+    let durability = Durability::Full;
+    let options = WriteOptions { durability, replace: true, ..WriteOptions::default() };
     template.write(place, options).map_err(failed)?;
     Ok(())
 }

@@ -24,6 +24,7 @@ mod limits;
 mod mmds;
 mod moments;
 mod net;
+mod other_host;
 mod outcomes;
 mod outliving;
 mod page_server;

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, ErrorKind};
-use crate::kvm::state;
+use crate::kvm::state::{self, VcpuStateV1};
 use crate::memory::{Freezing, Lessons, Memory, MemoryError, Runs, WorkingSet};
 use crate::snapshot::state::MachineState;
 use crate::template::Template;
@@ -131,8 +131,12 @@ impl Vm {
         let save = |transport: &Arc<pvmm_devices::virtio::mmio::MmioTransport>| transport.save();
         let transports = self.transports.iter().map(save).collect::<Result<_, _>>()?;
         let asked = self.vcpus.iter().map(VcpuThread::save).collect::<Result<Vec<_>, _>>()?;
-        let wait = |vcpu: crate::vcpu::thread::Answer<_>| {
-            vcpu.wait().map(|state: Box<_>| Arc::from(state))
+        let wait = |vcpu: crate::vcpu::thread::Answer<Box<VcpuStateV1>>| {
+            let mut state = vcpu.wait()?;
+            // What the guest knows, also where this host has measured a little more or less: differences do not
+            // add up from host to host.
+            state.tsc_khz = self.held.clock_khz.unwrap_or(state.tsc_khz);
+            Ok::<_, Error>(Arc::from(state))
         };
         let vcpus = asked.into_iter().map(wait).collect::<Result<_, _>>()?;
         Ok(MachineState {

@@ -16,7 +16,7 @@ use crate::boot::open_console;
 use crate::config;
 use crate::drives::{self, HeldDrive};
 use crate::error::{Error, ErrorKind};
-use crate::kvm::vm::{KvmHost, KvmVm};
+use crate::kvm::vm::{KvmError, KvmHost, KvmVm};
 use crate::kvm::{state, vcpu};
 use crate::machine::{Held, Machine, Opened};
 use crate::memory::{Memory, PageServer, WorkingSet};
@@ -45,7 +45,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     let mut vcpus = Vec::with_capacity(saved.vcpus.len());
     for (id, saved) in (0..).zip(&saved.vcpus) {
         let vcpu = kvm.create_vcpu(id)?;
-        state::load_features(&vcpu, id, saved)?;
+        state::load_features(&vcpu, id, saved, template.host.scales_clock()).map_err(not_taken)?;
         vcpus.push(vcpu);
     }
     trace::step("vCPUs and CPUID");
@@ -67,7 +67,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     trace::step("clock and I/O APIC");
     for ((id, vcpu), saved) in (0..).zip(&vcpus).zip(&saved.vcpus) {
         let msrs = state::msrs_to_tell(vcpu, id, saved, &kvm)?;
-        state::load(vcpu, id, saved, kvm.shape(), Some(&msrs))?;
+        state::load(vcpu, id, saved, kvm.shape(), Some(&msrs)).map_err(not_taken)?;
     }
     trace::step("vCPU state");
     for (transport, saved) in machine.transports.iter().zip(&saved.transports) {
@@ -93,10 +93,11 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
         server.started(machine.devices.handle().clone(), machine.ending.report())?;
     }
     let (base, ready) = (template.base.clone(), None);
+    let clock_khz = saved.vcpus.first().map(|vcpu| vcpu.tsc_khz);
     let Overrides { track_changes, vcpu_threads, .. } = overrides;
     #[rustfmt::skip]
     let held = Held {
-        drives, taps, scratch, vsock_path, ready, base, working_set, _first, track_changes, vcpu_threads,
+        drives, taps, scratch, vsock_path, ready, base, working_set, _first, track_changes, clock_khz, vcpu_threads,
     };
     let mut vm = machine.start(vcpus, kvm, memory, held)?;
     vm.page_server = page_server;
@@ -270,6 +271,11 @@ fn thaw(
 fn take<T>(overrides: &mut Vec<(usize, T)>, index: usize) -> Option<T> {
     let position = overrides.iter().position(|(place, _)| *place == index)?;
     Some(overrides.swap_remove(position).1)
+}
+
+/// A state that KVM does not take back is one of another host, whatever `snapshot/host.rs` found right about it.
+fn not_taken(error: KvmError) -> Error {
+    Error::new(ErrorKind::SnapshotIncompatible, "KVM", error)
 }
 
 fn refused(what: String) -> impl Fn(drives::OpenError) -> Error {

@@ -9,14 +9,16 @@ use std::ops::Range;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use kvm_bindings::{
-    CpuId, KVM_MP_STATE_RUNNABLE, Msrs, Xsave, kvm_clock_data, kvm_cpuid_entry2, kvm_debugregs,
-    kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs, kvm_sregs, kvm_vcpu_events, kvm_xcrs,
-    kvm_xsave,
+    CpuId, KVM_MP_STATE_RUNNABLE, KVM_VCPUEVENT_VALID_NMI_PENDING, KVM_VCPUEVENT_VALID_SHADOW,
+    KVM_VCPUEVENT_VALID_SIPI_VECTOR, KVM_VCPUEVENT_VALID_SMM, Msrs, Xsave, kvm_clock_data,
+    kvm_cpuid_entry2, kvm_debugregs, kvm_lapic_state, kvm_mp_state, kvm_msr_entry, kvm_regs,
+    kvm_sregs, kvm_vcpu_events, kvm_xcrs, kvm_xsave,
 };
 use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::vm::{KvmError, KvmVm};
+use crate::arch::x86_64::cpuid;
 use crate::packed;
 
 /// The most entries that a saved vCPU may have; KVM itself takes no more.
@@ -27,6 +29,8 @@ const MAX_XSAVE_EXTRA: usize = 64 << 10;
 
 /// The first page of the save area, which every KVM has.
 const XSAVE_WORDS: usize = 1024;
+/// Where the save area says which of its parts hold something.
+const XSTATE_BV: usize = 128;
 
 const TSC: u32 = 0x10;
 const TSC_DEADLINE: u32 = 0x6e0;
@@ -38,6 +42,13 @@ const OLD_SYSTEM_TIME: u32 = 0x12;
 /// Those of Hyper-V's interface, which no guest is offered. KVM makes room for all of it, for good, as soon as one is
 /// read or set.
 const HYPER_V: Range<u32> = 0x4000_0000..0x4000_0200;
+/// What a processor's own virtualization can do. No guest is offered that, and each host has other values.
+const VMX: Range<u32> = 0x480..0x493;
+/// What is in the saved events that every KVM takes back; the rest must be asked for, and never is.
+const EVENT_FLAGS: u32 = KVM_VCPUEVENT_VALID_NMI_PENDING
+    | KVM_VCPUEVENT_VALID_SIPI_VECTOR
+    | KVM_VCPUEVENT_VALID_SHADOW
+    | KVM_VCPUEVENT_VALID_SMM;
 
 /// A vCPU at the moment of a snapshot. Untrusted when it comes from a file.
 #[derive(Clone, Serialize, Deserialize)]
@@ -105,6 +116,24 @@ impl StateShape {
         let beyond = size.saturating_sub(size_of::<kvm_xsave>());
         Ok(Self { msr_indices, xsave_extra: beyond.div_ceil(4).min(MAX_XSAVE_EXTRA) })
     }
+
+    #[cfg(test)]
+    pub fn with_msrs(msr_indices: Vec<u32>) -> Self {
+        Self { msr_indices, xsave_extra: 0 }
+    }
+
+    /// The 32-bit words that a vCPU's extended state may have here.
+    pub fn xsave_words(&self) -> usize {
+        XSAVE_WORDS + self.xsave_extra
+    }
+
+    /// The first register of a saved vCPU that KVM does not keep here, if it holds anything.
+    pub fn unknown_msr(&self, saved: &[(u32, u64)]) -> Option<u32> {
+        let unknown = |(index, value): &&(u32, u64)| {
+            *value != 0 && is_state(*index) && !self.msr_indices.contains(index)
+        };
+        saved.iter().find(unknown).map(|(index, _)| *index)
+    }
 }
 
 /// Copies a parked vCPU's state out of KVM.
@@ -139,18 +168,48 @@ pub fn save(vcpu: &VcpuFd, id: u32, shape: &StateShape) -> Result<VcpuStateV1, K
     })
 }
 
-/// Gives a fresh vCPU the features it had. A vCPU that has run already keeps them.
-pub fn load_features(vcpu: &VcpuFd, id: u32, state: &VcpuStateV1) -> Result<(), KvmError> {
+/// Gives a fresh vCPU the features it had, less those that no guest is offered, and the rate of its clock. A vCPU
+/// that has run already keeps them.
+pub fn load_features(
+    vcpu: &VcpuFd,
+    id: u32,
+    state: &VcpuStateV1,
+    scales_clock: bool,
+) -> Result<(), KvmError> {
     let failed = |what| move |error: kvm_ioctls::Error| refused(id, what, error.into());
-    let cpuid = CpuId::from_entries(&state.cpuid)
+    let cpuid = CpuId::from_entries(&cpuid::masked(&state.cpuid))
         .map_err(|error| refused(id, "cpuid", io::Error::other(error)))?;
     vcpu.set_cpuid2(&cpuid).map_err(failed("cpuid"))?;
-    // Only where the rates differ: many hosts cannot set one, and need not.
-    let here = vcpu.get_tsc_khz().map_err(failed("clock rate"))?;
-    if here != state.tsc_khz && here.abs_diff(state.tsc_khz) > state.tsc_khz / 4000 {
+    // A guest that asks KVM for the time needs no other rate, and a KVM that does not scale takes only what is close
+    // to its own.
+    let wanted = scales_clock || cpuid::has_invariant_clock(&state.cpuid);
+    if wanted && vcpu.get_tsc_khz().map_err(failed("clock rate"))? != state.tsc_khz {
         vcpu.set_tsc_khz(state.tsc_khz).map_err(failed("clock rate"))?;
     }
     Ok(())
+}
+
+/// The parts of a million by which a guest's rate may differ from the host's in a KVM that does not scale.
+const KVM_TOLERANCE: u32 = 250;
+/// By so many parts of a million Linux lets its first measurement of a clock be wrong. A KVM that was loaded
+/// before the second one goes by the first, another one in each boot.
+const MEASURED_TOLERANCE: u32 = 10_000;
+
+/// Whether a guest whose clock ran at `saved_khz` can go on where it runs at `host_khz` and cannot be scaled.
+///
+/// A guest that was told of an invariant clock may count time by it alone. Others ask KVM what time it is, and KVM
+/// tells them by the host's rate: they go on with a right clock as long as both rates are measurements of one clock.
+pub fn is_same_rate(saved_khz: u32, host_khz: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
+    let tolerance = match cpuid::has_invariant_clock(cpuid) {
+        true => KVM_TOLERANCE,
+        false => MEASURED_TOLERANCE,
+    };
+    is_near(saved_khz, host_khz, tolerance)
+}
+
+fn is_near(one_khz: u32, other_khz: u32, millionths: u32) -> bool {
+    let part = u64::from(other_khz) * u64::from(millionths) / 1_000_000;
+    u64::from(one_khz.abs_diff(other_khz)) <= part
 }
 
 /// The registers that a fresh vCPU, which was given its features, must be told to become like `state`. It
@@ -203,6 +262,15 @@ pub fn load(
 }
 
 impl VcpuStateV1 {
+    /// The parts of extended state that the guest has switched on, and those that are not in their first state.
+    pub fn xsave_features(&self) -> (u64, u64) {
+        let word = |index: usize| self.xsave.get(index).copied().unwrap_or_default();
+        let in_use = u64::from(word(XSTATE_BV)) | u64::from(word(XSTATE_BV + 1)) << 32;
+        let count = self.xcrs.nr_xcrs as usize;
+        let xcr0 = self.xcrs.xcrs.iter().take(count).find(|register| register.xcr == 0);
+        (xcr0.map_or(0, |register| register.value), in_use)
+    }
+
     /// Refuses counts that no vCPU can have.
     pub fn check(&self) -> Result<(), &'static str> {
         match self {
@@ -211,6 +279,10 @@ impl VcpuStateV1 {
             _ if self.xsave.len() < XSAVE_WORDS => Err("extended state"),
             _ if self.xsave.len() > XSAVE_WORDS + MAX_XSAVE_EXTRA => Err("extended state"),
             _ if self.tsc_khz == 0 => Err("clock rate"),
+            _ if self.events.flags & !EVENT_FLAGS != 0 => Err("events"),
+            _ if self.xcrs.nr_xcrs as usize > self.xcrs.xcrs.len() => {
+                Err("extended control registers")
+            }
             _ => Ok(()),
         }
     }
@@ -264,7 +336,10 @@ fn save_area(extra: usize) -> Result<Xsave, kvm_ioctls::Error> {
 
 /// Whether a register is part of what a vCPU is given back.
 fn is_state(index: u32) -> bool {
-    index != OLD_SYSTEM_TIME && !WALL_CLOCK.contains(&index) && !HYPER_V.contains(&index)
+    index != OLD_SYSTEM_TIME
+        && !WALL_CLOCK.contains(&index)
+        && !HYPER_V.contains(&index)
+        && !VMX.contains(&index)
 }
 
 /// All registers that are asked for, where KVM has them. It stops at one that it lists and does not have here.
@@ -350,6 +425,20 @@ mod tests {
         assert_eq!(timer_at_once((TSC_DEADLINE, 0)), (TSC_DEADLINE, 1));
         assert_eq!(timer_at_once((TSC_DEADLINE, 7)), (TSC_DEADLINE, 7));
         assert_eq!(timer_at_once((TSC, 0)), (TSC, 0));
+    }
+
+    #[test]
+    fn rates_are_of_one_clock_within_what_kvm_takes_or_linux_measures_and_no_further() {
+        let invariant = [kvm_cpuid_entry2 { function: 0x8000_0007, edx: 1 << 8, ..<_>::default() }];
+        for (cpuid, tolerance) in [(&invariant[..], 500), (&[], 20_000)] {
+            for same in [2_000_000, 2_000_000 - tolerance, 2_000_000 + tolerance] {
+                assert!(is_same_rate(same, 2_000_000, cpuid), "{same}");
+            }
+            for other in [1_999_999 - tolerance, 2_000_001 + tolerance, 0, 1, u32::MAX] {
+                assert!(!is_same_rate(other, 2_000_000, cpuid), "{other}");
+            }
+        }
+        assert!(is_same_rate(u32::MAX, u32::MAX, &[]));
     }
 
     #[test]

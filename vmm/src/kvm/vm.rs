@@ -6,16 +6,21 @@
 #![allow(unsafe_code)] // Memory slots hand host addresses to the kernel.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::process;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 
-use kvm_bindings::{CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES};
-use kvm_bindings::{kvm_cpuid_entry2, kvm_enable_cap, kvm_msi, kvm_userspace_memory_region};
+use kvm_bindings::{
+    CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES, KVMIO, Msrs,
+    kvm_cpuid_entry2, kvm_enable_cap, kvm_msi, kvm_msr_entry, kvm_userspace_memory_region,
+};
 use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
 use pvmm_devices::GuestMemory;
 use pvmm_devices::lines::{self, Deliver};
 use pvmm_devices::virtio::mmio::KickShortcut;
 use vm_memory::{Address, GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::EventFd;
+use vmm_sys_util::ioctl::ioctl;
+use vmm_sys_util::ioctl_io_nr;
 
 use super::state::StateShape;
 use crate::arch::x86_64::layout;
@@ -24,6 +29,8 @@ use crate::arch::x86_64::layout;
 const CREATE_ATTEMPTS: u32 = 5;
 /// The most kinds of fresh vCPUs that are remembered.
 const MAX_FRESH: usize = 64;
+
+ioctl_io_nr!(KVM_GET_TSC_KHZ, KVMIO, 0xa3);
 
 const REQUIRED: [(Cap, &str); 6] = [
     (Cap::SignalMsi, "message-signalled interrupts"),
@@ -51,6 +58,8 @@ pub enum KvmError {
     CreateVcpu { id: u32, source: kvm_ioctls::Error },
     #[error("cannot read what the processor supports")]
     Cpuid(#[source] kvm_ioctls::Error),
+    #[error("cannot read the rate of the host's clock")]
+    ClockRate(#[source] io::Error),
     #[error("cannot read or set the guest's clock")]
     Clock(#[source] kvm_ioctls::Error),
     #[error("{what} of vCPU {id}: not accepted")]
@@ -63,6 +72,11 @@ pub struct KvmHost {
     supported_cpuid: CpuId,
     shape: Arc<StateShape>,
     pre_faults: bool,
+    scales_clock: bool,
+    clock_khz: OnceLock<u32>,
+    /// The machine that was asked for the clock's rate, and the process that may use it: the next machine of
+    /// this process is made of it.
+    spare: Mutex<Option<(u32, VmFd)>>,
     fresh: Mutex<Vec<Fresh>>,
 }
 
@@ -98,7 +112,71 @@ impl KvmHost {
         let supported_cpuid = CpuId::from_entries(most.as_slice()).unwrap_or(most);
         let shape = Arc::new(StateShape::of(&kvm).map_err(KvmError::Cpuid)?);
         let pre_faults = kvm.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0;
-        Ok(Self { kvm, supported_cpuid, shape, pre_faults, fresh: Mutex::default() })
+        let scales_clock = kvm.check_extension(Cap::TscControl);
+        Ok(Self {
+            kvm,
+            supported_cpuid,
+            shape,
+            pre_faults,
+            scales_clock,
+            clock_khz: OnceLock::new(),
+            spare: Mutex::default(),
+            fresh: Mutex::default(),
+        })
+    }
+
+    /// The rate of the host's clock (TSC) in kHz, as its kernel has measured it in this boot.
+    ///
+    /// Only a machine can be asked. The one that is made for it is kept for the next [`KvmVm::new`].
+    pub fn clock_khz(&self) -> Result<u32, KvmError> {
+        if let Some(known) = self.clock_khz.get() {
+            return Ok(*known);
+        }
+        let vm = create_vm(&self.kvm)?;
+        // SAFETY: this call takes no argument and only returns a number.
+        let khz = match unsafe { ioctl(&vm, KVM_GET_TSC_KHZ()) } {
+            khz if khz > 0 => {
+                let mut spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner);
+                *spare = Some((process::id(), vm));
+                khz as u32
+            }
+            // Before Linux 5.16 only a vCPU knows.
+            _ => {
+                let failed = |error: kvm_ioctls::Error| KvmError::ClockRate(error.into());
+                vm.create_vcpu(0).and_then(|vcpu| vcpu.get_tsc_khz()).map_err(failed)?
+            }
+        };
+        Ok(*self.clock_khz.get_or_init(|| khz))
+    }
+
+    /// Whether a guest's clock can run at another rate than the host's.
+    pub fn scales_clock(&self) -> bool {
+        self.scales_clock
+    }
+
+    /// A model-specific register that lists features, as KVM supports it here; zero if it has none.
+    pub fn feature_msr(&self, index: u32) -> u64 {
+        let entry = kvm_msr_entry { index, ..Default::default() };
+        let Ok(mut msrs) = Msrs::from_entries(&[entry]) else { return 0 };
+        match self.kvm.get_msrs(&mut msrs) {
+            Ok(1) => msrs.as_slice().first().map_or(0, |entry| entry.data),
+            _ => 0,
+        }
+    }
+
+    /// How a vCPU's state is read and set here.
+    pub fn shape(&self) -> &Arc<StateShape> {
+        &self.shape
+    }
+
+    /// A virtual machine of this process with nothing in it.
+    fn create_vm(&self) -> Result<VmFd, KvmError> {
+        let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match spare {
+            // One that was made before a fork belongs to the other process.
+            Some((process, vm)) if process == process::id() => Ok(vm),
+            _ => create_vm(&self.kvm),
+        }
     }
 
     /// Whether memory can be put into a guest's tables before it is touched.
@@ -141,7 +219,7 @@ pub struct KvmVm {
 impl KvmVm {
     /// A machine with `memory`, local APICs for the vCPUs to come, and nothing else.
     pub fn new(host: &Arc<KvmHost>, memory: &GuestMemory) -> Result<Self, KvmError> {
-        let fd = create_vm(&host.kvm)?;
+        let fd = host.create_vm()?;
         // Intel's processors need two private areas for real mode; others ignore them.
         fd.set_identity_map_address(layout::IDENTITY_MAP).map_err(KvmError::CreateVm)?;
         fd.set_tss_address(layout::TSS).map_err(KvmError::CreateVm)?;
@@ -175,7 +253,7 @@ impl KvmVm {
 
     /// How a vCPU's state is read and set here.
     pub fn shape(&self) -> &Arc<StateShape> {
-        &self.host.shape
+        self.host.shape()
     }
 
     pub fn fd(&self) -> &Arc<VmFd> {

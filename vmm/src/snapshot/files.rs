@@ -235,7 +235,7 @@ impl Template {
         trace::step("memory file");
         let host = KvmHost::shared()?;
         host::check(&manifest.machine, &host)?;
-        host::check_features(&saved.machine, &host)?;
+        host::check_machine(&saved.machine, &host)?;
         let named = |disk: &DiskFacts| match disk {
             DiskFacts::Named { path, read_only } => FrozenStorage::Named {
                 path: path.as_ref().map(PathBuf::from),

@@ -1,14 +1,17 @@
-//! Whether this host can go on with a machine: processor, features, backend.
+//! Whether this host can go on with a machine: backend, processor, features, registers, clock.
 //!
 //! A guest found out once what its processor can do. One that lacks any of it would fail much later, in the
-//! middle of something, so it is refused here, by name.
+//! middle of something, so it is refused here, by name, before anything is mapped.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
 use super::SnapshotError;
 use super::manifest::MachineFacts;
 use super::state::MachineState;
+use crate::arch::x86_64::cpuid;
+use crate::error::Error;
 use crate::kvm::host::backend;
+use crate::kvm::state::{self, StateShape, VcpuStateV1};
 use crate::kvm::vm::KvmHost;
 
 const ARCHITECTURE: &str = "x86_64";
@@ -17,14 +20,27 @@ const STEPPING: u32 = 0xf;
 
 /// Leaves whose registers are lists of features, with the bits that are not: those which change while a
 /// guest runs, and those which KVM supplies whatever the processor has.
-const FEATURES: [(u32, u32, [u32; 4]); 6] = [
+const FEATURES: [(u32, u32, [u32; 4]); 10] = [
     (0x1, 0, [u32::MAX, u32::MAX, 1 << 21 | 1 << 24 | 1 << 27 | 1 << 31, 1 << 28]),
     (0x7, 0, [u32::MAX, 0, 1 << 4, 0]),
     (0x7, 1, [0, u32::MAX, u32::MAX, u32::MAX]),
+    (0x7, 2, [u32::MAX, u32::MAX, u32::MAX, 0]),
     (0xd, 1, [0, u32::MAX, u32::MAX, u32::MAX]),
+    (KVM_FEATURES, 0, [0, u32::MAX, u32::MAX, u32::MAX]),
     (0x8000_0001, 0, [u32::MAX, u32::MAX, 1 << 1, 0]),
-    (0x8000_0008, 0, [u32::MAX, 0, u32::MAX, u32::MAX]),
+    (0x8000_0007, 0, [u32::MAX, u32::MAX, u32::MAX, 0]),
+    (ADDRESS_SIZES, 0, [u32::MAX, 0, u32::MAX, u32::MAX]),
+    (0x8000_0021, 0, [0, u32::MAX, u32::MAX, u32::MAX]),
 ];
+/// What KVM offers a guest that knows of it.
+const KVM_FEATURES: u32 = 0x4000_0001;
+const ADDRESS_SIZES: u32 = 0x8000_0008;
+/// The parts of extended state: which there are, and for each its size and place.
+const EXTENDED_STATE: u32 = 0xd;
+/// Says which weaknesses a processor does not have; its microcode may add some.
+const ARCH_CAPABILITIES: u32 = 0x10a;
+/// The one bit of it that tells of a weakness.
+const RSBA: u64 = 1 << 2;
 
 /// What this host is.
 pub fn facts(host: &KvmHost, vcpus: u32, memory_mib: u64) -> MachineFacts {
@@ -41,11 +57,6 @@ pub fn facts(host: &KvmHost, vcpus: u32, memory_mib: u64) -> MachineFacts {
 /// Refuses a machine that this host cannot go on with.
 pub fn check(facts: &MachineFacts, host: &KvmHost) -> Result<(), SnapshotError> {
     let here = self::facts(host, facts.vcpus, facts.memory_mib);
-    let differ = |what, found: &str, here: &str| SnapshotError::Host {
-        what,
-        found: found.chars().take(40).collect(),
-        here: here.to_owned(),
-    };
     if facts.architecture != here.architecture {
         return Err(differ("the architecture", &facts.architecture, &here.architecture));
     }
@@ -58,30 +69,115 @@ pub fn check(facts: &MachineFacts, host: &KvmHost) -> Result<(), SnapshotError> 
     let (found, here) = (facts.cpu_signature & !STEPPING, here.cpu_signature & !STEPPING);
     if found != here {
         let what = "the processor's family and model";
-        return Err(differ(what, &format!("{found:#x}"), &format!("{here:#x}")));
+        return Err(differ(what, format!("{found:#x}"), format!("{here:#x}")));
     }
     Ok(())
 }
 
-/// Refuses a machine whose guest was told of features that this host lacks.
-pub fn check_features(machine: &MachineState, host: &KvmHost) -> Result<(), SnapshotError> {
-    let Some(vcpu) = machine.vcpus.first() else { return Ok(()) };
+/// Refuses a machine whose guest was told of anything that this host does not have, or counts time by another clock.
+pub fn check_machine(machine: &MachineState, host: &KvmHost) -> Result<(), Error> {
+    let here = host.supported_cpuid().as_slice();
+    let weaknesses = host.feature_msr(ARCH_CAPABILITIES);
+    for vcpu in &machine.vcpus {
+        check_features(&cpuid::masked(&vcpu.cpuid), here)?;
+        check_extended_state(vcpu, here, host.shape().xsave_words())?;
+        check_msrs(vcpu, host.shape(), weaknesses)?;
+        check_clock(vcpu, host.clock_khz()?, host.scales_clock())?;
+    }
+    Ok(())
+}
+
+/// Refuses features that this host lacks.
+fn check_features(
+    saved: &[kvm_cpuid_entry2],
+    here: &[kvm_cpuid_entry2],
+) -> Result<(), SnapshotError> {
     for (function, index, ignored) in FEATURES {
-        let Some(saved) = leaf(&vcpu.cpuid, function, index) else { continue };
-        let here = leaf(host.supported_cpuid().as_slice(), function, index).copied();
+        let Some(saved) = leaf(saved, function, index) else { continue };
+        let here = leaf(here, function, index).copied();
         let (saved, here) = (registers(saved), registers(&here.unwrap_or_default()));
         for ((saved, here), ignored) in saved.into_iter().zip(here).zip(ignored) {
             let missing = saved & !here & !ignored;
             if missing != 0 {
-                return Err(SnapshotError::Host {
-                    what: "a processor feature",
-                    found: format!("cpuid {function:#x}.{index} {missing:#x}"),
-                    here: "missing".to_owned(),
-                });
+                let what = match function {
+                    KVM_FEATURES => "a feature of KVM",
+                    _ => "a processor feature",
+                };
+                let found = format!("cpuid {function:#x}.{index} {missing:#x}");
+                return Err(SnapshotError::Host { what, found, here: "missing".to_owned() });
             }
         }
     }
+    let bits = |leaves| leaf(leaves, ADDRESS_SIZES, 0).map_or(0, |sizes| sizes.eax & 0xff);
+    let (found, here) = (bits(saved), bits(here));
+    if found > here {
+        return Err(differ("the width of physical addresses", found, here));
+    }
     Ok(())
+}
+
+/// Refuses extended state that is larger here, lies elsewhere, or is not there.
+fn check_extended_state(
+    vcpu: &VcpuStateV1,
+    here: &[kvm_cpuid_entry2],
+    words: usize,
+) -> Result<(), SnapshotError> {
+    if vcpu.xsave.len() > words {
+        let what = "the size of extended state";
+        return Err(differ(what, vcpu.xsave.len() * 4, words * 4));
+    }
+    let parts = |leaves| leaf(leaves, EXTENDED_STATE, 0).map_or(0, |leaf| wide(leaf.eax, leaf.edx));
+    let (switched_on, in_use) = vcpu.xsave_features();
+    let (used, supported) = (switched_on | in_use, parts(here));
+    // x87 and SSE are everywhere.
+    if used & !supported & !0b11 != 0 {
+        let what = "the set of extended state";
+        return Err(differ(what, format!("{used:#x}"), format!("{supported:#x}")));
+    }
+    for part in (2..63).filter(|part| used >> part & 1 == 1) {
+        let place = |leaves| leaf(leaves, EXTENDED_STATE, part).map(|leaf| (leaf.ebx, leaf.eax));
+        let (found, here) = (place(&vcpu.cpuid), place(here));
+        if found != here {
+            let text = |place: Option<(u32, u32)>| match place {
+                Some((at, size)) => format!("part {part} at {at} with {size} bytes"),
+                None => format!("without part {part}"),
+            };
+            return Err(differ("the layout of extended state", text(found), text(here)));
+        }
+    }
+    Ok(())
+}
+
+/// Refuses registers that KVM does not keep here, and a processor that is weaker than the guest was told.
+fn check_msrs(vcpu: &VcpuStateV1, here: &StateShape, strengths: u64) -> Result<(), SnapshotError> {
+    if let Some(index) = here.unknown_msr(&vcpu.msrs) {
+        let what = "a model-specific register";
+        return Err(differ(what, format!("{index:#x}"), "missing"));
+    }
+    let told = vcpu.msrs.iter().find(|(index, _)| *index == ARCH_CAPABILITIES);
+    let (_, told) = told.copied().unwrap_or_default();
+    if told & !strengths & !RSBA != 0 {
+        let what = "what the processor (or its microcode) is safe from";
+        return Err(differ(what, format!("{told:#x}"), format!("{strengths:#x}")));
+    }
+    Ok(())
+}
+
+/// Refuses another clock. A small difference is one clock that was measured twice.
+fn check_clock(vcpu: &VcpuStateV1, here: u32, scales: bool) -> Result<(), SnapshotError> {
+    match scales || state::is_same_rate(vcpu.tsc_khz, here, &vcpu.cpuid) {
+        true => Ok(()),
+        false => Err(SnapshotError::ClockRate { found: vcpu.tsc_khz, here }),
+    }
+}
+
+fn differ(what: &'static str, found: impl ToString, here: impl ToString) -> SnapshotError {
+    let cut = |text: String| text.chars().take(40).collect();
+    SnapshotError::Host { what, found: cut(found.to_string()), here: cut(here.to_string()) }
+}
+
+fn wide(low: u32, high: u32) -> u64 {
+    u64::from(low) | u64::from(high) << 32
 }
 
 fn leaf(cpuid: &[kvm_cpuid_entry2], function: u32, index: u32) -> Option<&kvm_cpuid_entry2> {
@@ -97,4 +193,100 @@ fn vendor(host: &KvmHost) -> String {
     let words = [leaf.ebx, leaf.edx, leaf.ecx];
     let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
     String::from_utf8_lossy(&bytes).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing;
+    use super::*;
+
+    fn entry(function: u32, index: u32, registers: [u32; 4]) -> kvm_cpuid_entry2 {
+        let [eax, ebx, ecx, edx] = registers;
+        kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
+    }
+
+    /// A host with AVX, 40 address bits and one feature of KVM's.
+    fn here() -> Vec<kvm_cpuid_entry2> {
+        vec![
+            entry(1, 0, [0, 0, 0b110, 0b11]),
+            entry(EXTENDED_STATE, 0, [0b111, 832, 832, 0]),
+            entry(EXTENDED_STATE, 2, [256, 576, 0, 0]),
+            entry(KVM_FEATURES, 0, [0b1, 0, 0, 0]),
+            entry(ADDRESS_SIZES, 0, [40, 0, 0, 0]),
+        ]
+    }
+
+    fn refused(result: Result<(), SnapshotError>) -> String {
+        let error = result.expect_err("should be refused");
+        assert_eq!(Error::from(differ("", "", "")).kind(), error.kind(), "{error}");
+        error.to_string()
+    }
+
+    #[test]
+    fn h4_snapshot_of_another_clock_is_refused_with_both_rates_unless_the_host_scales() {
+        let with = |tsc_khz| VcpuStateV1 { tsc_khz, ..testing::vcpu() };
+        for other in [2_020_001, 1_979_999, 3_000_000, 1] {
+            let error = refused(check_clock(&with(other), 2_000_000, false));
+            for part in [&other.to_string(), "2000000 kHz here", "make it again"] {
+                assert!(error.contains(part), "{error}");
+            }
+            check_clock(&with(other), 2_000_000, true).unwrap();
+        }
+        let mut exact = with(2_002_000);
+        check_clock(&exact, 2_000_000, false).unwrap();
+        exact.cpuid.push(entry(0x8000_0007, 0, [0, 0, 0, 1 << 8]));
+        refused(check_clock(&exact, 2_000_000, false));
+    }
+
+    #[test]
+    fn h4_missing_features_and_address_bits_are_refused_by_name() {
+        let told = |leaf: kvm_cpuid_entry2| refused(check_features(&[leaf], &here()));
+        assert!(
+            told(entry(1, 0, [0, 0, 0b1000, 0])).contains("processor feature is cpuid 0x1.0 0x8")
+        );
+        assert!(told(entry(7, 2, [0, 0, 0, 1])).contains("cpuid 0x7.2 0x1"));
+        assert!(told(entry(KVM_FEATURES, 0, [0b10, 0, 0, 0])).contains("feature of KVM"));
+        assert!(told(entry(ADDRESS_SIZES, 0, [48, 0, 0, 0])).contains("physical addresses is 48"));
+        check_features(&here(), &here()).unwrap();
+        check_features(&[entry(ADDRESS_SIZES, 0, [36, 0, 0, 0])], &here()).unwrap();
+    }
+
+    #[test]
+    fn h4_extended_state_of_another_size_set_or_layout_is_refused_by_name() {
+        let with = |change: fn(&mut VcpuStateV1)| {
+            let mut vcpu = testing::vcpu();
+            vcpu.cpuid = here();
+            vcpu.xcrs.nr_xcrs = 1;
+            vcpu.xcrs.xcrs[0].value = 0b111;
+            change(&mut vcpu);
+            check_extended_state(&vcpu, &here(), 1024)
+        };
+        with(|_| {}).unwrap();
+        with(|vcpu| vcpu.cpuid[1].ebx = 0).unwrap();
+        let large = refused(with(|vcpu| vcpu.xsave.resize(2048, 0)));
+        assert!(large.contains("size of extended state is 8192 there and 4096"), "{large}");
+        let switched_on = refused(with(|vcpu| vcpu.xcrs.xcrs[0].value |= 1 << 5));
+        assert!(switched_on.contains("set of extended state is 0x27 there"), "{switched_on}");
+        assert!(refused(with(|vcpu| vcpu.xsave[129] = 1)).contains("0x100000007 there"));
+        let moved = refused(with(|vcpu| vcpu.cpuid[2].ebx = 640));
+        assert!(moved.contains("layout of extended state is part 2 at 640"), "{moved}");
+        assert!(refused(with(|vcpu| vcpu.cpuid.truncate(2))).contains("without part 2"));
+    }
+
+    #[test]
+    fn h4_unknown_register_and_weaker_microcode_are_refused_by_name() {
+        let shape = StateShape::with_msrs(vec![0x10, ARCH_CAPABILITIES, 0x8b]);
+        let with = |msrs: &[(u32, u64)]| {
+            let vcpu = VcpuStateV1 { msrs: msrs.to_vec(), ..testing::vcpu() };
+            check_msrs(&vcpu, &shape, 0b1001)
+        };
+        assert!(refused(with(&[(0x10, 1), (0xc0de, 5)])).contains("register is 0xc0de"));
+        // A register that holds nothing is not missed, and neither is one that no guest is offered.
+        with(&[(0xc0de, 0), (0x480, 7), (0x4000_0000, 1)]).unwrap();
+        let weaker = refused(with(&[(ARCH_CAPABILITIES, 0b10)]));
+        assert!(weaker.contains("microcode) is safe from is 0x2 there and 0x9 here"), "{weaker}");
+        with(&[(ARCH_CAPABILITIES, 0b1000 | RSBA)]).unwrap();
+        // The number of the microcode itself is only told to the guest.
+        with(&[(0x8b, u64::MAX)]).unwrap();
+    }
 }

@@ -87,8 +87,15 @@ pub enum SnapshotError {
     SectionVersion { kind: String, version: u32 },
     #[error("{file}: differs from what was written, at byte {offset}")]
     Checksum { file: String, offset: u64 },
-    #[error("{what} is {found} there and {here} here")]
+    #[error(
+        "{what} is {found} there and {here} here; restore it on a host like its own, or make it again on this one"
+    )]
     Host { what: &'static str, found: String, here: String },
+    #[error(
+        "the clock rate is {found} kHz there and {here} kHz here, and this KVM cannot scale it \
+         (KVM_CAP_TSC_CONTROL); restore it on a host of that rate, or make it again on this one"
+    )]
+    ClockRate { found: u32, here: u32 },
     #[error("base snapshot {dir}: {reason}")]
     Base { dir: String, reason: String },
     #[error("drive {index}: {path} is not the file it was; give another with an override")]
@@ -142,6 +149,7 @@ impl SnapshotError {
             SnapshotError::Version { .. }
             | SnapshotError::SectionVersion { .. }
             | SnapshotError::Drive { .. }
+            | SnapshotError::ClockRate { .. }
             | SnapshotError::Host { .. } => ErrorKind::SnapshotIncompatible,
             SnapshotError::Exists { .. } => ErrorKind::InvalidConfig,
             SnapshotError::Write { .. } => ErrorKind::HostResource,

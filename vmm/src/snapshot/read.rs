@@ -50,7 +50,7 @@ impl Template {
         if saved.note.is_some() || saved.sample.is_some() {
             return Err(SnapshotError::State("has parts that belong to two files".into()).into());
         }
-        host::check_features(&saved.machine, &host)?;
+        host::check_machine(&saved.machine, &host)?;
         if saved.machine.vcpus.len() != folder.manifest.machine.vcpus as usize {
             return Err(SnapshotError::State("has another number of vCPUs".into()).into());
         }

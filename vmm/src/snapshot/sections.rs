@@ -172,6 +172,9 @@ fn check(saved: &Saved) -> Result<(), SnapshotError> {
     for vcpu in &machine.vcpus {
         vcpu.check().map_err(|what| state(&format!("a vCPU has impossible {what}")))?;
     }
+    if machine.vcpus.windows(2).any(|pair| pair[0].tsc_khz != pair[1].tsc_khz) {
+        return Err(state("vCPUs have clocks of different rates"));
+    }
     match saved.sums.iter().all(FileSums::is_whole) {
         true => Ok(()),
         false => Err(state("checksums are incomplete")),

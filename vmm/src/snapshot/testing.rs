@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
+use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 
 use kvm_bindings::kvm_cpuid_entry2;
@@ -12,8 +14,9 @@ use super::checksum::{FileSums, PIECE, Stamp};
 use super::manifest::{self, FILES_FORMAT, Manifest, SectionFacts};
 use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
-use super::{DiskFacts, MEMORY, MachineFacts, MemoryFacts, files};
+use super::{DiskFacts, MANIFEST, MEMORY, MachineFacts, MemoryFacts, STATE, files};
 use crate::kvm::state::{ClockStateV2, VcpuStateV1};
+use crate::kvm::vm::KvmHost;
 
 pub(super) fn vcpu() -> VcpuStateV1 {
     VcpuStateV1 {
@@ -101,6 +104,97 @@ pub(super) fn saved_as_files() -> Saved {
         sample: Some(vec![(0, 1), (4096, 2)]),
         ..saved()
     }
+}
+
+/// Something in a saved vCPU that belongs to the host that saved it.
+#[derive(Clone, Copy, Debug)]
+pub enum Change {
+    /// The rate of its clock.
+    ClockKhz(u32),
+    /// Sets a model-specific register.
+    Msr(u32, u64),
+    /// Sets bits of the leaf and sub-leaf of `cpuid`, in EAX to EDX.
+    Cpuid(u32, u32, [u32; 4]),
+    /// Makes the extended state so many 32-bit words long.
+    ExtendedWords(usize),
+    /// Sets bits of the register that switches extended state on.
+    Xcr0(u64),
+    /// Sets the instruction pointer.
+    Rip(u64),
+    /// Sets a control register to a value that no processor takes.
+    Cr4(u64),
+}
+
+/// Changes the last vCPU, the clock's rate of all, in the snapshot at `path`, a folder or a state file, with every checksum made right again.
+pub fn change(path: &Path, changes: &[Change]) {
+    let (mut manifest, mut saved) = read(path);
+    for change in changes {
+        let vcpu = Arc::make_mut(saved.machine.vcpus.last_mut().unwrap());
+        match *change {
+            Change::ClockKhz(khz) => {
+                let vcpus = &mut saved.machine.vcpus;
+                vcpus.iter_mut().for_each(|vcpu| Arc::make_mut(vcpu).tsc_khz = khz);
+            }
+            Change::Msr(index, value) => {
+                vcpu.msrs.retain(|(known, _)| *known != index);
+                vcpu.msrs.push((index, value));
+            }
+            Change::Cpuid(function, index, bits) => {
+                let mut leaves = vcpu.cpuid.iter();
+                let place =
+                    leaves.position(|leaf| (leaf.function, leaf.index) == (function, index));
+                let place = place.unwrap_or_else(|| {
+                    vcpu.cpuid.push(kvm_cpuid_entry2 { function, index, ..Default::default() });
+                    vcpu.cpuid.len() - 1
+                });
+                let leaf = &mut vcpu.cpuid[place];
+                let registers = [&mut leaf.eax, &mut leaf.ebx, &mut leaf.ecx, &mut leaf.edx];
+                registers.into_iter().zip(bits).for_each(|(register, bits)| *register |= bits);
+            }
+            Change::ExtendedWords(words) => vcpu.xsave.resize(words, 0),
+            Change::Xcr0(bits) => vcpu.xcrs.xcrs[0].value |= bits,
+            Change::Rip(rip) => vcpu.regs.rip = rip,
+            Change::Cr4(value) => vcpu.sregs.cr4 = value,
+        }
+    }
+    let (state, table) = sections::encode(&saved).unwrap();
+    manifest.sections = table;
+    let manifest = manifest.encode().unwrap();
+    match path.is_dir() {
+        true => {
+            fs::write(path.join(STATE), state).unwrap();
+            fs::write(path.join(MANIFEST), manifest).unwrap();
+        }
+        false => fs::write(path, files::join(&manifest, &state).unwrap()).unwrap(),
+    }
+}
+
+/// The rate of the clock that every vCPU of the snapshot at `path` has.
+pub fn clock_khz(path: &Path) -> Vec<u32> {
+    read(path).1.machine.vcpus.iter().map(|vcpu| vcpu.tsc_khz).collect()
+}
+
+/// What `cpuid` says on the last vCPU of the snapshot at `path`.
+pub fn cpuid(path: &Path, function: u32, index: u32) -> Option<[u32; 4]> {
+    let (_, saved) = read(path);
+    let mut leaves = saved.machine.vcpus.last().unwrap().cpuid.iter();
+    let leaf = leaves.find(|leaf| leaf.function == function && leaf.index == index)?;
+    Some([leaf.eax, leaf.ebx, leaf.ecx, leaf.edx])
+}
+
+/// The rate of this host's clock, and whether its KVM gives a guest another.
+pub fn host_clock() -> (u32, bool) {
+    let host = KvmHost::shared().unwrap();
+    (host.clock_khz().unwrap(), host.scales_clock())
+}
+
+fn read(path: &Path) -> (Manifest, Saved) {
+    if !path.is_dir() {
+        return files::read_state(path).unwrap();
+    }
+    let manifest = Manifest::decode(&fs::read(path.join(MANIFEST)).unwrap()).unwrap();
+    let saved = sections::decode(&fs::read(path.join(STATE)).unwrap(), &manifest.sections).unwrap();
+    (manifest, saved)
 }
 
 /// Reads bytes as a state file and as a folder's manifest; then takes them as changes to a good one of each, with

@@ -1,6 +1,8 @@
 //! What `cpuid` answers in the guest: the host's features less what a guest must not or cannot have,
 //! and a topology of one socket with a core per vCPU.
 
+use std::ops::Range;
+
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
 const FEATURES: u32 = 0x1;
@@ -10,10 +12,17 @@ const PERFORMANCE_MONITOR: u32 = 0xa;
 const TOPOLOGY: u32 = 0xb;
 const TOPOLOGY_V2: u32 = 0x1f;
 const EXTENDED_FEATURES: u32 = 0x8000_0001;
+const POWER: u32 = 0x8000_0007;
 const SVM: u32 = 0x8000_000a;
 const EXTENDED_SIZES: u32 = 0x8000_0008;
 const AMD_CACHES: u32 = 0x8000_001d;
 const AMD_TOPOLOGY: u32 = 0x8000_001e;
+/// Where hypervisors speak of themselves. KVM's own two leaves are the only ones that a guest is offered.
+const HYPERVISORS: Range<u32> = 0x4000_0000..0x5000_0000;
+const KVM_SIGNATURE: u32 = 0x4000_0000;
+const KVM_FEATURES: u32 = 0x4000_0001;
+/// `KVMKVMKVM` in EBX, ECX, EDX.
+const KVM_NAME: (u32, u32, u32) = (0x4b4d_564b, 0x564b_4d56, 0x4d);
 
 // Leaf 1, ECX.
 const MONITOR: u32 = 1 << 3;
@@ -35,8 +44,45 @@ const ALWAYS_RUNNING_TIMER: u32 = 1 << 2;
 const CMP_LEGACY: u32 = 1 << 1;
 const NESTED_SVM: u32 = 1 << 2;
 
+// Leaf 0x8000_0007, EDX.
+const INVARIANT_TSC: u32 = 1 << 8;
+
 const LEVEL_THREAD: u32 = 1;
 const LEVEL_CORE: u32 = 2;
+
+/// Saved answers without what no guest is offered, for a snapshot is only a file: what boot takes away, its guest
+/// must not get back from there.
+pub fn masked(saved: &[kvm_cpuid_entry2]) -> Vec<kvm_cpuid_entry2> {
+    let mut entries = saved.to_vec();
+    entries.retain(|entry| match entry.function {
+        KVM_SIGNATURE => (entry.ebx, entry.ecx, entry.edx) == KVM_NAME,
+        function => function == KVM_FEATURES || !HYPERVISORS.contains(&function),
+    });
+    entries.iter_mut().for_each(mask);
+    entries
+}
+
+/// Whether the guest was told that its clock (TSC) runs at one rate, whatever its processor does.
+pub fn has_invariant_clock(cpuid: &[kvm_cpuid_entry2]) -> bool {
+    cpuid.iter().any(|leaf| leaf.function == POWER && leaf.edx & INVARIANT_TSC != 0)
+}
+
+/// Takes away from one leaf what a guest must not or cannot have.
+fn mask(entry: &mut kvm_cpuid_entry2) {
+    match entry.function {
+        FEATURES => {
+            entry.ecx &=
+                !(MONITOR | VMX | SMX | SPEED_STEP | THERMAL_MONITOR_2 | PERF_CAPABILITIES);
+        }
+        THERMAL => {
+            clear(entry);
+            entry.eax = ALWAYS_RUNNING_TIMER;
+        }
+        PERFORMANCE_MONITOR | SVM => clear(entry),
+        EXTENDED_FEATURES => entry.ecx &= !NESTED_SVM,
+        _ => {}
+    }
+}
 
 /// The answers for vCPU `id` of `vcpus`, made from what KVM supports.
 pub fn for_vcpu(supported: &CpuId, id: u32, vcpus: u32) -> Result<CpuId, vmm_sys_util::fam::Error> {
@@ -49,10 +95,9 @@ pub fn for_vcpu(supported: &CpuId, id: u32, vcpus: u32) -> Result<CpuId, vmm_sys
         .filter(|entry| !matches!(entry.function, TOPOLOGY | TOPOLOGY_V2))
         .collect();
     for entry in &mut entries {
+        mask(entry);
         match entry.function {
             FEATURES => {
-                entry.ecx &=
-                    !(MONITOR | VMX | SMX | SPEED_STEP | THERMAL_MONITOR_2 | PERF_CAPABILITIES);
                 entry.ecx |= X2APIC | TSC_DEADLINE | HYPERVISOR;
                 entry.ebx = entry.ebx & 0xffff | vcpus << 16 | id << 24;
                 set(&mut entry.edx, HYPER_THREADING, vcpus > 1);
@@ -63,17 +108,7 @@ pub fn for_vcpu(supported: &CpuId, id: u32, vcpus: u32) -> Result<CpuId, vmm_sys
                 let cores = if entry.eax & 0x1f == 0 { 0 } else { vcpus - 1 };
                 entry.eax = entry.eax & 0x3fff | shared_by << 14 | cores << 26;
             }
-            THERMAL => {
-                clear(entry);
-                entry.eax = ALWAYS_RUNNING_TIMER;
-            }
-            PERFORMANCE_MONITOR | SVM => clear(entry),
-            EXTENDED_FEATURES => {
-                entry.ecx &= !NESTED_SVM;
-                if vcpus == 1 {
-                    entry.ecx &= !CMP_LEGACY;
-                }
-            }
+            EXTENDED_FEATURES if vcpus == 1 => entry.ecx &= !CMP_LEGACY,
             EXTENDED_SIZES => entry.ecx = entry.ecx & !0xf0ff | core_bits << 12 | (vcpus - 1),
             AMD_CACHES => {
                 let shared_by = if entry.eax >> 5 & 0x7 == 3 { vcpus - 1 } else { 0 };
@@ -147,6 +182,27 @@ mod tests {
         assert_eq!(leaf(&cpuid, SVM, 0).eax, 0);
         assert_eq!(leaf(&cpuid, THERMAL, 0).eax, ALWAYS_RUNNING_TIMER);
         assert_eq!(leaf(&cpuid, THERMAL, 0).ecx, 0);
+    }
+
+    #[test]
+    fn saved_answers_are_masked_as_at_boot() {
+        let booted = for_vcpu(&supported(), 0, 2).unwrap();
+        assert_eq!(masked(booted.as_slice()), booted.as_slice(), "an honest one stays as it is");
+        let mut hostile = supported().as_slice().to_vec();
+        let hyper_v = (0x7263_694d, 0x666f_736f, 0x7648_2074);
+        for (ebx, ecx, edx) in [hyper_v, KVM_NAME] {
+            let function = KVM_SIGNATURE;
+            hostile.push(kvm_cpuid_entry2 { function, ebx, ecx, edx, ..Default::default() });
+        }
+        hostile.push(kvm_cpuid_entry2 { function: 0x4000_0003, ..Default::default() });
+        let masked = CpuId::from_entries(&masked(&hostile)).unwrap();
+        assert_eq!(leaf(&masked, FEATURES, 0).ecx & (VMX | MONITOR), 0);
+        assert_eq!(leaf(&masked, EXTENDED_FEATURES, 0).ecx & NESTED_SVM, 0);
+        assert_eq!(leaf(&masked, SVM, 0).eax, 0);
+        let hypervisors: Vec<_> =
+            masked.as_slice().iter().filter(|leaf| HYPERVISORS.contains(&leaf.function)).collect();
+        assert_eq!(hypervisors.len(), 1, "{hypervisors:?}");
+        assert_eq!(hypervisors[0].ebx, KVM_NAME.0);
     }
 
     #[test]
