@@ -25,6 +25,6 @@ mod tests {
         for n in 0..count {
             assert_ne!(word(headers + n * size, 4) as u32, PT_INTERP);
         }
-        assert!(AGENT.len() < 2_500_000, "{} bytes", AGENT.len());
+        assert!(AGENT.len() < 2_000_000, "{} bytes", AGENT.len());
     }
 }
