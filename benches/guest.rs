@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use pvmm::agent::Agent;
 use pvmm::exec::ExecRequest;
 use pvmm::{Drive, Initrd, Net, TapSource, VmConfig, Vsock};
-use pvmm_sandbox::{AGENT, Cache, Kernel, Template};
+use pvmm_agent_image::AGENT;
+use pvmm_sandbox::{Cache, Kernel, Template};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 

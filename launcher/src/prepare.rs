@@ -8,12 +8,13 @@ use std::fs::File;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
 
+use pvmm_agent_image::AGENT;
 use pvmm_sandbox::cache::CacheError;
 use pvmm_sandbox::kernel::KernelError;
 use pvmm_sandbox::overlay::{self, OverlayError};
 use pvmm_sandbox::packages::PackagesError;
 use pvmm_sandbox::template::{BASE, TemplateError};
-use pvmm_sandbox::{AGENT, Cache, Kernel, Recipe, Template};
+use pvmm_sandbox::{Cache, Kernel, Recipe, Template};
 
 use crate::exit::{self, Failure};
 use crate::progress::Steps;

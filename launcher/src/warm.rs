@@ -13,8 +13,9 @@ use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
 use pvmm::{Console, ErrorKind, Overrides, Template, Vm, Vsock};
+use pvmm_agent_image::AGENT_KEY;
 use pvmm_sandbox::template::BASE;
-use pvmm_sandbox::{AGENT_KEY, Cache, Event, Kernel, Progress, Silent, cache};
+use pvmm_sandbox::{Cache, Event, Kernel, Progress, Silent, cache};
 
 use crate::exit::Failure;
 use crate::machine;

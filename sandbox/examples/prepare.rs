@@ -3,7 +3,8 @@
 
 use std::time::Instant;
 
-use pvmm_sandbox::{AGENT, Cache, Event, Kernel, Recipe, Template, overlay};
+use pvmm_agent_image::AGENT;
+use pvmm_sandbox::{Cache, Event, Kernel, Recipe, Template, overlay};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut since = Instant::now();

@@ -1,7 +1,6 @@
-//! What a sandbox is made from: guest kernels, the agent, root filesystems, writable disks.
+//! What a sandbox is made from: guest kernels, root filesystems, writable disks.
 //! It is a crate of its own because all of it runs before, and outside, the VMM process.
 
-pub mod agent;
 pub mod cache;
 mod deb;
 pub mod initramfs;
@@ -14,7 +13,6 @@ mod sys;
 pub mod template;
 mod tool;
 
-pub use agent::{AGENT, AGENT_KEY};
 pub use cache::Cache;
 pub use deb::DebError;
 pub use initramfs::initramfs;

@@ -7,7 +7,8 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::OnceLock;
 
-use pvmm_sandbox::{AGENT, Cache, Event, Kernel, Recipe, Silent, Template};
+use pvmm_agent_image::AGENT;
+use pvmm_sandbox::{Cache, Event, Kernel, Recipe, Silent, Template};
 
 /// One cache for all tests here. What it downloaded is kept for the next run, where `cargo clean`
 /// finds it; what it built is not, so that every run builds.

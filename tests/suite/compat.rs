@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use pvmm::agent::Agent;
-use pvmm_sandbox::AGENT;
+use pvmm_agent_image::AGENT;
 use pvmm_tests::child::{SOON, prints};
 use pvmm_tests::guest::{base, default_kernel};
 use pvmm_tests::{cli, network};

@@ -521,7 +521,7 @@ fn boot_timer_logs_when_the_guest_says_that_it_has_booted() {
 fn machine_in_a_file_starts_by_itself_and_ends_by_a_signal() {
     let dir = tempfile::TempDir::new().unwrap();
     let kernel = pvmm_tests::guest::default_kernel();
-    std::fs::write(dir.path().join("initrd"), kernel.initramfs(pvmm_sandbox::AGENT).unwrap())
+    std::fs::write(dir.path().join("initrd"), kernel.initramfs(pvmm_agent_image::AGENT).unwrap())
         .unwrap();
     let root = json!({"drive_id": "rootfs", "is_root_device": true, "is_read_only": true,
                       "path_on_host": pvmm_tests::guest::base().rootfs});

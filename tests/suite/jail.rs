@@ -9,7 +9,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
-use pvmm_sandbox::AGENT;
+use pvmm_agent_image::AGENT;
 use pvmm_tests::cli;
 use pvmm_tests::firecracker::{SOON, ask, prints};
 use pvmm_tests::guest::{base, default_kernel};

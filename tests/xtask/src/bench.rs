@@ -8,7 +8,8 @@ use std::fs;
 use std::path::Path;
 use std::process::ExitCode;
 
-use crate::on_kvm::{self, Found, NestedPlace};
+use crate::on_kvm::{self, NestedPlace};
+use crate::probe::{self, Found};
 use crate::{artifacts, cargo, checkout, progress, report};
 
 #[derive(Debug, clap::Args)]
@@ -50,9 +51,9 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
     if options.native {
         return Ok(on_kvm::run_here(&command(&kept)));
     }
-    Ok(match on_kvm::find() {
-        Found::Here(host) => {
-            progress::step(format!("measuring here, on {}", host.backend));
+    Ok(match probe::find() {
+        Found::Here(what) => {
+            progress::step(format!("measuring here: {what}"));
             on_kvm::run_here(&command(&kept))
         }
         Found::NotHere(reason) => {

@@ -5,7 +5,7 @@
 use std::env;
 use std::io;
 use std::path::PathBuf;
-use std::process::{Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 
 use crate::{checkout, progress};
 
@@ -18,6 +18,9 @@ pub enum CargoError {
     #[error("cargo built no test called {0}")]
     NoTest(String),
 }
+
+/// Builds the command that everything else runs.
+pub const BUILD_PVMM: [&str; 4] = ["build", "--release", "--package", "pvmm-launcher"];
 
 fn command(arguments: &[&str]) -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -39,6 +42,38 @@ pub fn run(arguments: &[&str]) -> Result<(), CargoError> {
         return Ok(());
     }
     Err(CargoError::Failed { command: arguments.join(" "), status })
+}
+
+/// A cargo that works beside this program. Dropping it ends it.
+pub struct Beside {
+    cargo: Child,
+    command: String,
+}
+
+/// Starts cargo and says so; [`Beside::wait`] says how it ended.
+pub fn start(arguments: &[&str]) -> Result<Beside, CargoError> {
+    let text = arguments.join(" ");
+    progress::step(format!("cargo {text}"));
+    let cargo = command(arguments).spawn().map_err(CargoError::Run)?;
+    Ok(Beside { cargo, command: text })
+}
+
+impl Beside {
+    pub fn wait(mut self) -> Result<(), CargoError> {
+        let status = self.cargo.wait().map_err(CargoError::Run)?;
+        if status.success() {
+            return Ok(());
+        }
+        Err(CargoError::Failed { command: std::mem::take(&mut self.command), status })
+    }
+}
+
+impl Drop for Beside {
+    fn drop(&mut self) {
+        // Both fail for one that has ended.
+        let _ = self.cargo.kill();
+        let _ = self.cargo.wait();
+    }
 }
 
 /// Builds a program as it is shipped and returns where it is: optimised as a whole, and static, so that it

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::{env, fs, io};
 
-use crate::{artifacts, cache, cargo, checkout, fctools, on_kvm, progress, report};
+use crate::{artifacts, cache, cargo, checkout, fctools, on_kvm, probe, progress, report};
 
 /// The crate of drivers, a workspace of its own.
 pub const CRATE: &str = "tests/compat";
@@ -35,13 +35,13 @@ pub fn run(options: &Options) -> ExitCode {
     let compat = || -> Result<u8, Box<dyn Error>> {
         let mut code = 0;
         if options.beside {
-            cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
+            cargo::run(&cargo::BUILD_PVMM)?;
             let program = cargo::build_test("pvmm-tests", "suite")?;
             artifacts::prepare()?;
             return beside(&program);
         }
         if !options.only {
-            cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
+            cargo::run(&cargo::BUILD_PVMM)?;
             requests_of_every_kind()?;
             code = clients()?;
         }
@@ -157,9 +157,9 @@ pub fn replace(from: &Path, to: &Path) -> io::Result<()> {
 /// Runs a command where guests run.
 pub fn on_kvm(argv: &[OsString]) -> Result<u8, Box<dyn Error>> {
     env::set_current_dir(checkout::root())?;
-    Ok(match on_kvm::find() {
-        on_kvm::Found::Here(_) => on_kvm::run_here(argv),
-        on_kvm::Found::NotHere(_) => {
+    Ok(match probe::find() {
+        probe::Found::Here(_) => on_kvm::run_here(argv),
+        probe::Found::NotHere(_) => {
             on_kvm::code(on_kvm::NestedPlace::open().and_then(|place| place.run(argv)))
         }
     })

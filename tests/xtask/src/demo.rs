@@ -7,7 +7,8 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::on_kvm::{self, Found, NestedPlace};
+use crate::on_kvm::{self, NestedPlace};
+use crate::probe::{self, Found};
 use crate::{artifacts, cargo, checkout, progress, report};
 
 const PYTHON: &str = "import platform, sys; print(f'Hello from Python {sys.version.split()[0]} on \
@@ -16,53 +17,81 @@ const PYTHON: &str = "import platform, sys; print(f'Hello from Python {sys.versi
 pub fn run() -> ExitCode {
     match demo() {
         Ok(code) => ExitCode::from(code),
-        Err(e) => {
-            eprintln!("demo: {}", report::chain(e.as_ref()));
-            ExitCode::FAILURE
-        }
+        Err(e) => match e.downcast() {
+            Ok(e) => ExitCode::from(on_kvm::code(Err(*e))),
+            Err(e) => {
+                eprintln!("demo: {}", report::chain(e.as_ref()));
+                ExitCode::FAILURE
+            }
+        },
     }
 }
 
 fn demo() -> Result<u8, Box<dyn Error>> {
     let mut phases = Phases::default();
+    std::env::set_current_dir(checkout::root())?;
 
-    cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
-    phases.end("build", "pvmm and its guest agent".into());
-
+    // Beside the rest, which waits for the network more than for a processor.
+    let build = cargo::start(&cargo::BUILD_PVMM)?;
     let artifacts = artifacts::prepare()?;
     let parts = format!("{}, template {}", artifacts.kernel.label, artifacts.template.name());
     phases.end("prepare", parts);
+
+    let early = probe::without_virtualization().map(nested).transpose()?;
+    if let Some(place) = &early {
+        phases.end("host", kind(place).into());
+        // Its processor is never idle, and the build needs this machine's.
+        place.pause()?;
+    }
+    build.wait()?;
+    phases.end("build", "pvmm and its guest agent, beside the lines above".into());
 
     let pvmm = cargo::target_dir().join("release/pvmm");
     let argv: Vec<OsString> = [pvmm.as_os_str().to_owned()]
         .into_iter()
         .chain(["--quiet", "run", "--", "python3", "-c", PYTHON].map(OsString::from))
         .collect();
-    std::env::set_current_dir(checkout::root())?;
-    let code = match on_kvm::find() {
-        Found::Here(host) => {
-            phases.end("host", format!("this machine: {} runs guests", host.backend));
-            progress::step(format!("running {}", shown(&argv)));
-            on_kvm::run_here(&argv)
+    let place = match early {
+        Some(place) => {
+            place.resume()?;
+            Some(place)
         }
-        Found::NotHere(reason) => {
-            progress::step(format!("no usable KVM here: {reason}"));
-            progress::step("booting a nested host, a whole machine under emulation");
-            let place = NestedPlace::open();
-            let kind = match &place {
-                Ok(place) if place.is_background() => "the nested host that is up",
-                _ => "a nested host of its own (emulated, so slow)",
-            };
-            phases.end("host", kind.into());
-            progress::step(format!("running {}", shown(&argv)));
-            on_kvm::code(place.and_then(|place| place.run(&argv)))
-        }
+        None => match probe::find() {
+            Found::Here(what) => {
+                phases.end("host", format!("this machine: {what}"));
+                None
+            }
+            Found::NotHere(reason) => {
+                let place = nested(reason)?;
+                phases.end("host", kind(&place).into());
+                Some(place)
+            }
+        },
+    };
+    progress::step(format!("running {}", shown(&argv)));
+    let code = match place {
+        Some(place) => on_kvm::code(place.run(&argv)),
+        None => on_kvm::run_here(&argv),
     };
     phases.end("guest", "booted, ran Python, gone".into());
     if code == 0 {
         phases.print();
     }
     Ok(code)
+}
+
+fn nested(reason: String) -> Result<NestedPlace, on_kvm::OnKvmError> {
+    progress::step(format!("no usable KVM here: {reason}"));
+    progress::step("booting a nested host, a whole machine under emulation");
+    NestedPlace::open()
+}
+
+fn kind(place: &NestedPlace) -> &'static str {
+    if place.is_background() {
+        "the nested host that is up"
+    } else {
+        "a nested host of its own (emulated, so slow)"
+    }
 }
 
 fn shown(argv: &[OsString]) -> String {

@@ -19,6 +19,7 @@ mod kernel;
 mod nested_host;
 mod on_kvm;
 mod packages;
+mod probe;
 mod progress;
 mod report;
 mod suite;
@@ -108,7 +109,7 @@ fn main() -> ExitCode {
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),
         Verb::Host(verb) => host::run(verb),
-        Verb::Probe => probe(),
+        Verb::Probe => say_what_runs(),
         Verb::NestedServe => nested_host::serve::first_process(),
         Verb::NestedServeWorker => match nested_host::serve::worker() {
             Ok(()) => ExitCode::SUCCESS,
@@ -134,14 +135,14 @@ fn build() -> ExitCode {
     ExitCode::SUCCESS
 }
 
-fn probe() -> ExitCode {
-    match pvmm::kvm::host::probe() {
-        Ok(host) => {
-            println!("{host:?}");
+fn say_what_runs() -> ExitCode {
+    match probe::find() {
+        probe::Found::Here(what) => {
+            println!("{what}");
             ExitCode::SUCCESS
         }
-        Err(e) => {
-            println!("{}", report::chain(&e));
+        probe::Found::NotHere(reason) => {
+            println!("{reason}");
             ExitCode::FAILURE
         }
     }

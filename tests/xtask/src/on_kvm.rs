@@ -8,11 +8,10 @@ use std::io::{self, PipeReader};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Command, ExitCode};
 
-use pvmm::kvm::host;
-
 use crate::nested_host::image::{self, Image, ImageError};
 use crate::nested_host::session::{self, End};
 use crate::nested_host::{HostError, NestedHost, background};
+use crate::probe::{self, Found};
 use crate::{report, sys};
 
 /// Exit code for a fault of this tool, as opposed to the command's.
@@ -37,9 +36,9 @@ pub enum OnKvmError {
 pub fn run(argv: &[OsString]) -> ExitCode {
     // The command line has at least one word; see main.rs.
     let Some((program, arguments)) = argv.split_first() else { return ExitCode::from(OWN_FAULT) };
-    match find() {
-        Found::Here(host) => {
-            eprintln!("on-kvm: {} runs guests here; running directly", host.backend);
+    match probe::find() {
+        Found::Here(what) => {
+            eprintln!("on-kvm: {what}; running directly");
             let error = Command::new(program).args(arguments).exec();
             ExitCode::from(not_started(program, &error))
         }
@@ -47,20 +46,6 @@ pub fn run(argv: &[OsString]) -> ExitCode {
             eprintln!("on-kvm: no usable KVM here ({reason}); running in the nested host");
             ExitCode::from(code(NestedPlace::open().and_then(|place| place.run(argv))))
         }
-    }
-}
-
-/// Where guests run.
-pub enum Found {
-    Here(host::Host),
-    /// Nowhere on this machine, with the reason.
-    NotHere(String),
-}
-
-pub fn find() -> Found {
-    match host::probe() {
-        Ok(host) => Found::Here(host),
-        Err(reason) => Found::NotHere(report::chain(&reason)),
     }
 }
 
@@ -89,11 +74,23 @@ pub fn code(result: Result<u8, OnKvmError>) -> u8 {
     })
 }
 
-/// A nested host to run one command in: the background one if it is up, else one of its own.
+/// How a command in a nested host ended.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Ran {
+    Exited(u8),
+    /// The host hung or died under it, which says nothing of the command.
+    HostLost {
+        stdin_used: bool,
+        console: String,
+    },
+}
+
+/// A nested host to run commands in: the background one if it is up, else one of its own.
 pub struct NestedPlace {
     image: Image,
     signals: PipeReader,
     own: Option<NestedHost>,
+    background: bool,
 }
 
 impl NestedPlace {
@@ -102,8 +99,9 @@ impl NestedPlace {
         let mut signals = session::ENDING.to_vec();
         signals.push(session::RESIZED);
         let signals = sys::signals_as_bytes(&signals).map_err(OnKvmError::Pass)?;
-        let mut place = NestedPlace { image, signals, own: None };
-        if background::connect(&place.image).is_none() {
+        let background = background::connect(&image).is_some();
+        let mut place = NestedPlace { image, signals, own: None, background };
+        if !background {
             place.own = Some(place.boot()?);
         }
         Ok(place)
@@ -125,34 +123,52 @@ impl NestedPlace {
     /// Runs the command, a second time if the host hangs or dies under the first, and takes down
     /// a host of its own.
     pub fn run(mut self, argv: &[OsString]) -> Result<u8, OnKvmError> {
-        let request = session::request(argv).map_err(OnKvmError::Pass)?;
-        let background = || background::connect(&self.image).ok_or(io::ErrorKind::NotConnected);
-        let first = match &self.own {
-            Some(host) => host.port(0),
-            None => background().map_err(io::Error::from),
-        };
-        let first = first.map_err(OnKvmError::Pass)?;
-        match session::run(first, &request, &self.signals).map_err(OnKvmError::Pass)? {
-            End::Exited(code) => return Ok(code),
-            End::HostLost { stdin_used: true } => return Err(OnKvmError::HostLostMidway),
-            End::HostLost { stdin_used: false } => {
-                let console = self.own.as_ref().map(NestedHost::console).unwrap_or_default();
+        match self.run_once(argv)? {
+            Ran::Exited(code) => return Ok(code),
+            Ran::HostLost { stdin_used: true, .. } => return Err(OnKvmError::HostLostMidway),
+            Ran::HostLost { console, .. } => {
                 eprintln!("on-kvm: the nested host was lost, its console ended with:\n{console}");
                 eprintln!("on-kvm: running the command once more");
             }
         }
-        self.own = None;
-        let host = self.boot()?;
-        let request = session::request(argv).map_err(OnKvmError::Pass)?;
-        let port = host.port(0).map_err(OnKvmError::Pass)?;
-        match session::run(port, &request, &self.signals).map_err(OnKvmError::Pass)? {
-            End::Exited(code) => Ok(code),
-            End::HostLost { .. } => Err(OnKvmError::HostLost { console: host.console() }),
+        match self.run_once(argv)? {
+            Ran::Exited(code) => Ok(code),
+            Ran::HostLost { console, .. } => Err(OnKvmError::HostLost { console }),
         }
+    }
+
+    /// Runs the command once. After a host was lost, the next command gets another.
+    pub fn run_once(&mut self, argv: &[OsString]) -> Result<Ran, OnKvmError> {
+        if self.own.is_none() && !self.background {
+            self.own = Some(self.boot()?);
+        }
+        let request = session::request(argv).map_err(OnKvmError::Pass)?;
+        let port = match &self.own {
+            Some(host) => host.port(0),
+            None => background::connect(&self.image).ok_or(io::ErrorKind::NotConnected.into()),
+        };
+        let port = port.map_err(OnKvmError::Pass)?;
+        match session::run(port, &request, &self.signals).map_err(OnKvmError::Pass)? {
+            End::Exited(code) => Ok(Ran::Exited(code)),
+            End::HostLost { stdin_used } => {
+                self.background = false;
+                let console = self.own.take().map(|host| host.console()).unwrap_or_default();
+                Ok(Ran::HostLost { stdin_used, console })
+            }
+        }
+    }
+
+    /// Stops a host of its own, whose processor is never idle, until it is resumed.
+    pub fn pause(&self) -> Result<(), OnKvmError> {
+        self.own.as_ref().map_or(Ok(()), NestedHost::pause).map_err(OnKvmError::Pass)
+    }
+
+    pub fn resume(&self) -> Result<(), OnKvmError> {
+        self.own.as_ref().map_or(Ok(()), NestedHost::resume).map_err(OnKvmError::Pass)
     }
 
     /// Whether this place was there before and stays.
     pub fn is_background(&self) -> bool {
-        self.own.is_none()
+        self.background
     }
 }

@@ -9,11 +9,15 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
-use crate::on_kvm::{self, Found, NestedPlace};
+use crate::on_kvm::{self, NestedPlace, OnKvmError, Ran};
+use crate::probe::{self, Found};
 use crate::{artifacts, cargo, checkout, packages, progress, report};
 
-/// More failures than this are no accident, and the suite has failed.
-const SECOND_CHANCES: usize = 3;
+/// What the suite's program exits with when a test has failed.
+const FAILED: u8 = 101;
+
+/// More hosts than this do not die in one run without a reason.
+const HOSTS_LOST: usize = 3;
 
 /// What the first leaves, the second reads after the nested host has booted again.
 const FIRST_BOOT: &str = "reboot::first_boot_writes_a_snapshot";
@@ -74,53 +78,103 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     progress::step(format!("guest kernels: {}, {}", artifacts.kernel.label, stock.label));
 
     std::env::set_current_dir(checkout::root())?;
-    fs::create_dir_all(checkout::scratch())?;
-    let log = checkout::scratch().join(format!("suite-{}", std::process::id()));
-    let code = run_suite(&suite, arguments, &log)?;
-    let failed = failures(&fs::read_to_string(&log).unwrap_or_default());
-    let _ = fs::remove_file(&log);
-    if code == 0 || failed.is_empty() || failed.len() > SECOND_CHANCES {
-        return Ok(code);
-    }
-    // Emulated processors on a shared machine stall for seconds. Who fails alone as well is broken; who does
-    // not is told of all the same.
-    progress::step(format!("once more, by themselves: {}", failed.join(", ")));
-    let mut again: Vec<OsString> = vec!["--exact".into(), "--nocapture".into()];
-    again.extend(failed.iter().map(OsString::from));
-    let code = run_suite(&suite, &again, &log)?;
-    let _ = fs::remove_file(&log);
-    if code == 0 {
-        progress::step(format!("FLAKY, passed only the second time: {}", failed.join(", ")));
-    }
-    Ok(code)
-}
-
-/// Runs the suite's program, which writes the name of each test that ended to `log`.
-fn run_suite(suite: &Path, arguments: &[OsString], log: &Path) -> Result<u8, Box<dyn Error>> {
-    let mut argv = vec![suite.as_os_str().to_owned()];
-    argv.extend_from_slice(arguments);
-    argv.extend(["--logfile".into(), log.as_os_str().to_owned()]);
-    // One test at a time: each checks that it left nothing behind on the whole host.
-    if !arguments.iter().any(|argument| argument.to_string_lossy().starts_with("--test-threads")) {
-        argv.push("--test-threads=1".into());
-    }
-    Ok(match on_kvm::find() {
-        Found::Here(host) => {
-            progress::step(format!("running the suite here, on {}", host.backend));
-            on_kvm::run_here(&argv)
+    match probe::find() {
+        Found::Here(what) => {
+            progress::step(format!("running the suite here: {what}"));
+            Ok(on_kvm::run_here(&command(&suite, arguments)))
         }
         Found::NotHere(reason) => {
             progress::step(format!(
                 "no usable KVM here ({reason}): the suite runs in a nested host"
             ));
-            on_kvm::code(NestedPlace::open().and_then(|place| place.run(&argv)))
+            let tests = list(&suite, arguments)?;
+            fs::create_dir_all(checkout::scratch())?;
+            let log = checkout::scratch().join(format!("suite-{}", std::process::id()));
+            let mut place = match NestedPlace::open() {
+                Ok(place) => place,
+                Err(e) => return Ok(on_kvm::code(Err(e))),
+            };
+            let mut run = |arguments: &[OsString]| {
+                let mut argv = command(&suite, arguments);
+                argv.extend(["--logfile".into(), log.as_os_str().to_owned()]);
+                let _ = fs::remove_file(&log);
+                let ran = place.run_once(&argv);
+                let ended = fs::read_to_string(&log).unwrap_or_default();
+                let _ = fs::remove_file(&log);
+                Ok((ran?, ended))
+            };
+            Ok(on_kvm::code(run_in_hosts(&tests, arguments, &mut run)))
         }
-    })
+    }
 }
 
-/// The tests that a log says have failed.
-fn failures(log: &str) -> Vec<String> {
-    log.lines().filter_map(|line| line.strip_prefix("failed ")).map(str::to_owned).collect()
+/// The suite's program with `arguments`.
+fn command(suite: &Path, arguments: &[OsString]) -> Vec<OsString> {
+    let mut argv = vec![suite.as_os_str().to_owned()];
+    argv.extend_from_slice(arguments);
+    // One test at a time: each checks that it left nothing behind on the whole host.
+    if !arguments.iter().any(|argument| argument.to_string_lossy().starts_with("--test-threads")) {
+        argv.push("--test-threads=1".into());
+    }
+    argv
+}
+
+/// The tests that `arguments` mean, in the order in which they run.
+fn list(suite: &Path, arguments: &[OsString]) -> Result<Vec<String>, Box<dyn Error>> {
+    let output =
+        Command::new(suite).args(["--list", "--format", "terse"]).args(arguments).output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
+}
+
+/// Runs the tests with `run`, which returns how its host and what its log of ended tests says.
+///
+/// A test that fails is a failure. Only a host that dies under a test, which can have nothing to do with
+/// it, gives that test another host, once; those that had not begun follow there.
+fn run_in_hosts(
+    tests: &[String],
+    arguments: &[OsString],
+    run: &mut dyn FnMut(&[OsString]) -> Result<(Ran, String), OnKvmError>,
+) -> Result<u8, OnKvmError> {
+    let (mut arguments, mut ended) = (arguments.to_vec(), Vec::new());
+    let (mut any_failed, mut lost_in) = (false, Vec::new());
+    loop {
+        let (ran, log) = run(&arguments)?;
+        any_failed |= log.lines().any(|line| line.starts_with("failed"));
+        ended.extend(log.lines().filter_map(|line| line.rsplit(' ').next()).map(str::to_owned));
+        let console = match ran {
+            Ran::Exited(0) if any_failed => return Ok(FAILED),
+            Ran::Exited(code) => return Ok(code),
+            Ran::HostLost { console, .. } => console,
+        };
+        let left: Vec<&String> = tests.iter().filter(|test| !ended.contains(test)).collect();
+        let Some(current) = left.first() else { return Ok(if any_failed { FAILED } else { 0 }) };
+        progress::step(format!(
+            "THE NESTED HOST DIED while {current} ran; its console ended with:\n{console}"
+        ));
+        if lost_in.contains(*current) || lost_in.len() == HOSTS_LOST {
+            return Err(OnKvmError::HostLost { console });
+        }
+        lost_in.push((*current).clone());
+        progress::step(format!(
+            "on another host: {current} again, then the {} after it",
+            left.len() - 1
+        ));
+        arguments = again(&arguments, &left);
+    }
+}
+
+/// Arguments that mean exactly these tests, run as before.
+fn again(arguments: &[OsString], tests: &[&String]) -> Vec<OsString> {
+    let is_kept = |argument: &&OsString| {
+        let text = argument.to_string_lossy();
+        let kept = ["--ignored", "--include-ignored", "--nocapture", "--show-output"];
+        kept.contains(&&*text) || text.starts_with("--test-threads=")
+    };
+    let mut again: Vec<OsString> = arguments.iter().filter(is_kept).cloned().collect();
+    again.push("--exact".into());
+    again.extend(tests.iter().map(OsString::from));
+    again
 }
 
 /// In a process of its own, because it catches signals in its own way.
@@ -137,10 +191,40 @@ fn build_kernel() -> Result<(), Box<dyn Error>> {
 mod tests {
     use super::*;
 
+    /// Runs the tests a, b and c on hosts that are played: each call's outcome, its log and what it
+    /// must have been asked for.
+    fn played(calls: &[(Option<u8>, &str, &[&str])]) -> Result<u8, OnKvmError> {
+        let tests = ["a", "b", "c"].map(str::to_owned);
+        let mut calls = calls.iter();
+        let mut run = |arguments: &[OsString]| {
+            let (code, log, asked) = calls.next().expect("no more hosts");
+            assert_eq!(arguments.iter().collect::<Vec<_>>(), *asked);
+            let lost = Ran::HostLost { stdin_used: false, console: String::new() };
+            Ok((code.map_or(lost, Ran::Exited), (*log).to_owned()))
+        };
+        let code = run_in_hosts(&tests, &["--nocapture".into(), "x".into()], &mut run);
+        assert!(calls.next().is_none());
+        code
+    }
+
+    const FIRST: &[&str] = &["--nocapture", "x"];
+
     #[test]
-    fn failures_are_the_failed_lines_of_the_log() {
-        let log = "ok boot::one\nfailed run::two\nignored soak::three\nfailed vsock::four\n";
-        assert_eq!(failures(log), ["run::two", "vsock::four"]);
-        assert!(failures("").is_empty());
+    fn test_that_fails_is_a_failure_and_not_run_again() {
+        assert_eq!(played(&[(Some(101), "ok a\nfailed b\nok c\n", FIRST)]).unwrap(), 101);
+        assert_eq!(played(&[(Some(0), "ok a\nok b\nok c\n", FIRST)]).unwrap(), 0);
+    }
+
+    #[test]
+    fn host_that_dies_gives_only_the_running_test_another() {
+        let again: &[&str] = &["--nocapture", "--exact", "b", "c"];
+        assert_eq!(played(&[(None, "ok a\n", FIRST), (Some(0), "", again)]).unwrap(), 0);
+        assert_eq!(played(&[(None, "failed a\n", FIRST), (Some(0), "", again)]).unwrap(), FAILED);
+    }
+
+    #[test]
+    fn host_that_dies_twice_under_one_test_is_a_failure() {
+        let again: &[&str] = &["--nocapture", "--exact", "b", "c"];
+        assert!(played(&[(None, "ignored: why a\n", FIRST), (None, "", again)]).is_err());
     }
 }

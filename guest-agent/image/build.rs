@@ -1,4 +1,4 @@
-//! Builds the guest agent as a static executable, for `agent.rs` to embed.
+//! Builds the guest agent as a static executable, for `lib.rs` to embed.
 //! A build script does it because the agent needs other compiler flags than the crate it goes into.
 
 use std::env;
@@ -19,7 +19,7 @@ const KEPT: [&str; 6] =
 
 fn main() -> Result<(), Box<dyn Error>> {
     let out = PathBuf::from(env::var("OUT_DIR")?);
-    let workspace = Path::new(&env::var("CARGO_MANIFEST_DIR")?).join("..");
+    let workspace = Path::new(&env::var("CARGO_MANIFEST_DIR")?).join("../..");
     println!("cargo::rerun-if-env-changed=PVMM_AGENT_BIN");
     println!("cargo::rerun-if-changed=build.rs");
     let agent = match env::var_os("PVMM_AGENT_BIN") {

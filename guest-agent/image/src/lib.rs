@@ -1,5 +1,7 @@
 //! The guest agent, as the bytes of a static executable.
-//! It is part of this library so that a single `pvmm` file can start a guest.
+//!
+//! A single `pvmm` file can start a guest because it has this in it. A crate of its own, so that what only
+//! prepares kernels and templates does not wait for the agent to be built.
 
 /// The agent that `build.rs` compiled; it becomes the guest's `/init`.
 pub static AGENT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pvmm-agent"));

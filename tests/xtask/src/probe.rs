@@ -1,0 +1,136 @@
+//! Finds out whether guests run on this machine.
+//!
+//! Only a monitor can try, and this tool has none in it: it is built in seconds, before everything else.
+//! Most machines without a usable KVM are told by their processor; the others are asked through the
+//! `pvmm` that was built, which runs guest code.
+
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde::Deserialize;
+
+use crate::{cargo, report};
+
+/// Where guests run.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Found {
+    /// On this machine, with what was found.
+    Here(String),
+    /// Nowhere on this machine, with the reason.
+    NotHere(String),
+}
+
+/// What `pvmm doctor --json` prints, as far as it is read here.
+#[derive(Deserialize)]
+struct Report {
+    checks: Vec<Check>,
+}
+
+#[derive(Deserialize)]
+struct Check {
+    name: String,
+    status: String,
+    detail: String,
+}
+
+/// Says whether guests run here. Builds `pvmm` if there is none yet and it has to be asked.
+pub fn find() -> Found {
+    if let Some(reason) = without_virtualization() {
+        return Found::NotHere(reason);
+    }
+    match ask() {
+        Ok(found) => found,
+        Err(reason) => Found::NotHere(reason),
+    }
+}
+
+/// Why no unmodified guest can run here, where that is known without trying.
+pub fn without_virtualization() -> Option<String> {
+    if !Path::new("/dev/kvm").exists() {
+        return Some("/dev/kvm does not exist".into());
+    }
+    let processor = fs::read_to_string("/proc/cpuinfo").ok()?;
+    lacks_virtualization(&processor)
+        .then(|| "the processor offers neither VMX nor SVM (see /proc/cpuinfo)".into())
+}
+
+/// Whether /proc/cpuinfo lists the processor's features and virtualization is none of them.
+fn lacks_virtualization(cpuinfo: &str) -> bool {
+    let mut flags = cpuinfo.lines().filter_map(|line| line.strip_prefix("flags")).peekable();
+    flags.peek().is_some()
+        && !flags.flat_map(str::split_whitespace).any(|flag| flag == "vmx" || flag == "svm")
+}
+
+fn ask() -> Result<Found, String> {
+    let pvmm = cargo::target_dir().join("release/pvmm");
+    if !pvmm.exists() {
+        cargo::run(&cargo::BUILD_PVMM).map_err(|e| report::chain(&e))?;
+    }
+    let mut doctor = Command::new(&pvmm);
+    let output = doctor.args(["doctor", "--json"]).stdin(Stdio::null()).output();
+    let output = output.map_err(|e| format!("cannot run {}: {e}", pvmm.display()))?;
+    answer(&output.stdout).ok_or_else(|| "pvmm doctor --json says nothing of KVM".into())
+}
+
+/// The answer in what `pvmm doctor --json` printed.
+fn answer(json: &[u8]) -> Option<Found> {
+    let report: Report = serde_json::from_slice(json).ok()?;
+    let kvm = report.checks.into_iter().find(|check| check.name == "kvm")?;
+    Some(if kvm.status == "ok" { Found::Here(kvm.detail) } else { Found::NotHere(kvm.detail) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processor_without_vmx_or_svm_is_told_without_a_monitor() {
+        assert!(lacks_virtualization("processor : 0\nflags\t\t: fpu sse\n"));
+        assert!(!lacks_virtualization("flags\t\t: fpu vmx sse\n"));
+        assert!(!lacks_virtualization("flags\t\t: fpu svm\n"));
+        // What does not list features says nothing.
+        assert!(!lacks_virtualization(""));
+    }
+
+    /// The packages that `name` is built from, as the lock file has them, tests' own included.
+    fn built_from<'a>(lock: &'a str, name: &'a str) -> Vec<&'a str> {
+        let mut found = vec![name];
+        let mut next = 0;
+        while let Some(name) = found.get(next) {
+            let head = format!("name = \"{name}\"");
+            let package = lock.split("[[package]]").find(|text| text.lines().any(|l| l == head));
+            let list = package.and_then(|text| text.split_once("dependencies = ["));
+            let words = list.map_or("", |(_, list)| list.split(']').next().unwrap_or(""));
+            for word in words.split('"').skip(1).step_by(2) {
+                let name = word.split(' ').next().unwrap_or(word);
+                if !found.contains(&name) {
+                    found.push(name);
+                }
+            }
+            next += 1;
+        }
+        found
+    }
+
+    #[test]
+    fn tool_that_starts_things_has_no_monitor_in_it() {
+        let lock = fs::read_to_string(crate::checkout::root().join("Cargo.lock")).unwrap();
+        assert!(built_from(&lock, "pvmm-launcher").contains(&"kvm-ioctls"));
+        let tool = built_from(&lock, "xtask");
+        assert!(tool.contains(&"clap"));
+        assert!(["pvmm", "pvmm-devices", "kvm-ioctls"].iter().all(|name| !tool.contains(name)));
+    }
+
+    #[test]
+    fn answer_of_the_doctor_is_that_of_its_kvm_check() {
+        let json = |status: &str| {
+            format!(
+                r#"{{"can_run":true,"checks":[{{"name":"kvm","status":"{status}","detail":"d","fix":null}}]}}"#
+            )
+        };
+        assert_eq!(answer(json("ok").as_bytes()), Some(Found::Here("d".into())));
+        assert_eq!(answer(json("missing").as_bytes()), Some(Found::NotHere("d".into())));
+        assert_eq!(answer(b"{\"checks\":[]}"), None);
+    }
+}
