@@ -49,19 +49,29 @@ impl Prefixed {
 }
 
 /// Makes an interface what `wish` says: hardware address and MTU, up, these addresses and no
-/// others, these default routes and no others, no neighbour remembered.
+/// others, these default routes and no others, no neighbour remembered. If addresses are to be
+/// kept, routes are too, and only the link-local address follows a new hardware address.
 pub fn configure(wish: &Interface) -> Result<()> {
     let mut netlink = Netlink::open()?;
-    let index = interface_index(&wish.name)?;
+    let index = match interface_index(&wish.name) {
+        // Nothing is to change but the neighbours, and they went with it.
+        Err(_) if wish.keep_addresses && wish.mac.is_none() && wish.mtu.is_none() => return Ok(()),
+        index => index?,
+    };
     let mac: Option<[u8; 6]> = match &wish.mac {
         Some(mac) => Some(mac.as_slice().try_into().map_err(|_| ErrorKind::InvalidInput)?),
         None => None,
     };
-    netlink.set_link(index, mac, wish.mtu)?;
+    if !wish.keep_addresses || mac.is_some() || wish.mtu.is_some() {
+        netlink.set_link(index, mac, wish.mtu)?;
+    }
     let mut wanted: Vec<Prefixed> =
         wish.addresses.iter().filter_map(|text| Prefixed::parse(text)).collect();
-    netlink.replace_addresses(index, &mut wanted, mac)?;
+    netlink.replace_addresses(index, &mut wanted, mac, wish.keep_addresses)?;
     netlink.forget_neighbours(index)?;
+    if wish.keep_addresses {
+        return Ok(());
+    }
     for family in [libc::AF_INET, libc::AF_INET6] {
         netlink.remove_default_routes(index, family)?;
     }
@@ -191,6 +201,7 @@ impl Netlink {
         index: u32,
         wanted: &mut Vec<Prefixed>,
         mac: Option<[u8; 6]>,
+        keep: bool,
     ) -> Result<()> {
         let dump = Request::new(libc::RTM_GETADDR, libc::NLM_F_DUMP, &[0; 8]);
         let mut present: Vec<(Prefixed, bool)> = Vec::new();
@@ -209,6 +220,8 @@ impl Netlink {
             if local {
                 let Some(mac) = mac else { continue };
                 wanted.push(Prefixed { address: link_local(mac).into(), prefix: 64 });
+            } else if keep {
+                continue;
             }
             // Also one that stays: as a second one it would go with the first.
             match self.act(address_request(libc::RTM_DELADDR, 0, index, &old)) {

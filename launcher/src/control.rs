@@ -15,6 +15,7 @@ use crate::commands::balloon::BalloonSize;
 use crate::exit::Failure;
 use crate::sys::passing;
 use crate::vm_dir::{Entry, State};
+use crate::vmm_process::copy::HandedOver;
 
 /// The longest line in either direction.
 pub const MAX_LINE: usize = 64 << 10;
@@ -78,6 +79,11 @@ pub fn balloon(vm: &Entry) -> Result<BalloonSize, Failure> {
 
 /// The machine as it is now; it runs on.
 pub fn freeze(vm: &Entry) -> Result<Template, Failure> {
+    hand_over(vm)?.template()
+}
+
+/// The same for another process to make a template of.
+pub fn hand_over(vm: &Entry) -> Result<HandedOver, Failure> {
     let (reply, mut socket, mut bytes, files) = exchange(vm, Request::Freeze)?;
     let Reply::Template { bytes: expected } = reply else { return Err(nonsense(vm)) };
     if expected > MAX_TEMPLATE {
@@ -89,7 +95,7 @@ pub fn freeze(vm: &Entry) -> Result<Template, Failure> {
     if read as u64 != left {
         return Err(broken(vm, &io::ErrorKind::UnexpectedEof.into()));
     }
-    Template::take_over(&bytes, files).map_err(|error| Failure::fault(error.to_string()))
+    Ok(HandedOver { bytes, files })
 }
 
 type Answer = (Reply, UnixStream, Vec<u8>, Vec<OwnedFd>);
@@ -106,20 +112,8 @@ fn exchange(vm: &Entry, request: Request) -> Result<Answer, Failure> {
         let mut line = serde_json::to_vec(&request)?;
         line.push(b'\n');
         socket.write_all(&line)?;
-        let (mut bytes, mut files) = (Vec::new(), Vec::new());
-        loop {
-            let mut buffer = vec![0; MAX_LINE];
-            let (count, more) = passing::receive(&socket, &mut buffer)?;
-            files.extend(more);
-            bytes.extend_from_slice(&buffer[..count]);
-            if let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
-                let rest = bytes.split_off(end + 1);
-                return Ok((serde_json::from_slice(&bytes)?, socket, rest, files));
-            }
-            if count == 0 || bytes.len() > MAX_LINE {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-        }
+        let (line, rest, files) = passing::receive_line(&socket, MAX_LINE)?;
+        Ok((serde_json::from_slice(&line)?, socket, rest, files))
     };
     match speak().map_err(|error| broken(vm, &error))? {
         (Reply::Refused { code, message, hint }, ..) => {

@@ -39,7 +39,7 @@ pub struct Extras {
 impl Extras {
     pub fn add_to(&self, config: &mut VmConfig) {
         config.drives.extend(self.drives.iter().cloned().map(DriveFlag::into_drive));
-        config.nets.extend(self.net.as_ref().map(NetCard::config));
+        config.nets.extend(self.net.as_ref().map(|card| card.config("")));
         config.balloon = self.balloon.then(|| Balloon {
             deflate_on_oom: true,
             free_page_reporting: true,

@@ -16,6 +16,7 @@ mod logger;
 mod machine;
 mod net_card;
 mod output;
+mod overrides;
 mod ports;
 mod prepare;
 mod progress;
@@ -32,6 +33,9 @@ use clap::Parser;
 fn main() {
     end_on_panic();
     sys::process::keep_one_heap();
+    if std::env::args_os().next().is_some_and(|name| name == vmm_process::copy::NAME) {
+        vmm_process::copy::run();
+    }
     if let Some((program, words)) = firecracker::words(std::env::args_os().collect()) {
         std::process::exit(firecracker::run(program, words).into());
     }

@@ -11,13 +11,10 @@ use pvmm::{Mac, Net, TapSource};
 
 use crate::drive::per_second;
 
-/// What the guest's kernel calls its first card.
-const NAME_IN_GUEST: &str = "eth0";
-
 /// One `--net`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NetCard {
-    pub tap: String,
+    pub tap: TapWish,
     pub mac: Option<Mac>,
     pub mtu: Option<u16>,
     /// The guest's addresses, with the lengths of their prefixes.
@@ -28,15 +25,43 @@ pub struct NetCard {
     pub limits: RateLimiterConfig,
 }
 
-/// `tap=NAME[,mac=MAC][,mtu=N][,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,bps=SIZE][,pps=N]`.
+/// The tap that a card is to be on.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum TapWish {
+    /// A copy's card then has a tap that is made, or the one of its snapshot.
+    #[default]
+    Unsaid,
+    /// A tap that is made and that the kernel names.
+    Auto,
+    Name(String),
+}
+
+/// `tap=NAME|auto[,mac=MAC|random][,mtu=N][,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,bps=SIZE][,pps=N]`.
 pub fn parse(text: &str) -> Result<NetCard, String> {
+    match parse_copy(text)? {
+        NetCard { tap: TapWish::Unsaid, .. } => {
+            Err("the tap is missing; write tap=NAME, or tap=auto".to_owned())
+        }
+        card => Ok(card),
+    }
+}
+
+/// The same for a card that is there already: its tap may be left out.
+pub fn parse_copy(text: &str) -> Result<NetCard, String> {
     let mut card = NetCard::default();
     for word in text.split(',') {
         let (key, value) = word.split_once('=').unwrap_or((word, ""));
         let bad = |why: &str| format!("{key}: {why}");
         let address = || value.parse::<IpAddr>().map_err(|_| bad(NO_ADDRESS));
         match key {
-            "tap" => card.tap = value.to_owned(),
+            "tap" if value.is_empty() => {
+                return Err("the tap is missing; write tap=NAME, or tap=auto".to_owned());
+            }
+            "tap" if value == "auto" => card.tap = TapWish::Auto,
+            "tap" => card.tap = TapWish::Name(value.to_owned()),
+            "mac" if value == "random" => {
+                card.mac = Some(Mac::random().map_err(|error| bad(&error.to_string()))?);
+            }
             "mac" => {
                 card.mac = Some(value.parse().map_err(|e: MacError| bad(&e.to_string()))?);
             }
@@ -53,15 +78,12 @@ pub fn parse(text: &str) -> Result<NetCard, String> {
             }
         }
     }
-    if card.tap.is_empty() {
-        return Err("the tap is missing; write tap=NAME".to_owned());
-    }
     for gateway in &card.gateways {
         if !card.addresses.iter().any(|(ip, _)| ip.is_ipv4() == gateway.is_ipv4()) {
             return Err("gw without ip; write ip=ADDRESS/PREFIX,gw=ADDRESS".to_owned());
         }
     }
-    card.config().validate().map_err(|error| {
+    card.config("unsaid").validate().map_err(|error| {
         let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
         format!("{error}{}", cause.unwrap_or_default())
     })?;
@@ -80,11 +102,23 @@ fn prefix(text: &str) -> Result<(IpAddr, u8), &'static str> {
 }
 
 impl NetCard {
-    /// The card as the library wants it.
-    pub fn config(&self) -> Net {
-        let tap = TapSource::Name(self.tap.clone());
+    /// The card as the library wants it; one whose tap was not said is on `same`.
+    pub fn config(&self, same: &str) -> Net {
+        let tap = match &self.tap {
+            TapWish::Unsaid => TapSource::Name(same.to_owned()),
+            TapWish::Auto => TapSource::Auto,
+            TapWish::Name(name) => TapSource::Name(name.clone()),
+        };
         let (rx_limit, tx_limit) = (self.limits, self.limits);
         Net { mac: self.mac, mtu: self.mtu, rx_limit, tx_limit, ..Net::new(tap) }
+    }
+
+    /// The same card for one of several copies: a tap with a name gets the copy's number behind it.
+    pub fn numbered(mut self, number: u32) -> Self {
+        if let TapWish::Name(name) = &mut self.tap {
+            *name = format!("{name}-{number}");
+        }
+        self
     }
 
     /// Whether the guest has anything to be told.
@@ -92,21 +126,35 @@ impl NetCard {
         !self.addresses.is_empty() || !self.dns.is_empty()
     }
 
-    /// Adds what the guest is told.
-    pub fn tell(&self, mut refresh: Refresh) -> Refresh {
-        if !self.addresses.is_empty() {
-            refresh = refresh.interface(&Interface {
-                name: NAME_IN_GUEST.to_owned(),
-                mac: None,
-                mtu: None,
-                addresses: self.addresses.clone(),
-                gateways: self.gateways.clone(),
-            });
+    /// Adds what the guest is told when it has just booted with this card as its first.
+    pub fn tell(&self, refresh: Refresh) -> Refresh {
+        match self.addresses.is_empty() {
+            true => self.tell_dns(refresh),
+            false => self.tell_dns(refresh.interface(&self.interface(0))),
         }
-        if !self.dns.is_empty() {
-            refresh = refresh.dns(&self.dns);
+    }
+
+    /// Adds what a copy is told whose card in this place is now on another tap: its neighbours of before are
+    /// not there, and what is not said stays as it was.
+    pub fn tell_copy(&self, refresh: Refresh, place: usize) -> Refresh {
+        let mac = self.mac.map(|mac| mac.0);
+        let keep_addresses = self.addresses.is_empty();
+        let interface = Interface { mac, keep_addresses, ..self.interface(place) };
+        self.tell_dns(refresh.interface(&interface))
+    }
+
+    fn interface(&self, place: usize) -> Interface {
+        Interface {
+            // What the guest's kernel calls its cards.
+            name: format!("eth{place}"),
+            addresses: self.addresses.clone(),
+            gateways: self.gateways.clone(),
+            ..Interface::default()
         }
-        refresh
+    }
+
+    fn tell_dns(&self, refresh: Refresh) -> Refresh {
+        if self.dns.is_empty() { refresh } else { refresh.dns(&self.dns) }
     }
 }
 
@@ -122,13 +170,25 @@ mod tests {
              mac=02:00:00:00:00:01,mtu=1400,bps=1M,pps=500",
         )
         .unwrap();
-        assert_eq!((card.tap.as_str(), card.mtu), ("t0", Some(1400)));
+        assert_eq!((&card.tap, card.mtu), (&TapWish::Name("t0".into()), Some(1400)));
         assert_eq!((card.addresses.len(), card.gateways.len(), card.dns.len()), (2, 2, 1));
-        let config = card.config();
+        let config = card.config("unsaid");
         assert_eq!(config.rx_limit.bytes, Some(BucketConfig::per_second(1 << 20)));
         assert_eq!(config.tx_limit.ops, Some(BucketConfig::per_second(500)));
         assert!(card.has_addresses());
         assert!(!parse("tap=t0,mtu=1400").unwrap().has_addresses());
+    }
+
+    #[test]
+    fn card_of_a_copy_may_leave_out_its_tap_and_each_of_several_has_its_own() {
+        let card = parse_copy("mac=random").unwrap();
+        assert_eq!(card.tap, TapWish::Unsaid);
+        assert_ne!(card.mac, parse_copy("mac=random").unwrap().mac);
+        assert!(matches!(card.config("t7").tap, TapSource::Name(name) if name == "t7"));
+        assert!(matches!(parse("tap=auto").unwrap().config("t7").tap, TapSource::Auto));
+        let numbered = |text: &str| parse_copy(text).unwrap().numbered(2).tap;
+        assert_eq!(numbered("tap=web"), TapWish::Name("web-2".into()));
+        assert_eq!((numbered("tap=auto"), numbered("mtu=1400")), (TapWish::Auto, TapWish::Unsaid));
     }
 
     #[test]

@@ -9,6 +9,7 @@ mod beside;
 mod boot;
 mod code;
 mod compat;
+mod copies;
 mod detached;
 mod drives;
 mod exec;

@@ -135,6 +135,11 @@ impl Template {
         &self.note
     }
 
+    /// The interfaces that the network cards were connected to, in the order of the cards.
+    pub fn taps(&self) -> &[String] {
+        &self.taps
+    }
+
     pub fn vcpus(&self) -> usize {
         self.machine.vcpus.len()
     }

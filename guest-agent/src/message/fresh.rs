@@ -120,6 +120,9 @@ pub enum RefreshStep {
 /// What a refresh did: with a failed step, the workload stands still.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refreshed {
+    /// Leave the addresses and routes that are there.
+    #[serde(default)]
+    pub keep_addresses: bool,
     pub steps: Vec<RefreshStep>,
     #[serde(default)]
     pub failed: Option<FailedStep>,

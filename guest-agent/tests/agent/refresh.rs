@@ -67,6 +67,7 @@ fn refresh_takes_its_steps_in_order_and_programs_see_them() {
         mtu: Some(1400),
         addresses: vec![("10.1.0.7".parse().unwrap(), 16)],
         gateways: vec![gateway],
+        keep_addresses: false,
     };
     let wish = refresh(7)
         .hostname("seven")
@@ -102,6 +103,18 @@ fn refresh_takes_its_steps_in_order_and_programs_see_them() {
     assert_eq!(routes.lines().count(), 2, "{routes}");
     assert_eq!(prints(&agent, "ip -4 neigh show dev eth0"), "");
     assert_eq!(agent.info().unwrap().generation, 7);
+
+    // Another hardware address, and nothing else changes; an interface that is gone is no matter then.
+    let same = Interface { name: "eth0".into(), keep_addresses: true, ..Interface::default() };
+    let other = Interface { mac: Some([2, 0, 0, 0, 0, 8]), ..same.clone() };
+    let gone = Interface { name: "eth7".into(), ..same.clone() };
+    agent.refresh(&refresh(7).interface(&other).interface(&same).interface(&gone), soon()).unwrap();
+    let kept = "ip -4 -o addr show eth0 | tr -s ' ' | cut -d' ' -f4; ip -4 route | wc -l; \
+                cat /sys/class/net/eth0/address";
+    assert_eq!(prints(&agent, kept), "10.1.0.7/16\n2\n02:00:00:00:00:08");
+    let missing = Interface { mac: Some([2, 0, 0, 0, 0, 8]), ..gone };
+    assert!(agent.refresh(&refresh(7).interface(&missing), soon()).is_err());
+    let machine_id = prints(&agent, "cat /etc/machine-id");
 
     // Once more: all of it is replaced, and what was a secret is gone.
     agent.refresh(&refresh(8).hostname("eight"), soon()).unwrap();

@@ -4,6 +4,7 @@ use clap::{Args, Subcommand};
 
 use super::TEMPLATE;
 use crate::args;
+use crate::overrides::CopyFlags;
 
 /// Start copies of a running VM, or of a warm template
 #[derive(Debug, Args)]
@@ -13,9 +14,11 @@ Examples:
   pvmm fork web -n 10                  ten copies, an id a line
   pvmm fork web -n 3 --name try        try-1, try-2, try-3
   pvmm fork base -n 10                 ten VMs from the warm template 'base'
+  pvmm fork web --net tap=t1,ip=10.0.1.2/24    its network card is on another tap
 
 The copies start with everything the VM has in memory and on its disk, its processes included, and share
-all that none of them changes. The VM itself stands still for a moment and goes on.
+all that none of them changes. The VM itself stands still for a moment and goes on. A network card of a
+copy is on a tap of its own, which is made unless --net names one; 'pvmm ps --json' says which.
 ")]
 pub struct Fork {
     /// Id, the start of an id, or name of a VM; or the name of a template
@@ -26,6 +29,8 @@ pub struct Fork {
     /// Name for the copy; several get a number each
     #[arg(long, value_name = "NAME", value_parser = args::vm_name)]
     pub name: Option<String>,
+    #[command(flatten)]
+    pub copy: CopyFlags,
 }
 
 /// Write a running VM to disk: memory, devices, disks
@@ -64,15 +69,18 @@ pub enum SyncMode {
 
 /// List, show and remove snapshots
 #[derive(Debug, Args)]
-#[command(help_template = TEMPLATE, arg_required_else_help = true, before_help = "\
+#[command(help_template = TEMPLATE, args_conflicts_with_subcommands = true, before_help = "\
 Examples:
-  pvmm snapshots ls
+  pvmm snapshots                       all there are; so does: pvmm snapshots ls
   pvmm snapshots inspect before-upgrade
   pvmm snapshots rm before-upgrade
 ")]
 pub struct Snapshots {
+    /// As JSON
+    #[arg(long)]
+    pub json: bool,
     #[command(subcommand)]
-    pub verb: SnapshotsVerb,
+    pub verb: Option<SnapshotsVerb>,
 }
 
 #[derive(Debug, Subcommand)]
@@ -102,6 +110,10 @@ pub enum SnapshotsVerb {
 Examples:
   pvmm restore before-upgrade --name web
   pvmm restore ./web.snapshot -n 5
+  pvmm restore before-upgrade --net tap=auto,mac=random --drive vdc=other.img
+
+A network card is on the tap of the name that it had, or with -n on one that is made for each VM; --net
+names another. Several VMs get taps and sockets with a number each: tap=web is web-1, web-2.
 ")]
 pub struct Restore {
     /// Its name, or a path
@@ -115,6 +127,8 @@ pub struct Restore {
     /// Compare every byte with its checksum first, even if that was done before
     #[arg(long)]
     pub verify: bool,
+    #[command(flatten)]
+    pub copy: CopyFlags,
 }
 
 #[derive(Debug, Args)]

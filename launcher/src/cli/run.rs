@@ -50,7 +50,7 @@ pub struct Run {
     /// Another disk, /dev/vdc and on: PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]
     #[arg(long, value_name = "DRIVE", value_parser = drive::parse)]
     pub drive: Vec<DriveFlag>,
-    /// Network card on a tap of this host [default: none]: tap=NAME[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC][,mtu=N][,bps=SIZE][,pps=N]
+    /// Network card on a tap of this host [default: none]: tap=NAME|auto[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC|random][,mtu=N][,bps=SIZE][,pps=N]
     #[arg(long, value_name = "CARD", value_parser = net_card::parse)]
     pub net: Option<NetCard>,
     /// Let the guest give memory back: what it frees, and more when `pvmm balloon` asks

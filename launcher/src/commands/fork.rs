@@ -3,7 +3,6 @@
 //! A running VM stands still for a moment and hands over its memory and disks; a snapshot is read. The
 //! rest is the same for both: a process for each child, all of them sharing what none has changed.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use pvmm::Template;
@@ -12,12 +11,13 @@ use pvmm::snapshot::LoadOptions;
 use crate::cli::{Fork, Restore};
 use crate::control;
 use crate::exit::{Failure, Outcome, USAGE};
-use crate::machine::Extras;
 use crate::output;
+use crate::overrides::CopyFlags;
 use crate::snapshots;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::{Base, Claim, Record, VmDirError, now};
-use crate::vmm_process::{self, Mode, Plan, Start, VmmProcess};
+use crate::vmm_process::VmmProcess;
+use crate::vmm_process::copy::{self, HandedOver, Order};
 use crate::warm;
 
 /// How long a child may take until its agent has answered.
@@ -26,22 +26,23 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub fn fork(args: Fork) -> Outcome {
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
-    let (template, record) = match base.find(&args.source) {
+    let (machine, record) = match base.find(&args.source) {
         Ok(vm) => {
             let record =
                 Record { template: format!("fork of {}", vm.label()), ..vm.record.clone() };
-            (control::freeze(&vm)?, record)
+            (control::hand_over(&vm)?, record)
         }
         // Not a VM, so perhaps a template that is warm.
         Err(VmDirError::Unknown(name)) => match warm::find_named(&name)? {
             Some(warm) => {
-                (warm.template, Record { template: name, kernel: warm.kernel, ..Record::default() })
+                let record = Record { template: name, kernel: warm.kernel, ..Record::default() };
+                (HandedOver::of(&warm.template)?, sized(record, &warm.template))
             }
             None => return Err(VmDirError::Unknown(name).into()),
         },
         Err(error) => return Err(error.into()),
     };
-    start(&base, template, record, names)
+    Copies { machine, like: record, flags: &args.copy, makes_taps: true }.start(&base, names)
 }
 
 pub fn restore(args: Restore) -> Outcome {
@@ -51,46 +52,72 @@ pub fn restore(args: Restore) -> Outcome {
     let options = LoadOptions { verify: args.verify, ..LoadOptions::default() };
     let template = Template::load(&dir, options).map_err(refuse)?;
     let record = Record { template: args.snapshot.clone(), ..Record::default() };
-    start(&base, template, record, names)
+    let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
+    // Several machines cannot have one tap.
+    let makes_taps = names.len() > 1;
+    Copies { machine, like, flags: &args.copy, makes_taps }.start(&base, names)
 }
 
-/// Starts a child for each name, all at once, and prints their ids as they answer.
-fn start(base: &Base, template: Template, like: Record, names: Vec<Option<String>>) -> Outcome {
-    let signals = Signals::hold(&FORWARDED)?;
-    let template = Arc::new(template);
-    let mut children = Vec::with_capacity(names.len());
-    for name in names {
+fn sized(record: Record, template: &Template) -> Record {
+    Record { cpus: template.vcpus() as u32, memory_mib: template.memory_mib(), ..record }
+}
+
+/// What copies are made of.
+struct Copies<'a> {
+    machine: HandedOver,
+    like: Record,
+    flags: &'a CopyFlags,
+    makes_taps: bool,
+}
+
+impl Copies<'_> {
+    /// Starts a copy for each name, all at once, and prints their ids as they answer.
+    fn start(&self, base: &Base, names: Vec<Option<String>>) -> Outcome {
+        let signals = Signals::hold(&FORWARDED)?;
+        let several = names.len() > 1;
+        // Refused before anything is made.
+        self.flags.of_copy(several.then_some(1), self.makes_taps)?;
+        let mut children = Vec::with_capacity(names.len());
+        for (number, name) in (1..).zip(names) {
+            children.push(self.spawn(base, name, several.then_some(number))?);
+        }
+        for mut child in children {
+            child.process.wait_ready(&signals, None)?;
+            let id = child.claim.dir().read_record().unwrap_or_default().id;
+            child.keep();
+            output::line(&id)?;
+        }
+        Ok(0)
+    }
+
+    fn spawn(
+        &self,
+        base: &Base,
+        name: Option<String>,
+        number: Option<u32>,
+    ) -> Result<Child, Failure> {
         let record = Record {
             name,
             created: now(),
-            template: like.template.clone(),
-            kernel: like.kernel.clone(),
-            cpus: template.vcpus() as u32,
-            memory_mib: template.memory_mib(),
+            template: self.like.template.clone(),
+            kernel: self.like.kernel.clone(),
+            cpus: self.like.cpus,
+            memory_mib: self.like.memory_mib,
             ..Record::default()
         };
         let mut claim = base.create(record)?;
-        let record = claim.dir().read_record().unwrap_or_default();
-        let plan = Plan {
-            start: Start::Template(template.clone()),
-            record,
-            console_copy: None,
+        let order = Order {
+            machine: &self.machine,
+            record: claim.dir().read_record().unwrap_or_default(),
+            flags: self.flags,
+            number,
+            makes_taps: self.makes_taps,
             boot_patience: PATIENCE,
-            mode: Mode::Detached { command: None },
-            ports: Vec::new(),
-            extras: Extras::default(),
         };
-        let process = vmm_process::spawn(plan, &claim)?;
+        let process = copy::spawn(&order, &claim)?;
         claim.hand_over_lock();
-        children.push(Child { process, claim, kept: false });
+        Ok(Child { process, claim, kept: false })
     }
-    for mut child in children {
-        child.process.wait_ready(&signals, None)?;
-        let id = child.claim.dir().read_record().unwrap_or_default().id;
-        child.keep();
-        output::line(&id)?;
-    }
-    Ok(0)
 }
 
 /// A name for each child: the given one, with a number behind it if there are several.

@@ -88,6 +88,7 @@ struct Row<'a> {
     pid: Option<u32>,
     command: &'a [String],
     ports: &'a [String],
+    taps: &'a [String],
     /// The socket of the guest's vsock device.
     vsock: String,
 }
@@ -112,6 +113,7 @@ impl<'a> Row<'a> {
             pid: record.pid.filter(|_| vm.state.is_alive()),
             command: &record.command,
             ports: &record.ports,
+            taps: &record.taps,
             vsock: vm.dir.vsock().display().to_string(),
         }
     }

@@ -18,6 +18,7 @@ use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
 use crate::machine::Extras;
 use crate::output;
+use crate::overrides::CopyParts;
 use crate::ports::{self, BoundPort};
 use crate::prepare::{self, Sources};
 use crate::sys::signals::Signals;
@@ -67,6 +68,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         boot_patience,
         mode,
         ports: detached_ports,
+        copy: CopyParts::default(),
         extras: Extras { drives: args.drive.clone(), net: args.net.clone(), balloon: args.balloon },
     };
     let process = vmm_process::spawn(plan, &claim)?;

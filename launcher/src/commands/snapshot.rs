@@ -40,7 +40,7 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
 }
 
 pub fn snapshots(args: Snapshots) -> Outcome {
-    match args.verb {
+    match args.verb.unwrap_or(SnapshotsVerb::Ls { json: args.json }) {
         SnapshotsVerb::Ls { json } => list(json)?,
         SnapshotsVerb::Rm { names } => {
             for name in names {

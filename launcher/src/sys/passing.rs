@@ -36,3 +36,24 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Vec
     let files = raw.iter().take(files).map(own).collect::<io::Result<_>>()?;
     Ok((bytes, files))
 }
+
+/// Receives a line of at most `max` bytes with the files that came with it, and what came behind it.
+pub fn receive_line(
+    socket: &UnixStream,
+    max: usize,
+) -> io::Result<(Vec<u8>, Vec<u8>, Vec<OwnedFd>)> {
+    let (mut bytes, mut files) = (Vec::new(), Vec::new());
+    loop {
+        let mut buffer = vec![0; 64 << 10];
+        let (count, more) = receive(socket, &mut buffer)?;
+        files.extend(more);
+        bytes.extend_from_slice(&buffer[..count]);
+        if let Some(end) = bytes.iter().position(|byte| *byte == b'\n') {
+            let rest = bytes.split_off(end + 1);
+            return Ok((bytes, rest, files));
+        }
+        if count == 0 || bytes.len() > max {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+}

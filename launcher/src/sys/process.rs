@@ -1,12 +1,13 @@
-//! Processes: fork without exec, sessions, the parent's death, ends.
+//! Processes: fork without exec, exec of this very program, sessions, the parent's death, ends.
 //!
-//! The VMM is a fork of the launcher, so that no second program has to be found and the machine is in a
-//! process of its own.
+//! The VMM is a process of its own, made of the launcher's program, so that no second one has to be found.
 #![allow(unsafe_code)] // fork, setsid, prctl, dup2, kill, waitpid.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 /// Which side of a fork this is.
@@ -15,7 +16,7 @@ pub enum Side {
     Child,
 }
 
-/// A forked process that has not been waited for.
+/// A started process that has not been waited for.
 #[derive(Debug)]
 pub struct Child {
     pid: libc::pid_t,
@@ -46,6 +47,15 @@ pub fn fork() -> io::Result<Side> {
         0 => Ok(Side::Child),
         pid => Ok(Side::Parent(Child { pid, ended: None })),
     }
+}
+
+/// Starts this program once more, under another name, with `stdin` as its standard input. The new process has
+/// an address space layout and a stack canary of its own.
+pub fn exec_self(name: &str, stdin: OwnedFd) -> io::Result<Child> {
+    // The link leads to this very program, even if its file was replaced meanwhile.
+    let child = Command::new("/proc/self/exe").arg0(name).stdin(stdin).spawn()?;
+    let pid = libc::pid_t::try_from(child.id()).map_err(io::Error::other)?;
+    Ok(Child { pid, ended: None })
 }
 
 impl Child {

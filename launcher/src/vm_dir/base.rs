@@ -60,6 +60,11 @@ impl Base {
         Ok(base)
     }
 
+    /// The base that a VM's directory is in.
+    pub(super) fn around(dir: &Path) -> Self {
+        Self { path: dir.parent().unwrap_or(dir).to_owned() }
+    }
+
     /// In a shared /tmp somebody else may have been first: a link or a directory that is not ours would
     /// hand them the sockets.
     fn check(&self) -> Result<(), VmDirError> {

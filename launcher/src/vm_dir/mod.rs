@@ -22,6 +22,7 @@ pub use record::{Ending, Record, State, now};
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -137,6 +138,10 @@ pub struct VmDir {
 }
 
 impl VmDir {
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     pub fn vsock(&self) -> PathBuf {
         self.path.join("vsock.sock")
     }
@@ -228,6 +233,18 @@ pub struct Claim {
 }
 
 impl Claim {
+    /// The directory in the hands of the VMM process, which got the lock from its maker.
+    pub fn adopt(path: PathBuf, lock: File) -> Self {
+        let base = Base::around(&path);
+        Self { dir: VmDir { path }, base, lock: Some(lock), kept: true }
+    }
+
+    /// The lock, for the VMM process to hold.
+    pub fn lock(&self) -> io::Result<OwnedFd> {
+        let lock = self.lock.as_ref().ok_or(io::ErrorKind::NotFound)?;
+        Ok(lock.try_clone()?.into())
+    }
+
     pub fn dir(&self) -> &VmDir {
         &self.dir
     }

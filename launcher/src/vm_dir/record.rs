@@ -34,6 +34,9 @@ pub struct Record {
     /// Ports of the host that lead into it, as `127.0.0.1:8080->80`.
     #[serde(default)]
     pub ports: Vec<String>,
+    /// The interfaces of the host that its network cards are on.
+    #[serde(default)]
+    pub taps: Vec<String>,
     /// Whether the agent has answered.
     pub ready: bool,
     /// Whether its vCPUs stand still because somebody asked for it.

@@ -6,6 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::symlink;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -18,13 +19,12 @@ use super::main_command::MainCommand;
 use super::{Mode, Plan, Report, Reporter, Start, console, control};
 use crate::exit::{FAULT, Failure, USAGE};
 use crate::machine;
+use crate::overrides::GUEST_CID;
 use crate::ports::{self, BoundPort};
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
 use crate::vm_dir::{Base, Claim, Ending, Record, VmDir, now};
 
-/// The guest's address on its vsock; each VM has its own socket, so they may all have the same.
-const GUEST_CID: u32 = 3;
 /// What processes in the guest get between TERM and KILL when the VM is told to end.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 /// When a guest that was told to end is not waited for any longer.
@@ -53,7 +53,7 @@ pub fn run(
     plan: Plan,
     claim: &Claim,
     reporter: PipeWriter,
-    lifeline: PipeReader,
+    lifeline: Option<PipeReader>,
     parent: u32,
 ) -> ! {
     let mut reporter = Reporter { pipe: reporter };
@@ -61,7 +61,7 @@ pub fn run(
     let mut record = plan.record.clone();
     let dir = claim.dir().clone();
     let watched = set_up_process(&dir, foreground.then_some(parent)).and_then(|signals| {
-        let lifeline = foreground.then_some(lifeline);
+        let lifeline = lifeline.filter(|_| foreground);
         watch(plan, &dir, &mut record, &signals, lifeline, &mut reporter)
     });
     let end = watched.unwrap_or_else(End::Failed);
@@ -106,8 +106,12 @@ fn watch(
     let _ = dir.write_record(record);
     let memory_mib = record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let Plan { start, console_copy, mode, ports, extras, .. } = plan;
-    let booted = matches!(start, Start::Boot(_));
+    let Plan { start, console_copy, mode, ports, extras, copy, .. } = plan;
+    let template = match &start {
+        Start::Boot(_) => None,
+        Start::Template(template) => Some(template.clone()),
+    };
+    let booted = template.is_none();
     let mut vm = match start {
         Start::Boot(parts) => {
             let mut config = machine::config(*parts, record, console_copy.is_some());
@@ -116,13 +120,17 @@ fn watch(
             config.console = Console::File(console);
             Vm::boot(config)
         }
-        Start::Template(template) => template.fork(Overrides {
-            vsock: Some(Vsock::new(GUEST_CID, dir.vsock())),
-            console: Console::File(console),
-            ..Overrides::default()
-        }),
+        Start::Template(template) => {
+            if let Some(path) = copy.vsock() {
+                // Where the other commands look for it.
+                symlink(path, dir.vsock()).map_err(fault)?;
+            }
+            let overrides = copy.overrides(&template, dir.vsock());
+            template.fork(Overrides { console: Console::File(console), ..overrides })
+        }
     }
     .map_err(refuse)?;
+    record.taps = vm.taps().to_vec();
     let listener = vm.take_ready();
     vm.resume().map_err(refuse)?;
     if lifeline.is_some() {
@@ -147,11 +155,14 @@ fn watch(
         // A copy is nobody's before it is its own: what fails here ends it.
         None => {
             let hostname = record.name.as_deref().unwrap_or(&record.id);
-            let refresh = Refresh::new(1).map_err(fault)?.hostname(hostname);
+            let mut refresh = Refresh::new(1).map_err(fault)?.hostname(hostname);
+            if let Some(template) = &template {
+                refresh = copy.tell(template, refresh);
+            }
             control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
         }
     }
-    drop(listener);
+    drop((listener, template));
     if let Some(card) = extras.net.as_ref().filter(|card| booted && card.has_addresses()) {
         // The same computer as a moment ago, so its names stay.
         let refresh = card.tell(Refresh::new(0).map_err(fault)?.without_ids());
@@ -211,6 +222,9 @@ fn boot_failure(error: pvmm::Error, memory_mib: u64) -> Failure {
     let failure = Failure { code, ..Failure::fault(error.to_string()) };
     match error.kind() {
         ErrorKind::HostUnsupported => failure.hint("'pvmm doctor' says what this host lacks"),
+        ErrorKind::InvalidConfig if failure.message.starts_with("network card") => {
+            failure.hint("use another with --net tap=NAME, or one that is made with --net tap=auto")
+        }
         ErrorKind::HostResource => failure.hint("free some memory or files, or use less --memory"),
         ErrorKind::InvalidConfig if memory_mib < COMFORT_MIB => {
             failure.hint(format!("{memory_mib} MiB may be too little: try --memory {COMFORT_MIB}M"))

@@ -1,11 +1,13 @@
-//! The process that holds one machine: forked from the launcher, reporting to it through a pipe.
+//! The process that holds one machine: started by the launcher, reporting to it through a pipe.
 //!
-//! One VM is one process, so that whatever happens to a guest happens to nothing else. It is a fork
-//! without exec: no second program has to be found, and all slow work was done before.
+//! One VM is one process, so that whatever happens to a guest happens to nothing else. The one VM of a `run`
+//! is a fork of its launcher without exec: nothing has to be passed on, and all slow work was done before.
+//! Copies, of which one launcher starts many, are executed anew (`copy.rs`).
 
 mod child;
 mod console;
 pub mod control;
+pub mod copy;
 mod main_command;
 
 use std::fs::File;
@@ -23,6 +25,7 @@ use crate::attach::Names;
 use crate::exit::{self, Failure};
 use crate::log_file;
 use crate::machine::Extras;
+use crate::overrides::CopyParts;
 use crate::ports::BoundPort;
 use crate::prepare::Parts;
 use crate::sys::process::{self, Ended, Side};
@@ -41,7 +44,6 @@ const END_PATIENCE: Duration = Duration::from_secs(10);
 pub struct Plan {
     pub start: Start,
     pub record: Record,
-    /// Disks besides the root filesystem and what is written over it.
     /// A copy of the guest's console for the user, who then also gets the kernel's messages.
     pub console_copy: Option<File>,
     /// How long the guest may take until its agent answers.
@@ -49,7 +51,10 @@ pub struct Plan {
     pub mode: Mode,
     /// Ports of the host that lead into a detached VM.
     pub ports: Vec<BoundPort>,
+    /// What a machine that is booted has besides.
     pub extras: Extras,
+    /// What a copy of a machine has of its own.
+    pub copy: CopyParts,
 }
 
 /// What a machine begins with.
@@ -85,8 +90,8 @@ pub struct VmmProcess {
     reports: PipeReader,
     pending: Vec<u8>,
     dir: VmDir,
-    /// Open for as long as the launcher lives; the process watches the other end.
-    _lifeline: PipeWriter,
+    /// Open for as long as the launcher lives; a process that ends with it watches the other end.
+    _lifeline: Option<PipeWriter>,
 }
 
 /// Forks the process. The launcher must still have a single thread.
@@ -99,11 +104,12 @@ pub fn spawn(plan: Plan, claim: &Claim) -> Result<VmmProcess, Failure> {
     match process::fork().map_err(failed)? {
         Side::Parent(child) => {
             let dir = claim.dir().clone();
-            Ok(VmmProcess { child, reports, pending: Vec::new(), dir, _lifeline: held })
+            Ok(VmmProcess { child, reports, pending: Vec::new(), dir, _lifeline: Some(held) })
         }
         Side::Child => {
             drop((reports, held));
-            let life = AssertUnwindSafe(|| child::run(plan, claim, reporter, lifeline, parent));
+            let life =
+                AssertUnwindSafe(|| child::run(plan, claim, reporter, Some(lifeline), parent));
             // A panic must not come back to the launcher's code: there it would end the VM's directory,
             // and then the launcher a second time.
             let _ = catch_unwind(life);

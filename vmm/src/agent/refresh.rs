@@ -53,6 +53,9 @@ pub struct Interface {
 
 impl Refresh {
     /// A new identity; the workload is thawed by it.
+    /// Leave the addresses and routes that are there. An interface that is to keep these and its hardware
+    /// address need not exist.
+    pub keep_addresses: bool,
     pub fn new(generation: u64) -> Result<Self, AgentError> {
         let random = |len| {
             let mut bytes = vec![0; len];
@@ -86,6 +89,7 @@ impl Refresh {
         self
     }
 
+            keep_addresses: interface.keep_addresses,
     /// The name servers, and no others.
     pub fn dns(mut self, servers: &[IpAddr]) -> Self {
         self.wire.dns = Some(servers.iter().map(IpAddr::to_string).collect());

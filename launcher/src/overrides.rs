@@ -1,0 +1,180 @@
+//! What a copy of a VM gets in place of what the VM had: taps, drives, its vsock socket, its CID.
+//!
+//! `fork` and `restore` share it. Flags are kept as they were typed and read once for each copy, because
+//! copies of one command differ: each has its own number, and its own random hardware address.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, ValueHint};
+use pvmm::agent::Refresh;
+use pvmm::{Overrides, Template, Vsock};
+
+use crate::drive::{self, DriveFlag};
+use crate::exit::Failure;
+use crate::net_card::{self, NetCard, TapWish};
+
+/// The guest's address on its vsock; each VM has its own socket, so they may all have the same.
+pub const GUEST_CID: u32 = 3;
+
+/// The flags of `fork` and `restore` that say what a copy gets.
+#[derive(Clone, Debug, Default, Args)]
+pub struct CopyFlags {
+    /// Tap and addresses for a network card; the first is for eth0: [tap=NAME|auto][,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC|random][,bps=SIZE][,pps=N]
+    #[arg(long, value_name = "CARD", value_parser = net_text)]
+    pub net: Vec<String>,
+    /// Another image for a drive, by its name in the guest: vdc=PATH[,ro][,direct][,cache=…][,engine=…][,bps=SIZE][,iops=N]
+    #[arg(long, value_name = "vdX=DRIVE", value_parser = drive_text)]
+    pub drive: Vec<String>,
+    /// Where the socket of its vsock device is made [default: in the VM's directory]
+    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    pub vsock: Option<PathBuf>,
+    /// Its address on its vsock device, from 3 to 4294967294 [default: 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(3..i64::from(u32::MAX)))]
+    pub cid: Option<u32>,
+}
+
+/// What one copy gets.
+#[derive(Clone, Debug, Default)]
+pub struct CopyParts {
+    nets: Vec<NetCard>,
+    drives: Vec<(usize, DriveFlag)>,
+    vsock: Option<PathBuf>,
+    cid: Option<u32>,
+    /// A card of which nothing was said gets a tap that is made, not the one of the template's name.
+    makes_taps: bool,
+}
+
+fn net_text(text: &str) -> Result<String, String> {
+    net_card::parse_copy(text).map(|_| text.to_owned())
+}
+
+fn drive_text(text: &str) -> Result<String, String> {
+    drive_at(text).map(|_| text.to_owned())
+}
+
+/// `vdc=PATH,…`: the place of a drive, and what is to be there.
+fn drive_at(text: &str) -> Result<(usize, DriveFlag), String> {
+    const SHAPE: &str = "write the drive's name in the guest and a path, as in vdc=disk.img";
+    let (name, drive) = text.split_once('=').ok_or(SHAPE)?;
+    match name.strip_prefix("vd").map(str::as_bytes) {
+        Some([letter @ b'a'..=b'z']) => Ok((usize::from(letter - b'a'), drive::parse(drive)?)),
+        _ => Err(SHAPE.to_owned()),
+    }
+}
+
+impl CopyFlags {
+    /// What the copy of this number gets; a copy that is alone has none. Paths are taken from here.
+    pub fn of_copy(&self, number: Option<u32>, makes_taps: bool) -> Result<CopyParts, Failure> {
+        let nets = self.net.iter().map(|text| {
+            let card = net_card::parse_copy(text)?;
+            Ok(match number {
+                Some(number) => card.numbered(number),
+                None => card,
+            })
+        });
+        let nets = nets.collect::<Result<_, String>>().map_err(Failure::usage)?;
+        let drives = self.drive.iter().map(|text| drive_at(text));
+        let drives: Vec<_> = drives.collect::<Result<_, String>>().map_err(Failure::usage)?;
+        if number.is_some() && drives.iter().any(|(_, drive)| !drive.read_only) {
+            return Err(Failure::usage("--drive: several copies cannot write to one image")
+                .hint("add ',ro', or make one copy at a time"));
+        }
+        let vsock = self.vsock.as_deref().map(|path| socket(path, number)).transpose()?;
+        Ok(CopyParts { nets, drives, vsock, cid: self.cid, makes_taps })
+    }
+}
+
+/// The path of a copy's socket: absolute, and with the copy's number behind it.
+fn socket(path: &Path, number: Option<u32>) -> Result<PathBuf, Failure> {
+    let path = std::path::absolute(path)?;
+    Ok(match number {
+        Some(number) => {
+            let mut name = OsString::from(path);
+            name.push(format!("-{number}"));
+            name.into()
+        }
+        None => path,
+    })
+}
+
+impl CopyParts {
+    /// The path of its own for the vsock's socket, if one was asked for.
+    pub fn vsock(&self) -> Option<&Path> {
+        self.vsock.as_deref()
+    }
+
+    /// What the library is told; `vsock` is where the socket is unless another place was asked for.
+    pub fn overrides(&self, template: &Template, vsock: PathBuf) -> Overrides {
+        let vsock = self.vsock.clone().unwrap_or(vsock);
+        let nets = self.cards(template.taps()).into_iter().enumerate();
+        let same = |place: usize| template.taps().get(place).map_or("", String::as_str);
+        Overrides {
+            vsock: Some(Vsock::new(self.cid.unwrap_or(GUEST_CID), vsock)),
+            drives: self
+                .drives
+                .iter()
+                .map(|(place, drive)| (*place, drive.clone().into_drive()))
+                .collect(),
+            nets: nets.map(|(place, card)| (place, card.config(same(place)))).collect(),
+            ..Overrides::default()
+        }
+    }
+
+    /// Adds what the guest is told of its cards.
+    pub fn tell(&self, template: &Template, refresh: Refresh) -> Refresh {
+        let cards = self.cards(template.taps()).into_iter().enumerate();
+        cards.fold(refresh, |refresh, (place, card)| card.tell_copy(refresh, place))
+    }
+
+    /// A card for each of the template's, and any that are too many, for the library to refuse.
+    fn cards(&self, taps: &[String]) -> Vec<NetCard> {
+        let mut cards = self.nets.clone();
+        cards.resize_with(cards.len().max(taps.len()), NetCard::default);
+        for card in cards.iter_mut().filter(|card| self.makes_taps && card.tap == TapWish::Unsaid) {
+            card.tap = TapWish::Auto;
+        }
+        cards
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn flags(net: &[&str], drive: &[&str], vsock: Option<&str>) -> CopyFlags {
+        let texts = |all: &[&str]| all.iter().map(|text| (*text).to_owned()).collect();
+        CopyFlags { net: texts(net), drive: texts(drive), vsock: vsock.map(Into::into), cid: None }
+    }
+
+    #[test]
+    fn copies_of_one_command_have_taps_and_sockets_of_their_own() {
+        let flags = flags(&["tap=web,mac=random"], &["vdc=/a.img,ro"], Some("/run/v"));
+        let (one, two) =
+            (flags.of_copy(Some(1), true).unwrap(), flags.of_copy(Some(2), true).unwrap());
+        assert_eq!(one.nets[0].tap, TapWish::Name("web-1".into()));
+        assert_ne!(one.nets[0].mac, two.nets[0].mac);
+        assert_eq!(two.vsock(), Some(Path::new("/run/v-2")));
+        assert_eq!(one.drives[0].0, 2);
+        assert_eq!(flags.of_copy(None, true).unwrap().vsock(), Some(Path::new("/run/v")));
+    }
+
+    #[test]
+    fn card_of_which_nothing_is_said_gets_a_tap_that_is_made_or_that_of_its_template() {
+        let taps = ["t0".to_owned(), "t1".to_owned()];
+        let made = flags(&["tap=own"], &[], None).of_copy(None, true).unwrap().cards(&taps);
+        assert_eq!((&made[0].tap, &made[1].tap), (&TapWish::Name("own".into()), &TapWish::Auto));
+        let same = CopyFlags::default().of_copy(None, false).unwrap().cards(&taps);
+        assert!(same.len() == 2 && same.iter().all(|card| card.tap == TapWish::Unsaid));
+    }
+
+    #[test]
+    fn image_that_several_copies_would_write_is_refused_and_so_is_a_drive_without_a_place() {
+        let writable = flags(&[], &["vdc=/a.img"], None);
+        assert!(writable.of_copy(None, true).is_ok());
+        assert!(writable.of_copy(Some(1), true).unwrap_err().message.contains("--drive"));
+        for bad in ["", "/a.img", "vd=/a", "vda", "vdA=/a", "vdaa=/a", "vdc=", "vdc=/a,rw"] {
+            assert!(drive_text(bad).is_err(), "{bad}");
+        }
+    }
+}

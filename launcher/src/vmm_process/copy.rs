@@ -1,0 +1,199 @@
+//! The process of a copy: this program executed anew, with its orders and open files sent over a socket.
+//!
+//! Copies of one machine come from one launcher. A fork alone would give all of them the launcher's address
+//! space layout and stack canary, so that whoever learns those of one knows them for all; an exec gives each
+//! its own.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, PipeWriter, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::parent_id;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pvmm::Template;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, Plan, Reporter, Start, VmmProcess, child};
+use crate::exit::{self, Failure};
+use crate::machine::Extras;
+use crate::overrides::CopyFlags;
+use crate::sys::{passing, process};
+use crate::vm_dir::{Claim, Record};
+
+/// What the process is called; `main` knows by it that it is one.
+pub const NAME: &str = "pvmm-vmm";
+
+/// The longest orders without the template, and the largest template without its files.
+const MAX_ORDERS: usize = 1 << 20;
+const MAX_TEMPLATE: u64 = 16 << 20;
+/// How long a process may take to read its orders, and its launcher to send them.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A machine that stands still, as one process hands it to another.
+pub struct HandedOver {
+    pub bytes: Vec<u8>,
+    pub files: Vec<OwnedFd>,
+}
+
+/// What a copy is to be.
+pub struct Order<'a> {
+    pub machine: &'a HandedOver,
+    pub record: Record,
+    pub flags: &'a CopyFlags,
+    /// Its place among several.
+    pub number: Option<u32>,
+    pub makes_taps: bool,
+    pub boot_patience: Duration,
+}
+
+/// One line of JSON. Two files come with it before those of the template: the VM's lock and the pipe for
+/// reports. The template's bytes follow.
+#[derive(Serialize, Deserialize)]
+struct Message {
+    dir: Vec<u8>,
+    record: Record,
+    net: Vec<String>,
+    drive: Vec<String>,
+    vsock: Option<Vec<u8>>,
+    cid: Option<u32>,
+    number: Option<u32>,
+    makes_taps: bool,
+    boot_patience_ms: u64,
+    template_bytes: u64,
+}
+
+/// Starts the process of a copy.
+pub fn spawn(order: &Order<'_>, claim: &Claim) -> Result<VmmProcess, Failure> {
+    let failed =
+        |error: io::Error| Failure::fault(format!("cannot start the VMM process: {error}"));
+    let (reports, reporter) = io::pipe().map_err(failed)?;
+    let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+    let child = process::exec_self(NAME, theirs.into()).map_err(failed)?;
+    let dir = claim.dir().clone();
+    let mut vmm = VmmProcess { child, reports, pending: Vec::new(), dir, _lifeline: None };
+    match send(&ours, order, claim, reporter) {
+        Ok(()) => Ok(vmm),
+        Err(error) => {
+            vmm.end();
+            Err(failed(error))
+        }
+    }
+}
+
+fn send(
+    mut socket: &UnixStream,
+    order: &Order<'_>,
+    claim: &Claim,
+    reporter: PipeWriter,
+) -> io::Result<()> {
+    socket.set_write_timeout(Some(PATIENCE))?;
+    let message = Message {
+        dir: claim.dir().path().as_os_str().as_bytes().to_vec(),
+        record: order.record.clone(),
+        net: order.flags.net.clone(),
+        drive: order.flags.drive.clone(),
+        vsock: order.flags.vsock.as_ref().map(|path| path.as_os_str().as_bytes().to_vec()),
+        cid: order.flags.cid,
+        number: order.number,
+        makes_taps: order.makes_taps,
+        boot_patience_ms: order.boot_patience.as_millis() as u64,
+        template_bytes: order.machine.bytes.len() as u64,
+    };
+    let mut line = serde_json::to_vec(&message)?;
+    line.push(b'\n');
+    let mut files = vec![claim.lock()?, OwnedFd::from(reporter)];
+    for file in &order.machine.files {
+        files.push(file.try_clone()?);
+    }
+    let sent = passing::send(socket, &line, &files)?;
+    socket.write_all(&line[sent..])?;
+    socket.write_all(&order.machine.bytes)
+}
+
+/// The life of a process that [`spawn`] has started.
+pub fn run() -> ! {
+    match Received::read() {
+        Ok(received) => received.carry_out(),
+        // Nobody but a launcher starts this program by this name.
+        Err(error) => eprintln!("error: {NAME} got no orders: {error}"),
+    }
+    process::leave_now(exit::FAULT.into())
+}
+
+/// What came over the socket.
+struct Received {
+    message: Message,
+    lock: File,
+    reporter: PipeWriter,
+    machine: HandedOver,
+}
+
+impl Received {
+    fn read() -> io::Result<Self> {
+        let mut socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+        socket.set_read_timeout(Some(PATIENCE))?;
+        let (line, mut bytes, files) = passing::receive_line(&socket, MAX_ORDERS)?;
+        let message: Message = serde_json::from_slice(&line)?;
+        if message.template_bytes > MAX_TEMPLATE {
+            return Err(io::Error::other("the template is too large"));
+        }
+        let left = message.template_bytes.saturating_sub(bytes.len() as u64);
+        (&mut socket).take(left).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 != message.template_bytes {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let mut files = files.into_iter();
+        let mut next = || files.next().ok_or_else(|| io::Error::other("a file is missing"));
+        let (lock, reporter) = (next()?.into(), next()?.into());
+        let machine = HandedOver { bytes, files: files.collect() };
+        Ok(Self { message, lock, reporter, machine })
+    }
+
+    /// Returns only if there is no plan to live by, which the launcher has then been told.
+    fn carry_out(self) {
+        let Self { message, lock, reporter, machine } = self;
+        let claim = Claim::adopt(path(message.dir.clone()), lock);
+        match message.plan(machine) {
+            Ok(plan) => child::run(plan, &claim, reporter, None, parent_id()),
+            Err(failure) => Reporter { pipe: reporter }.failed(failure),
+        }
+    }
+}
+
+impl Message {
+    fn plan(self, machine: HandedOver) -> Result<Plan, Failure> {
+        let (net, drive, cid) = (self.net, self.drive, self.cid);
+        let flags = CopyFlags { net, drive, vsock: self.vsock.map(path), cid };
+        Ok(Plan {
+            copy: flags.of_copy(self.number, self.makes_taps)?,
+            start: Start::Template(Arc::new(machine.template()?)),
+            record: self.record,
+            console_copy: None,
+            boot_patience: Duration::from_millis(self.boot_patience_ms),
+            mode: Mode::Detached { command: None },
+            ports: Vec::new(),
+            extras: Extras::default(),
+        })
+    }
+}
+
+impl HandedOver {
+    pub fn of(template: &Template) -> Result<Self, Failure> {
+        let handed = template.hand_over().map_err(|error| Failure::fault(error.to_string()))?;
+        Ok(Self { bytes: handed.0, files: handed.1 })
+    }
+
+    pub fn template(self) -> Result<Template, Failure> {
+        let taken = Template::take_over(&self.bytes, self.files);
+        taken.map_err(|error| Failure::fault(error.to_string()))
+    }
+}
+
+fn path(bytes: Vec<u8>) -> PathBuf {
+    OsString::from_vec(bytes).into()
+}
