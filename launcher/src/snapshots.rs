@@ -6,6 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use pvmm::snapshot::Manifest;
+use pvmm_sandbox::Cache;
 
 use crate::exit::{Failure, io_text};
 
@@ -57,6 +58,14 @@ pub fn disk_bytes(dir: &Path) -> u64 {
         entry.metadata().map_or(0, |facts| std::os::unix::fs::MetadataExt::blocks(&facts) * 512)
     };
     entries.map(blocks).sum()
+}
+
+/// Where files may be that a snapshot only names: in pvmm's own folders, and where the user says.
+pub fn roots(allowed: Vec<PathBuf>) -> Vec<PathBuf> {
+    let mut roots = allowed;
+    roots.extend(folder());
+    roots.extend(Cache::open().map(|cache| cache.root().to_owned()));
+    roots
 }
 
 fn folder() -> Result<PathBuf, Failure> {

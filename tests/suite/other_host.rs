@@ -2,6 +2,7 @@
 //! name, or shown to be harmless.
 
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use pvmm::snapshot::testing::{self, Change};
 use pvmm::snapshot::{LoadOptions, WriteOptions};
@@ -143,4 +144,62 @@ fn h14_register_that_kvm_refuses_ends_the_restore_and_nothing_is_left() {
     }
     // The first one used the machine that the load had asked for the clock's rate.
     assert!(count() <= before, "{} of {before} descriptors", count());
+}
+
+/// A place that is there in every nested host.
+fn kept(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/nested-out").join(name)
+}
+
+fn tar(arguments: &[&str], name: &str, dir: &Path) {
+    let mut tar = Command::new("tar");
+    let status = tar.args(arguments).arg(kept(name)).arg("-C").arg(dir).arg("snap").status();
+    assert!(status.unwrap().success());
+}
+
+fn keep(name: &str) {
+    let place = TempDir::new().unwrap();
+    snapshot(&place, "snap");
+    println!("clock of the {name} host: {} kHz", testing::host_clock().0);
+    tar(&["--sparse", "-cf"], name, place.path());
+}
+
+fn taken(name: &str) -> (TempDir, PathBuf) {
+    let place = TempDir::new().unwrap();
+    tar(&["-xf"], name, place.path());
+    let dir = place.path().join("snap");
+    (place, dir)
+}
+
+/// Of a host that cannot scale, and whose clock really is another one.
+fn refused_for_its_clock(dir: &Path) {
+    let (here, scales) = testing::host_clock();
+    let there = testing::clock_khz(dir)[0];
+    println!("written at {there} kHz, loaded at {here} kHz");
+    assert!(!scales && here.abs_diff(there) > here / 50, "these hosts have one clock");
+    let error = load(dir).err().expect("should be refused");
+    assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error}");
+    for part in [format!("{there} kHz there"), format!("{here} kHz here")] {
+        assert!(error.to_string().contains(&part), "{error}");
+    }
+}
+
+#[test]
+#[ignore = "make clocks, in the first of three nested hosts"]
+fn clocks_first_host_writes_a_snapshot() {
+    keep("first");
+}
+
+#[test]
+#[ignore = "make clocks, in the second, with another clock"]
+fn clocks_other_host_refuses_it_and_writes_its_own() {
+    refused_for_its_clock(&taken("first").1);
+    keep("other");
+}
+
+#[test]
+#[ignore = "make clocks, in the third, with the first one's clock measured again"]
+fn clocks_first_host_refuses_that_and_goes_on_with_its_own() {
+    refused_for_its_clock(&taken("other").1);
+    goes_on(&taken("first").1);
 }

@@ -89,6 +89,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         working_set: None,
         _first: None,
         track_changes,
+        memory_sums: None,
         clock_khz: None,
         vcpu_threads,
     };

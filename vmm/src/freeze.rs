@@ -121,6 +121,7 @@ impl Vm {
             lessons: Some(Lessons::new(guess)),
             without_memory: false,
             note: Vec::new(),
+            memory_sums: None,
             pause: Duration::ZERO,
         };
         Ok((template, memory))

@@ -229,6 +229,8 @@ pub struct Held {
     pub _first: Option<First>,
     /// Whether a save as two files is followed by others that hold only what changed.
     pub track_changes: bool,
+    /// The sums of all memory at the last save as two files, or at the load from them.
+    pub memory_sums: Option<Arc<[u32]>>,
     /// The rate of the clock that the guest was booted with, if that was before this machine.
     pub clock_khz: Option<u32>,
     pub vcpu_threads: ThreadNames,

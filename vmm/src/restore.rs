@@ -93,11 +93,13 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
         server.started(machine.devices.handle().clone(), machine.ending.report())?;
     }
     let (base, ready) = (template.base.clone(), None);
+    let memory_sums = template.memory_sums.clone();
     let clock_khz = saved.vcpus.first().map(|vcpu| vcpu.tsc_khz);
     let Overrides { track_changes, vcpu_threads, .. } = overrides;
     #[rustfmt::skip]
     let held = Held {
-        drives, taps, scratch, vsock_path, ready, base, working_set, _first, track_changes, clock_khz, vcpu_threads,
+        drives, taps, scratch, vsock_path, ready, base, working_set, _first, track_changes, memory_sums, clock_khz,
+        vcpu_threads,
     };
     let mut vm = machine.start(vcpus, kvm, memory, held)?;
     vm.page_server = page_server;

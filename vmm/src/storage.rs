@@ -70,10 +70,11 @@ pub enum FrozenStorage {
         path: Option<PathBuf>,
         read_only: bool,
     },
-    /// Was a file elsewhere that is gone or changed.
+    /// Was a file elsewhere that is gone or changed, or that the snapshot may not name.
     Missing {
         index: usize,
         path: PathBuf,
+        allowed: bool,
     },
 }
 
@@ -163,10 +164,14 @@ impl FrozenStorage {
 
     /// What is wrong with a drive that is not there.
     pub fn missing(&self, index: usize) -> SnapshotError {
-        let path = match self {
-            Self::Missing { path, .. } => path.display().to_string(),
-            _ => String::new(),
-        };
-        SnapshotError::Drive { index, path }
+        match self {
+            Self::Missing { path, allowed: false, .. } => {
+                SnapshotError::DriveRoot { index, path: path.display().to_string() }
+            }
+            Self::Missing { path, .. } => {
+                SnapshotError::Drive { index, path: path.display().to_string() }
+            }
+            _ => SnapshotError::Drive { index, path: String::new() },
+        }
     }
 }

@@ -37,6 +37,8 @@ pub struct Template {
     pub(crate) without_memory: bool,
     /// What the caller left in the snapshot for itself.
     pub(crate) note: Vec<u8>,
+    /// The sums of the memory, if it came from two files.
+    pub(crate) memory_sums: Option<Arc<[u32]>>,
     pub(crate) pause: Duration,
 }
 

@@ -1,5 +1,7 @@
 //! `pvmm fork`, `snapshot`, `restore` and a VM's own time, as they are typed.
 
+use std::path::PathBuf;
+
 use clap::{Args, Subcommand};
 
 use super::TEMPLATE;
@@ -56,6 +58,9 @@ pub struct Snapshot {
     /// Take the place of a snapshot of that name
     #[arg(long)]
     pub replace: bool,
+    /// Sign it with the bytes of this file, so that 'restore --key' takes no other
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
     /// The result as JSON
     #[arg(long)]
     pub json: bool,
@@ -110,6 +115,7 @@ pub enum SnapshotsVerb {
 Examples:
   pvmm restore before-upgrade --name web
   pvmm restore ./web.snapshot -n 5
+  pvmm restore ./web.snapshot --key ~/.pvmm-key
   pvmm restore before-upgrade --net tap=auto,mac=random --drive vdc=other.img
 
 A network card is on the tap of the name that it had, or with -n on one that is made for each VM; --net
@@ -129,6 +135,13 @@ pub struct Restore {
     pub verify: bool,
     #[command(flatten)]
     pub copy: CopyFlags,
+    /// Only a snapshot that was written with the same key
+    #[arg(long, value_name = "FILE")]
+    pub key: Option<PathBuf>,
+    /// Let the snapshot name files in this folder: images that it did not copy, or the snapshot that it goes on from.
+    /// Without this, or a key, it may name only those in pvmm's own folders
+    #[arg(long, value_name = "DIR")]
+    pub allow: Vec<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use pvmm::Template;
-use pvmm::snapshot::LoadOptions;
+use pvmm::snapshot::{Key, LoadOptions};
 
 use crate::cli::{Fork, Restore};
 use crate::control;
@@ -49,7 +49,13 @@ pub fn restore(args: Restore) -> Outcome {
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
     let dir = snapshots::place(&args.snapshot)?;
-    let options = LoadOptions { verify: args.verify, ..LoadOptions::default() };
+    let key = args.key.as_deref().map(Key::read).transpose().map_err(|e| refuse(e.into()))?;
+    // What a holder of the key wrote may name what it likes.
+    let roots = match &key {
+        Some(_) => None,
+        None => Some(snapshots::roots(args.allow)),
+    };
+    let options = LoadOptions { verify: args.verify, roots, key, ..LoadOptions::default() };
     let template = Template::load(&dir, options).map_err(refuse)?;
     let record = Record { template: args.snapshot.clone(), ..Record::default() };
     let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));

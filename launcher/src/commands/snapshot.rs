@@ -3,7 +3,7 @@
 //! The VM stands still only while it hands over its memory; writing it is this process's work, with
 //! progress, while the VM runs on.
 
-use pvmm::snapshot::{Durability, Manifest, WriteOptions};
+use pvmm::snapshot::{Durability, Key, Manifest, WriteOptions};
 use serde::Serialize;
 
 use crate::cli::{Snapshot, Snapshots, SnapshotsVerb, SyncMode};
@@ -22,6 +22,7 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
         return Err(Failure::usage(format!("a snapshot '{}' exists already", args.name))
             .hint("choose another name, or use --replace"));
     }
+    let key = args.key.as_deref().map(Key::read).transpose().map_err(|e| refuse(e.into()))?;
     let template = control::freeze(&vm)?;
     let mut counter = Counter::new(quiet, "writing the snapshot");
     let mut progress = |done, total| counter.tell(done, total);
@@ -29,6 +30,7 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
         durability: if args.sync == SyncMode::None { Durability::None } else { Durability::Full },
         replace: args.replace,
         incremental: args.incremental,
+        key: key.as_ref(),
         progress: Some(&mut progress),
     };
     let manifest = template.write(&dir, options).map_err(refuse)?;

@@ -56,6 +56,8 @@ pub struct Args {
     pub metrics_path: Option<PathBuf>,
     /// Log how long the guest takes until it says that it has booted.
     pub boot_timer: bool,
+    /// Where drives must be that a state file names and no request of this process does.
+    pub drive_root: Option<PathBuf>,
     pub start_time_us: Option<u64>,
     pub start_time_cpu_us: Option<u64>,
     pub parent_cpu_time_us: Option<u64>,
@@ -78,6 +80,7 @@ impl Default for Args {
             show_log_origin: false,
             metrics_path: None,
             boot_timer: false,
+            drive_root: None,
             start_time_us: None,
             start_time_cpu_us: None,
             parent_cpu_time_us: None,
@@ -117,6 +120,7 @@ const FLAGS: &[Flag] = &[
     flag("boot-timer", "log when the guest writes 123 to the byte at 0xc0000000"),
     value("config-file", "a machine in JSON, started at once"),
     value("describe-snapshot", "print the format of a snapshot's state file"),
+    value("drive-root", "open drives that only a snapshot names below this folder alone"),
     flag("enable-pci", "refused: there is no PCI yet"),
     flag("help", "print this"),
     value("http-api-max-payload-size", "the most bytes of a request's body [default: 51200]"),
@@ -201,6 +205,7 @@ pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Command, Wrong> 
         show_log_origin: has("show-log-origin"),
         metrics_path: path("metrics-path"),
         boot_timer: has("boot-timer"),
+        drive_root: path("drive-root"),
         start_time_us: number("start-time-us")?,
         start_time_cpu_us: number("start-time-cpu-us")?,
         parent_cpu_time_us: number("parent-cpu-time-us")?,

@@ -5,6 +5,7 @@
 
 use std::io;
 use std::os::fd::AsFd;
+use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -64,6 +65,7 @@ pub struct Door {
     pub(super) mmds: Mmds,
     pub(super) execs: Execs,
     pub(super) boot_timer: bool,
+    pub(super) drive_root: Option<PathBuf>,
     pub(super) state: State,
 }
 
@@ -167,6 +169,7 @@ impl Door {
             execs: Execs::new().map_err(failed("event"))?,
             state: State::Before(Box::default()),
             boot_timer: args.boot_timer,
+            drive_root: args.drive_root.clone(),
         };
         if let Some(text) = description {
             let refused = |code| move |refusal: Refusal| (code, refusal.message);

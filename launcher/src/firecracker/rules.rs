@@ -216,7 +216,8 @@ impl Door {
         let begun = Instant::now();
         let (loaded, resume) = match request {
             Request::LoadSnapshot(with) => {
-                (snapshot::load(with, &before.serial), with.load.resume_vm)
+                let roots = self.drive_root.clone().map(|root| vec![root]);
+                (snapshot::load(with, &before.serial, &roots), with.load.resume_vm)
             }
             Request::LoadFork(wish) => (fork::load(wish, &before.serial), wish.resume_vm),
             _ => return after_boot().into(),

@@ -3,20 +3,26 @@
 //! The note in the state file is the machine's whole configuration, with the ids that requests speak of. A load
 //! reads it, changes what the client overrides, and gives every device its backend anew.
 
-use std::fs::File;
+use std::fs::{self, File};
 use std::io::Read;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use pvmm::snapshot::{Roots, is_allowed};
 use pvmm::{DriveSource, Overrides, SaveKind, Template, ThreadNames};
 use serde_json::Value;
 
-use super::before_boot::{check_vsock_path, console, drive_config, net_config, vsock_config};
+use super::before_boot::{
+    check_image, check_vsock_path, console, drive_config, net_config, resolved, vsock_config,
+};
 use super::bodies::{
-    BackendType, BootSource, Config, DriveOverride, HugePages, LoadHugePages, LoadWithDrives,
-    NetworkOverride, Serial, SnapshotCreate, SnapshotType, VsockOverride, limits_of,
+    BackendType, BootSource, Config, Drive, DriveOverride, HugePages, LoadHugePages,
+    LoadWithDrives, NetworkOverride, Serial, SnapshotCreate, SnapshotType, VsockOverride,
+    limits_of,
 };
 use super::http::Refusal;
 use super::running::{Running, refuse};
+use crate::sys::process::effective_uid;
 
 /// The format of the state files that are written, as `--snapshot-version` says it.
 pub const VERSION: u32 = 1;
@@ -52,7 +58,10 @@ pub struct Changes<'a> {
 }
 
 /// A machine that goes on from two files, paused.
-pub fn load(with: &LoadWithDrives, serial: &Serial) -> Result<Running, Refusal> {
+///
+/// The state file names the drives, as the client did that it was written for. Whoever names one anew in this request
+/// knows it; the others are opened only where `roots` allow it, and not through a link of another user's.
+pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Running, Refusal> {
     let load = &with.load;
     let memory =
         load.memory().map_err(|error| Refusal::bad(format!("Load snapshot error: {error}")))?;
@@ -69,6 +78,10 @@ pub fn load(with: &LoadWithDrives, serial: &Serial) -> Result<Running, Refusal> 
         drives: &with.drive_overrides,
     };
     apply(&mut config, &changes)?;
+    let named = |id: &str| with.drive_overrides.iter().any(|change| change.drive_id == id);
+    for drive in config.drives.iter().filter(|drive| !named(&drive.drive_id)) {
+        check_saved_drive(drive, roots)?;
+    }
     let machine = &mut config.machine_config;
     machine.track_dirty_pages = load.track_dirty_pages || load.enable_diff_snapshots;
     machine.huge_pages = match load.huge_pages {
@@ -88,6 +101,26 @@ pub fn load(with: &LoadWithDrives, serial: &Serial) -> Result<Running, Refusal> 
     };
     let vm = template.fork(overrides).map_err(refuse("Load snapshot error"))?;
     Ok(Running::new(vm, config))
+}
+
+/// Refuses a drive that a state file must not name. One that is not there now may be named by a later request.
+fn check_saved_drive(drive: &Drive, roots: &Roots) -> Result<(), Refusal> {
+    let path = drive.path_on_host.as_deref().unwrap_or_default();
+    let refuse = |why: &str| {
+        let id = &drive.drive_id;
+        Refusal::bad(format!("Load snapshot error: drive {id:?}: path_on_host {path:?} {why}."))
+    };
+    match fs::symlink_metadata(path) {
+        Ok(facts) if facts.is_symlink() && ![0, effective_uid()].contains(&facts.uid()) => {
+            return Err(refuse("is a link of another user's; name the drive in drive_overrides"));
+        }
+        Ok(_) => check_image(path, drive.read_only())?,
+        Err(_) => {}
+    }
+    match roots.is_none() || is_allowed(&resolved(path), roots) {
+        true => Ok(()),
+        false => Err(refuse("is not below --drive-root; name the drive in drive_overrides")),
+    }
 }
 
 /// What every machine that goes on is given: its cards, its socket, its console, its names.
@@ -131,7 +164,7 @@ pub fn apply(config: &mut Config, changes: &Changes<'_>) -> Result<(), Refusal> 
     for change in changes.drives {
         let drive = config.drives.iter_mut().find(|drive| drive.drive_id == change.drive_id);
         let drive = drive.ok_or_else(|| none("drive", &change.drive_id))?;
-        super::before_boot::check_image(&change.path_on_host, drive.read_only())?;
+        check_image(&change.path_on_host, drive.read_only())?;
         drive.path_on_host = Some(change.path_on_host.clone());
     }
     if let Some(change) = changes.vsock {
@@ -205,6 +238,34 @@ mod tests {
         let vsock = VsockOverride { uds_path: "/w".to_owned() };
         let changes = Changes { nets: &[], vsock: Some(&vsock), drives: &[] };
         assert!(apply(&mut bare, &changes).is_err());
+    }
+
+    #[test]
+    fn drive_that_only_a_state_file_names_is_checked_and_kept_below_its_root() {
+        let place = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(place.path()).unwrap();
+        let (image, link) = (root.join("image"), root.join("link"));
+        fs::write(&image, [0; 512]).unwrap();
+        let drive = |path: &Path| {
+            let mut drive = config().drives.remove(0);
+            drive.path_on_host = Some(path.display().to_string());
+            drive
+        };
+        let below = Some(vec![root.clone()]);
+        check_saved_drive(&drive(&image), &None).unwrap();
+        check_saved_drive(&drive(&image), &below).unwrap();
+        let elsewhere = Some(vec![root.join("other")]);
+        let refused = check_saved_drive(&drive(&image), &elsewhere).unwrap_err().message;
+        assert!(refused.contains("not below --drive-root"), "{refused}");
+        // A link leads out of the root, and what is no image is none.
+        std::os::unix::fs::symlink("/dev/null", &link).unwrap();
+        check_saved_drive(&drive(&link), &below).unwrap_err();
+        check_saved_drive(&drive(Path::new("/dev/null")), &None).unwrap_err();
+        check_saved_drive(&drive(&root), &None).unwrap_err();
+        // It may come later, if it may come at all.
+        check_saved_drive(&drive(&root.join("later")), &below).unwrap();
+        check_saved_drive(&drive(Path::new("/later")), &below).unwrap_err();
+        check_saved_drive(&drive(&root.join("../later")), &below).unwrap_err();
     }
 
     #[test]

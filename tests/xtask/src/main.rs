@@ -10,6 +10,7 @@ mod cache;
 mod cargo;
 mod check;
 mod checkout;
+mod clocks;
 mod compat;
 mod demo;
 mod fctools;
@@ -53,6 +54,8 @@ enum Verb {
         #[arg(default_value = "soak")]
         filter: OsString,
     },
+    /// Snapshots between two nested hosts whose clocks run at different rates
+    Clocks,
     /// Measure every moment that is promised to be quick, beside its peers
     Bench(bench::Options),
     /// Every fuzz target for a while
@@ -101,6 +104,7 @@ fn main() -> ExitCode {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
         Verb::Soak { filter } => suite::soak(filter),
+        Verb::Clocks => clocks::run(),
         Verb::Bench(options) => bench::run(&options),
         Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),
         Verb::Compat(options) => compat::run(&options),

@@ -132,6 +132,16 @@ enum Paused {
     Until(Instant),
 }
 
+/// How fast the clock (TSC) of a nested host runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Clock {
+    /// As fast as the outer machine's: QEMU hands that one on and cannot scale it.
+    #[default]
+    Outer,
+    /// At 1 GHz: counted in instructions, of which each takes two nanoseconds. Slower than the other.
+    OneGhz,
+}
+
 /// A running nested host. Dropping it kills it.
 pub struct NestedHost {
     qemu: Child,
@@ -146,8 +156,8 @@ impl NestedHost {
     /// Starts the host and waits until it serves.
     ///
     /// Call it from the main thread: QEMU is killed when the calling thread ends.
-    pub fn boot(image: &Image, signals: &PipeReader) -> Result<Self, HostError> {
-        let mut host = Self::start(image)?;
+    pub fn boot(image: &Image, signals: &PipeReader, clock: Clock) -> Result<Self, HostError> {
+        let mut host = Self::start(image, clock)?;
         let until = Instant::now() + BOOT_DEADLINE;
         loop {
             let [beat, signalled] = sys::poll(
@@ -177,11 +187,14 @@ impl NestedHost {
         }
     }
 
-    fn start(image: &Image) -> Result<Self, HostError> {
+    fn start(image: &Image, clock: Clock) -> Result<Self, HostError> {
         let mut qemu = Command::new("qemu-system-x86_64");
         // Without string instructions that move a byte at a time (`erms`, and `rep_good` below): an emulator takes
         // each byte by itself, and kernels clear and copy every page with them.
         qemu.args(["-M", "q35", "-accel", "tcg,tb-size=1024", "-cpu", "max,-pku,-erms,+svm,+npt"]);
+        if clock == Clock::OneGhz {
+            qemu.args(["-icount", "shift=1,sleep=off"]);
+        }
         // One CPU: with two, multi-threaded TCG and the kernel's patching of its own code make
         // the host oops. Idle by polling: without it a boot now and then sleeps and never wakes, before
         // there is a port to interrupt it by.

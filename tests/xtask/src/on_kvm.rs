@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode};
 
 use crate::nested_host::image::{self, Image, ImageError};
 use crate::nested_host::session::{self, End};
-use crate::nested_host::{HostError, NestedHost, background};
+use crate::nested_host::{Clock, HostError, NestedHost, background};
 use crate::probe::{self, Found};
 use crate::{report, sys};
 
@@ -89,30 +89,42 @@ pub enum Ran {
 pub struct NestedPlace {
     image: Image,
     signals: PipeReader,
+    clock: Clock,
     own: Option<NestedHost>,
     background: bool,
 }
 
 impl NestedPlace {
     pub fn open() -> Result<Self, OnKvmError> {
-        let image = image::prepare()?;
-        let mut signals = session::ENDING.to_vec();
-        signals.push(session::RESIZED);
-        let signals = sys::signals_as_bytes(&signals).map_err(OnKvmError::Pass)?;
-        let background = background::connect(&image).is_some();
-        let mut place = NestedPlace { image, signals, own: None, background };
-        if !background {
+        let mut place = Self::prepare(Clock::Outer)?;
+        place.background = background::connect(&place.image).is_some();
+        if !place.background {
             place.own = Some(place.boot()?);
         }
         Ok(place)
     }
 
+    /// A host of its own, booted now, whose clock runs as it is told.
+    pub fn own(clock: Clock) -> Result<Self, OnKvmError> {
+        let mut place = Self::prepare(clock)?;
+        place.own = Some(place.boot()?);
+        Ok(place)
+    }
+
+    fn prepare(clock: Clock) -> Result<Self, OnKvmError> {
+        let image = image::prepare()?;
+        let mut signals = session::ENDING.to_vec();
+        signals.push(session::RESIZED);
+        let signals = sys::signals_as_bytes(&signals).map_err(OnKvmError::Pass)?;
+        Ok(NestedPlace { image, signals, clock, own: None, background: false })
+    }
+
     /// Boots a host, a second time if the first one does not come up.
     fn boot(&self) -> Result<NestedHost, HostError> {
-        let host = match NestedHost::boot(&self.image, &self.signals) {
+        let host = match NestedHost::boot(&self.image, &self.signals, self.clock) {
             Err(e @ (HostError::BootDied { .. } | HostError::BootLate { .. })) => {
                 eprintln!("on-kvm: {e}\non-kvm: booting another host");
-                NestedHost::boot(&self.image, &self.signals)?
+                NestedHost::boot(&self.image, &self.signals, self.clock)?
             }
             other => other?,
         };

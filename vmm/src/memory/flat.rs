@@ -3,6 +3,7 @@
 //! A flat file is what other programs know how to copy, serve and map. All of memory goes into an empty file;
 //! what changed since the last save can also go over an older one.
 
+use std::collections::HashSet;
 use std::fs::File;
 use std::io;
 use std::ops::Range;
@@ -118,23 +119,41 @@ impl Memory {
             .map_err(MemoryError::Write)
     }
 
-    /// The checksums of a few pages of `runs`, spread over them.
-    pub fn sample(&self, runs: &Runs, count: u64) -> Result<Vec<(u64, u32)>, MemoryError> {
-        let total = runs.bytes() / PAGE;
-        let mut sample = Vec::new();
-        let mut seen = 0;
-        let mut next = 0;
-        for run in runs.iter() {
-            let pages = (run.end - run.start) / PAGE;
-            while sample.len() < count as usize && next < seen + pages {
-                let offset = run.start + (next - seen) * PAGE;
-                let page = pages::read_page(&self.guest, offset).map_err(MemoryError::Keep)?;
-                sample.push((offset, crc32fast::hash(&page)));
-                next += (total / count).max(1);
-            }
-            seen += pages;
+    /// The sums of all of memory, by `sum`, which gets a piece of at most `piece` bytes at a time. Memory is zero but
+    /// in `filled`; what lies in pieces without anything `changed` still has its sum in `known`, if that is there. The
+    /// guest must be paused.
+    pub fn sums(
+        &self,
+        piece: u64,
+        sum: impl Fn(&[u8]) -> u32,
+        known: Option<&[u32]>,
+        changed: &Runs,
+        filled: &Runs,
+    ) -> Result<Vec<u32>, MemoryError> {
+        let size = self.image.size();
+        let pieces = |runs: &Runs| -> HashSet<u64> {
+            let whole = |run: Range<u64>| run.start / piece..run.end.div_ceil(piece);
+            runs.iter().flat_map(whole).collect()
+        };
+        let (changed, filled) = (pieces(changed), pieces(filled));
+        let zeros = vec![0; piece as usize];
+        let zero_sum = sum(&zeros);
+        let mut buffer = zeros;
+        let mut sums = Vec::with_capacity(size.div_ceil(piece) as usize);
+        for index in 0..size.div_ceil(piece) {
+            let (start, end) = (index * piece, ((index + 1) * piece).min(size));
+            let known = known.and_then(|known| known.get(index as usize));
+            sums.push(match known {
+                Some(known) if !changed.contains(&index) => *known,
+                _ if !filled.contains(&index) && end - start == piece => zero_sum,
+                _ => {
+                    let bytes = buffer.get_mut(..(end - start) as usize).unwrap_or_default();
+                    pages::read(&self.guest, start, bytes).map_err(MemoryError::Keep)?;
+                    sum(bytes)
+                }
+            });
         }
-        Ok(sample)
+        Ok(sums)
     }
 }
 

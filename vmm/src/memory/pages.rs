@@ -386,13 +386,20 @@ pub fn write_all(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Resul
     Ok(())
 }
 
-/// The page at an offset of the image.
-pub fn read_page(guest: &GuestMemory, offset: u64) -> io::Result<Vec<u8>> {
-    let mut page = vec![0; PAGE as usize];
-    for (address, _) in guest_parts(guest, offset..offset + PAGE) {
-        guest.read_slice(&mut page, GuestAddress(address)).map_err(io::Error::other)?;
+/// Fills `bytes` with what memory has at an offset of the image.
+pub fn read(guest: &GuestMemory, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
+    let mut left = bytes;
+    let end = offset + left.len() as u64;
+    for (address, part) in guest_parts(guest, offset..end) {
+        let len = (part.end - part.start) as usize;
+        let (part, rest) = left.split_at_mut_checked(len).ok_or(io::ErrorKind::UnexpectedEof)?;
+        guest.read_slice(part, GuestAddress(address)).map_err(io::Error::other)?;
+        left = rest;
     }
-    Ok(page)
+    match left.is_empty() {
+        true => Ok(()),
+        false => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
 }
 
 /// Makes the kernel take note of what is written from now on. The guest must be paused.

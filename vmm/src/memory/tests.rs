@@ -408,18 +408,26 @@ fn diff_without_a_save_holds_all_that_changed_since_the_load() {
 }
 
 #[test]
-fn sample_is_spread_over_the_runs() {
+fn sums_are_of_all_memory_and_taken_again_only_where_it_changed() {
     let memory = fresh();
-    let all = Runs::all(2 << 20);
-    let sample = memory.sample(&all, 8).unwrap();
-    assert_eq!(sample.len(), 8);
-    assert!(sample.windows(2).all(|two| two[0].0 < two[1].0), "{sample:?}");
-    let mut two = Runs::default();
-    two.push(PAGE..2 * PAGE);
-    two.push(5 * PAGE..6 * PAGE);
-    let offsets: Vec<_> = memory.sample(&two, 8).unwrap().iter().map(|it| it.0).collect();
-    assert_eq!(offsets, [PAGE, 5 * PAGE]);
-    assert!(memory.sample(&Runs::default(), 8).unwrap().is_empty());
+    put(&memory, 0x5000, 7);
+    let asked = std::cell::Cell::new(0);
+    let sum = |bytes: &[u8]| {
+        asked.set(asked.get() + 1);
+        crc32fast::hash(bytes)
+    };
+    let (piece, all) = (1 << 16, Runs::all(2 << 20));
+    let filled = memory.filled(true).unwrap();
+    let sums = memory.sums(piece, sum, None, &all, &filled).unwrap();
+    let expected: Vec<_> = flat(&memory).chunks(1 << 16).map(crc32fast::hash).collect();
+    assert_eq!(sums, expected);
+    assert_eq!(asked.get(), 2, "one for the zeros, one for the piece that is not");
+    put(&memory, 0x15000, 8);
+    let changed = Runs::merged(vec![0x15000..0x16000]);
+    let filled = memory.filled(true).unwrap();
+    let again = memory.sums(piece, sum, Some(&sums), &changed, &filled).unwrap();
+    let expected: Vec<_> = flat(&memory).chunks(1 << 16).map(crc32fast::hash).collect();
+    assert_eq!((again, asked.get()), (expected, 4));
 }
 
 const MIB: u64 = 1 << 20;

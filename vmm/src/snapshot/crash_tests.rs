@@ -18,6 +18,7 @@ use crate::memory::{Memory, MemoryImage, Region};
 use crate::storage::FrozenStorage;
 
 const PLACE: &str = "PVMM_CRASH_PLACE";
+const VICTIM: &str = "snapshot::crash_tests::victim";
 /// Paths that are asked for before and after, to find the writer's calls among the program's.
 const BEGIN: &str = "/pvmm-crash-test-begins";
 const END: &str = "/pvmm-crash-test-ends";
@@ -61,22 +62,32 @@ fn write(dir: &Path) -> Result<Manifest, Error> {
         base: None,
         working_set: None,
     };
-    let _ = fs::metadata(BEGIN);
-    let written = contents.write(dir, WriteOptions { replace: true, ..Default::default() });
-    let _ = fs::metadata(END);
-    written
+    marked(|| contents.write(dir, WriteOptions { replace: true, ..Default::default() }))
 }
 
-#[test]
-#[ignore = "run by the other tests here"]
-fn victim() {
+/// Does what a test is about, so that its calls are found.
+pub(super) fn marked<T>(act: impl FnOnce() -> T) -> T {
+    let _ = fs::metadata(BEGIN);
+    let done = act();
+    let _ = fs::metadata(END);
+    done
+}
+
+/// Waits until strace holds this thread, and says where to write.
+pub(super) fn held_victim() -> PathBuf {
     let place = PathBuf::from(std::env::var_os(PLACE).expect("a place"));
     // strace is to hold this thread alone, and counts its calls from then on. Whether it counts the one that
     // the thread waits in is left to chance, so that is one which a writer does not make.
     let told = std::thread::spawn(|| std::io::stdin().read_line(&mut String::new()));
     println!("\nvictim {}", fs::read_link("/proc/thread-self").unwrap().display());
     told.join().unwrap().unwrap();
-    write(&place.join("snap")).expect("written");
+    place
+}
+
+#[test]
+#[ignore = "run by the other tests here"]
+fn victim() {
+    write(&held_victim().join("snap")).expect("written");
 }
 
 /// The identifier of a snapshot of which every byte is as it was written.
@@ -84,9 +95,9 @@ fn whole(dir: &Path) -> String {
     let folder = Folder::open(dir).expect("a manifest");
     let saved = folder.state().expect("state");
     let everything = LoadOptions { verify: true, ..Default::default() };
-    let mut files = folder.verify(&saved, everything).expect("memory and disks");
-    folder.layers(&saved, &mut files, everything, 0).expect("memory");
-    folder.drives(&mut files).expect("disks");
+    let mut files = folder.verify(&saved, &everything).expect("memory and disks");
+    folder.layers(&saved, &mut files, &everything, 0).expect("memory");
+    folder.drives(&mut files, &everything).expect("disks");
     folder.manifest.id.clone()
 }
 
@@ -97,7 +108,7 @@ fn folder_is_compared_once_where_it_was_copied_to_and_never_where_it_was_written
     write(&here).unwrap();
     let load = |dir: &Path| {
         let folder = Folder::open(dir)?;
-        folder.verify(&folder.state()?, LoadOptions::default()).map(drop)
+        folder.verify(&folder.state()?, &LoadOptions::default()).map(drop)
     };
     load(&here).unwrap();
     assert!(!here.join(STAMP).exists());
@@ -116,19 +127,23 @@ fn folder_is_compared_once_where_it_was_copied_to_and_never_where_it_was_written
 }
 
 /// A folder with a snapshot in it, and how the writer of the next one does under strace.
-struct Place {
-    dir: tempfile::TempDir,
+pub(super) struct Place {
+    pub dir: tempfile::TempDir,
     log: tempfile::NamedTempFile,
+    victim: &'static str,
 }
 
 impl Place {
     fn new() -> Self {
-        let place = Self {
-            dir: tempfile::tempdir().unwrap(),
-            log: tempfile::NamedTempFile::new().unwrap(),
-        };
+        let place = Self::empty(VICTIM);
         write(&place.snap()).unwrap();
         place
+    }
+
+    /// A folder for a test that writes something else.
+    pub fn empty(victim: &'static str) -> Self {
+        let log = tempfile::NamedTempFile::new().unwrap();
+        Self { dir: tempfile::tempdir().unwrap(), log, victim }
     }
 
     fn snap(&self) -> PathBuf {
@@ -148,9 +163,9 @@ impl Place {
     }
 
     /// Runs the victim; true if it wrote its snapshot.
-    fn run(&self, expression: &str) -> bool {
+    pub fn run(&self, expression: &str) -> bool {
         let mut victim = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "snapshot::crash_tests::victim", "--ignored", "--nocapture"])
+            .args(["--exact", self.victim, "--ignored", "--nocapture"])
             .env(PLACE, self.dir.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -176,7 +191,7 @@ impl Place {
     }
 
     /// The writer's calls: the name of each and how many of that name came before it, as strace counts.
-    fn calls(&self) -> Vec<(String, usize)> {
+    pub fn calls(&self) -> Vec<(String, usize)> {
         assert!(self.run("trace=all"));
         let log = fs::read_to_string(self.log.path()).unwrap();
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();

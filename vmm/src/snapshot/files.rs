@@ -6,20 +6,22 @@
 //! note of the caller's own.
 
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom};
+use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use super::checksum::{FileSums, PIECE, Stamp, Sum};
 use super::manifest::{self, Manifest, MemoryFacts};
+use super::outside::{self, Roots};
 use super::sections::{self, Saved};
 use super::write::random_id;
 use super::written_file::WrittenFile;
-use super::{DiskFacts, MANIFEST_MAX, STATE_MAX, SnapshotError, host};
+use super::{DiskFacts, MANIFEST_MAX, MEMORY, STATE_MAX, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmHost;
-use crate::memory::{Layer, Memory, MemoryImage, PAGE, Runs};
+use crate::memory::{Layer, Memory, MemoryImage, Runs};
 use crate::storage::{FrozenStorage, Storage};
 use crate::template::Template;
 use crate::trace;
@@ -33,8 +35,6 @@ const HEADER: usize = MAGIC.len() + 4;
 const FIRECRACKER: [u64; 2] = [0x0710_1984_8664_0000, 0x0710_1984_aaaa_0000];
 /// The longest note that a caller may leave in the state file.
 pub const NOTE_MAX: usize = 256 << 10;
-/// The pages by which memory is recognised as the state's own.
-pub(super) const SAMPLE_PAGES: u64 = 32;
 
 /// Whose a state file is, by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,8 +74,9 @@ pub enum SaveKind {
 
 impl Vm {
     /// Writes the machine, which must be paused, as two files. Each gets its name when all of it is on the
-    /// disk, memory first; files of these names are replaced. Drives are remembered by their paths and not
-    /// copied, so whoever wants to go back keeps them too.
+    /// disk, memory first; files of these names are replaced. A writer that is killed leaves the old pair, the new one,
+    /// or memory that the old state does not take. Drives are remembered by their paths and not copied, so whoever wants
+    /// to go back keeps them too; what the guest has written to them is on the disk first.
     ///
     /// `note` is the caller's own, at most [`NOTE_MAX`] bytes; [`Template::note`] gives it back.
     pub fn save_files(
@@ -96,6 +97,7 @@ impl Vm {
             return refuse("save: state and memory cannot be one file");
         }
         let disks = self.disk_facts()?;
+        self.sync_drives()?;
         let machine = self.save_state()?;
         trace::step("state saved");
         let all_here = match &self.page_server {
@@ -105,27 +107,20 @@ impl Vm {
             }
             None => true,
         };
-        let written = write_memory(&self.memory, memory, kind, all_here);
+        let known = self.held.memory_sums.as_deref();
+        let written = write_memory(&self.memory, memory, kind, all_here, known);
         if let Some(server) = &self.page_server {
             // What came after the server's end was zeros.
             server.save_ends()?;
         }
-        let (memory_file, sample) = written?;
+        let (memory_file, sums) = written?;
         trace::step("memory written");
-        let saved = Saved {
-            machine,
-            sums: Vec::new(),
-            runs: Vec::new(),
-            working_set: None,
-            note: Some(note.to_vec()),
-            stamps: Vec::new(),
-            sample: Some(sample),
-        };
-        let bytes = self.encode(&saved, disks)?;
-        let mut state_file = WrittenFile::create(state)?;
-        state_file.write_all(&bytes)?;
-        memory_file.publish()?;
-        state_file.publish()?;
+        self.held.memory_sums = Some(Arc::from(sums.sums.as_slice()));
+        publish(&memory_file, state, |stamps| {
+            let (runs, working_set, note) = (Vec::new(), None, Some(note.to_vec()));
+            let saved = Saved { machine, sums: vec![sums], runs, working_set, note, stamps };
+            self.encode(&saved, disks)
+        })?;
         trace::step("files published");
         if self.held.track_changes {
             self.memory.mark_saved();
@@ -158,6 +153,18 @@ impl Vm {
         join(&manifest.encode()?, &sections)
     }
 
+    /// Puts on the disk what the guest has written to drives that are not part of the files.
+    fn sync_drives(&self) -> Result<(), SnapshotError> {
+        for (index, drive) in self.held.drives.iter().enumerate() {
+            if let Storage::InPlace { file, .. } = &drive.storage {
+                let file_name = || format!("drive {index}");
+                file.sync_all()
+                    .map_err(|source| SnapshotError::Write { file: file_name(), source })?;
+            }
+        }
+        Ok(())
+    }
+
     /// The drives by their paths. A disk without one would be lost.
     fn disk_facts(&self) -> Result<Vec<DiskFacts>, SnapshotError> {
         let facts = |(index, storage): (usize, &Storage)| match storage {
@@ -179,13 +186,15 @@ fn absolute(path: &Path) -> String {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
 }
 
-/// Writes the memory, not yet under its name, and what it is recognised by.
-fn write_memory(
+/// Writes the memory, not yet under its name, and sums it up; `known` are the sums of the save or load that changes are
+/// counted from.
+pub(super) fn write_memory(
     memory: &Memory,
     path: &Path,
     kind: SaveKind,
     all_here: bool,
-) -> Result<(WrittenFile, Vec<(u64, u32)>), Error> {
+    known: Option<&[u32]>,
+) -> Result<(WrittenFile, FileSums), Error> {
     let size = memory.image.size();
     let all = Runs::all(size);
     let (changed, filled) = (memory.changed()?, memory.filled(all_here)?);
@@ -210,10 +219,33 @@ fn write_memory(
         }
     };
     file.sync()?;
-    // Of both, for a diff without its base has the first, and the base without the diff the second.
-    let mut sample = memory.sample(&changed, SAMPLE_PAGES / 2)?;
-    sample.extend(memory.sample(&filled.without(&changed), SAMPLE_PAGES / 2)?);
-    Ok((file, sample))
+    // Of all memory, also for a diff: what is loaded is that and its base together.
+    let by = Sum::default();
+    let sums = memory.sums(PIECE, |bytes| by.of(bytes), known, &changed, &filled)?;
+    Ok((file, FileSums { file: MEMORY.to_owned(), size, sums, by }))
+}
+
+/// Gives the memory its name, then the state that goes with it.
+///
+/// In this order, because a file looks different after it was renamed, and the state says how the memory looks. Until
+/// the state is there, the one before it is: that does not take the new memory, whose sums are others.
+pub(super) fn publish(
+    memory: &WrittenFile,
+    state: &Path,
+    encode: impl FnOnce(Vec<Stamp>) -> Result<Vec<u8>, SnapshotError>,
+) -> Result<(), SnapshotError> {
+    let mut state_file = WrittenFile::create(state)?;
+    memory.publish()?;
+    // What a device looks like says nothing about its bytes.
+    let looks = || -> io::Result<Vec<Stamp>> {
+        match memory.file().metadata()?.is_file() {
+            true => Ok(vec![Stamp::of(MEMORY, memory.file())?]),
+            false => Ok(Vec::new()),
+        }
+    };
+    let stamps = looks().map_err(|error| memory.cannot(error))?;
+    state_file.write_all(&encode(stamps)?)?;
+    state_file.publish()
 }
 
 impl Template {
@@ -223,20 +255,34 @@ impl Template {
     ///
     /// Drives are opened when a machine is resumed, at their old paths and in place, unless it was given others.
     pub fn load_files(state: &Path, memory: Option<&Path>) -> Result<Self, Error> {
+        Self::load_files_under(state, memory, &None)
+    }
+
+    /// The same, of a state file that is not trusted to name drives: those at paths outside of `roots` must be
+    /// replaced by others.
+    pub fn load_files_under(
+        state: &Path,
+        memory: Option<&Path>,
+        roots: &Roots,
+    ) -> Result<Self, Error> {
         let (manifest, saved) = read_state(state)?;
         trace::step("state file");
         let size = manifest.memory.size;
         let mut image = MemoryImage::empty(manifest.regions());
         if let Some(path) = memory {
-            let file = open_memory(path, size)?;
-            check_sample(&file, path, state, saved.sample.as_deref().unwrap_or_default())?;
+            let file = open_memory(path, state, &saved, size)?;
             image = image.with(Layer { file: file.into(), runs: Runs::all(size) });
         }
         trace::step("memory file");
         let host = KvmHost::shared()?;
         host::check(&manifest.machine, &host)?;
         host::check_machine(&saved.machine, &host)?;
-        let named = |disk: &DiskFacts| match disk {
+        let named = |(index, disk): (usize, &DiskFacts)| match disk {
+            DiskFacts::Named { path: Some(path), .. }
+                if roots.is_some() && !outside::is_allowed(Path::new(path), roots) =>
+            {
+                FrozenStorage::Missing { index, path: PathBuf::from(path), allowed: false }
+            }
             DiskFacts::Named { path, read_only } => FrozenStorage::Named {
                 path: path.as_ref().map(PathBuf::from),
                 read_only: *read_only,
@@ -248,7 +294,7 @@ impl Template {
             host,
             machine: Arc::new(saved.machine),
             image,
-            drives: manifest.disks.iter().map(named).collect(),
+            drives: manifest.disks.iter().enumerate().map(named).collect(),
             taps: manifest.taps.clone(),
             vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
             base: None,
@@ -256,6 +302,7 @@ impl Template {
             without_memory: memory.is_none(),
             lessons: None,
             note: saved.note.unwrap_or_default(),
+            memory_sums: saved.sums.into_iter().next().map(|sums| Arc::from(sums.sums)),
             pause: Duration::ZERO,
         })
     }
@@ -280,10 +327,8 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(Manifest, Saved), SnapshotError> {
         .ok_or_else(|| bad_state("is shorter than its manifest"))?;
     let manifest = Manifest::decode_files(manifest)?;
     let saved = sections::decode(sections, &manifest.sections)?;
-    let sane = saved.sums.is_empty()
-        && saved.runs.is_empty()
+    let sane = saved.runs.is_empty()
         && saved.working_set.is_none()
-        && saved.stamps.is_empty()
         && saved.note.as_ref().is_some_and(|note| note.len() <= NOTE_MAX);
     if !sane {
         return Err(bad_state("has parts that belong to a folder"));
@@ -291,12 +336,9 @@ pub(super) fn decode(bytes: &[u8]) -> Result<(Manifest, Saved), SnapshotError> {
     if saved.machine.vcpus.len() != manifest.machine.vcpus as usize {
         return Err(bad_state("has another number of vCPUs"));
     }
-    let sample = saved.sample.as_deref().ok_or_else(|| bad_state("a section is missing"))?;
-    let end = manifest.memory.size - PAGE;
-    let fits = |(offset, _): &(u64, u32)| *offset <= end && offset.is_multiple_of(PAGE);
-    match sample.len() as u64 <= SAMPLE_PAGES && sample.iter().all(fits) {
-        true => Ok((manifest, saved)),
-        false => Err(bad_state("sample of memory is impossible")),
+    match saved.sums.as_slice() {
+        [sums] if sums.size == manifest.memory.size => Ok((manifest, saved)),
+        _ => Err(bad_state("has no sums of all memory")),
     }
 }
 
@@ -339,8 +381,14 @@ pub(super) fn refuse_foreign(bytes: &[u8], name: &str) -> Result<(), SnapshotErr
     }
 }
 
-/// Opens a flat memory file or block device, which must be as large as the memory.
-fn open_memory(path: &Path, expected: u64) -> Result<File, SnapshotError> {
+/// Opens a flat memory file or block device, which must be as large as the memory and have its bytes: a guest that goes
+/// on with those of another moment is lost, slowly. A file that looks as it did when it was written is not read.
+pub(super) fn open_memory(
+    path: &Path,
+    state: &Path,
+    saved: &Saved,
+    expected: u64,
+) -> Result<File, SnapshotError> {
     let name = || path.display().to_string();
     let failed = |source| SnapshotError::Read { file: name(), source };
     let kind = fs::metadata(path).map_err(failed)?.file_type();
@@ -352,29 +400,19 @@ fn open_memory(path: &Path, expected: u64) -> Result<File, SnapshotError> {
     // The one way to learn the size of both kinds.
     let size = file.seek(SeekFrom::End(0)).map_err(failed)?;
     // A device comes in whatever sizes devices come.
-    match size == expected || block && size > expected {
-        true => Ok(file),
-        false => Err(SnapshotError::MemorySize { file: name(), size, expected }),
+    if size != expected && !(block && size > expected) {
+        return Err(SnapshotError::MemorySize { file: name(), size, expected });
     }
-}
-
-/// Refuses memory of another moment or another machine: a guest that goes on with it is lost, slowly.
-fn check_sample(
-    file: &File,
-    path: &Path,
-    state: &Path,
-    sample: &[(u64, u32)],
-) -> Result<(), SnapshotError> {
-    let name = |path: &Path| path.display().to_string();
-    for (offset, sum) in sample {
-        let mut page = vec![0; PAGE as usize];
-        file.read_exact_at(&mut page, *offset)
-            .map_err(|source| SnapshotError::Read { file: name(path), source })?;
-        if crc32fast::hash(&page) != *sum {
-            return Err(SnapshotError::Mixed { memory: name(path), state: name(state) });
+    if !block && saved.stamps.contains(&Stamp::of(MEMORY, &file).map_err(failed)?) {
+        return Ok(file);
+    }
+    for sums in &saved.sums {
+        if sums.compare(&file).map_err(failed)?.is_some() {
+            let state = state.display().to_string();
+            return Err(SnapshotError::Mixed { memory: name(), state });
         }
     }
-    Ok(())
+    Ok(file)
 }
 
 fn bad_state(what: &str) -> SnapshotError {

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
-use super::files::{self, SAMPLE_PAGES, refuse_foreign};
+use super::files::{self, refuse_foreign};
 use super::manifest::{FILES_FORMAT, Manifest};
 use super::sections::{self, Saved};
 use super::testing::{manifest, saved, saved_as_files as for_files};
@@ -23,7 +23,7 @@ fn encode(change: impl FnOnce(&mut Manifest), saved: &Saved) -> Vec<u8> {
 fn state_file_gives_back_what_it_was_given() {
     let (manifest, saved) = files::decode(&encode(|_| {}, &for_files())).unwrap();
     assert_eq!(saved.note.unwrap(), b"{\"drives\":[]}");
-    assert_eq!(saved.sample.unwrap(), [(0, 1), (4096, 2)]);
+    assert_eq!(saved.sums, for_files().sums);
     assert_eq!(saved.machine.clock, for_files().machine.clock);
     assert_eq!(manifest.memory.size, 64 << 20);
 }
@@ -50,10 +50,8 @@ fn h3_state_file_with_parts_of_a_folder_is_refused() {
     for bad in [
         Saved { note: None, ..for_files() },
         Saved { note: Some(vec![0; NOTE_MAX + 1]), ..for_files() },
-        Saved { sample: None, ..for_files() },
-        Saved { sample: Some(vec![(64 << 20, 1)]), ..for_files() },
-        Saved { sample: Some(vec![(17, 1)]), ..for_files() },
-        Saved { sample: Some(vec![(0, 1); SAMPLE_PAGES as usize + 1]), ..for_files() },
+        Saved { sums: Vec::new(), ..for_files() },
+        Saved { sums: [for_files().sums, for_files().sums].concat(), ..for_files() },
         saved(),
     ] {
         assert!(files::decode(&encode(|_| {}, &bad)).is_err());

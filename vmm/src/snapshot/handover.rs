@@ -61,6 +61,7 @@ enum DriveMessage {
     },
     Missing {
         path: PathBuf,
+        allowed: bool,
     },
 }
 
@@ -79,7 +80,6 @@ impl Template {
             working_set: self.working_set.as_deref().map(WorkingSetV1::of),
             note: Some(self.note.clone()).filter(|note| !note.is_empty()),
             stamps: Vec::new(),
-            sample: None,
         };
         let (state, sections) = sections::encode(&saved)?;
         let mut files = Vec::new();
@@ -109,7 +109,9 @@ impl Template {
                 FrozenStorage::Named { path, read_only } => {
                     DriveMessage::Named { path: path.clone(), read_only: *read_only }
                 }
-                FrozenStorage::Missing { path, .. } => DriveMessage::Missing { path: path.clone() },
+                FrozenStorage::Missing { path, allowed, .. } => {
+                    DriveMessage::Missing { path: path.clone(), allowed: *allowed }
+                }
             });
         }
         if files.len() > MAX_FILES {
@@ -175,7 +177,9 @@ impl Template {
                     FrozenStorage::Layers(disk)
                 }
                 DriveMessage::Named { path, read_only } => FrozenStorage::Named { path, read_only },
-                DriveMessage::Missing { path } => FrozenStorage::Missing { index, path },
+                DriveMessage::Missing { path, allowed } => {
+                    FrozenStorage::Missing { index, path, allowed }
+                }
             });
         }
         Ok(Self {
@@ -190,6 +194,7 @@ impl Template {
             without_memory: false,
             lessons: None,
             note: saved.note.unwrap_or_default(),
+            memory_sums: None,
             pause: Duration::ZERO,
         })
     }

@@ -8,6 +8,8 @@
 //! | `checksum.rs` | whether a large file is still the one that was written |
 //! | `fill.rs` | how a large file is written and summed up in one pass |
 //! | `host.rs` | whether this host can go on with it |
+//! | `outside.rs` | which files beside the folder it may name, and how they are opened |
+//! | `signature.rs` | whether a holder of a key has written it |
 //! | `write.rs` | how a folder comes to be, whole or not at all |
 //! | `files.rs` | the same as two files of the caller's naming, as Firecracker's clients know it |
 //! | `written_file.rs` | how one file comes to be, whole or not at all |
@@ -25,8 +27,10 @@ mod fill;
 mod handover;
 mod host;
 mod manifest;
+mod outside;
 mod read;
 mod sections;
+mod signature;
 pub(crate) mod state;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
@@ -39,7 +43,9 @@ use std::path::PathBuf;
 pub use edit::{StateText, rebase};
 pub use files::{NOTE_MAX, SaveKind, StateFile};
 pub use manifest::{DiskFacts, MachineFacts, Manifest, MemoryFacts};
+pub use outside::{Roots, is_allowed};
 pub use read::LoadOptions;
+pub use signature::Key;
 pub use write::{Durability, WriteOptions};
 
 use crate::error::{Error, ErrorKind};
@@ -101,6 +107,15 @@ pub enum SnapshotError {
     #[error("drive {index}: {path} is not the file it was; give another with an override")]
     Drive { index: usize, path: String },
     #[error(
+        "drive {index}: {path} is in no folder that a snapshot may name files of; allow its folder, or give \
+         another drive with an override"
+    )]
+    DriveRoot { index: usize, path: String },
+    #[error("key: {0}")]
+    Key(String),
+    #[error("signature: {0}; this is not a snapshot that a holder of the key has written")]
+    Signature(String),
+    #[error(
         "drive {index}: is the machine's own and has no path; two files hold no disk, write a folder"
     )]
     OwnDisk { index: usize },
@@ -145,6 +160,8 @@ impl SnapshotError {
             SnapshotError::OwnDisk { .. }
             | SnapshotError::NotOpened { .. }
             | SnapshotError::Folder { .. }
+            | SnapshotError::Key(_)
+            | SnapshotError::DriveRoot { .. }
             | SnapshotError::TwoFiles { .. } => ErrorKind::InvalidConfig,
             SnapshotError::Version { .. }
             | SnapshotError::SectionVersion { .. }
@@ -170,6 +187,10 @@ impl From<SnapshotError> for Error {
 #[cfg(test)]
 mod crash_tests;
 #[cfg(test)]
+mod files_crash_tests;
+#[cfg(test)]
 mod files_tests;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod trust_tests;

@@ -2,7 +2,7 @@
 
 use std::cell::OnceCell;
 use std::fs::{self, File};
-use std::io::{Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{self, Path, PathBuf};
 use std::sync::Arc;
@@ -12,11 +12,13 @@ use pvmm_devices::virtio::block::io::LayeredDisk;
 
 use super::checksum::Stamp;
 use super::manifest::{DiskFacts, Manifest};
+use super::outside::Roots;
 use super::sections::{self, Saved};
+use super::signature::{Key, SIGNATURE, SIGNATURE_MAX};
 use super::write::{large_files, modified_ns};
 use super::{
     Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, SIBLING, STAMP, STATE, STATE_MAX,
-    SnapshotError, host,
+    SnapshotError, host, outside, signature,
 };
 use crate::error::Error;
 use crate::kvm::vm::KvmHost;
@@ -27,7 +29,7 @@ use crate::template::Template;
 use crate::trace;
 
 /// How a snapshot is read.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
     /// Copy the memory into a sealed file in this host's memory, so that nothing that happens to the folder
     /// can reach a guest. For those who start many machines from one template.
@@ -36,18 +38,24 @@ pub struct LoadOptions {
     pub verify: bool,
     /// Leave the memory alone: a page server will supply it to each machine.
     pub without_memory: bool,
+    /// Where files that the snapshot only names may be: the snapshot that it goes on from, and read-only images that
+    /// were not copied. Without any, everywhere: for a snapshot whose writer is trusted with the files of this user.
+    pub roots: Roots,
+    /// Only a snapshot that was written with this key. Every byte is compared, and memory is held (see `hold`).
+    pub key: Option<Key>,
 }
 
 impl Template {
     /// Reads the snapshot in `dir`.
     pub fn load(dir: &Path, options: LoadOptions) -> Result<Self, Error> {
-        let folder = Folder::open(dir)?;
+        let folder = Folder::open_with(dir, options.key.as_ref())?;
+        let options = LoadOptions { hold: options.hold || options.key.is_some(), ..options };
         trace::step("manifest");
         let host = KvmHost::shared()?;
         host::check(&folder.manifest.machine, &host)?;
         trace::step("ask KVM what it can");
         let saved = folder.state()?;
-        if saved.note.is_some() || saved.sample.is_some() {
+        if saved.note.is_some() {
             return Err(SnapshotError::State("has parts that belong to two files".into()).into());
         }
         host::check_machine(&saved.machine, &host)?;
@@ -55,14 +63,14 @@ impl Template {
             return Err(SnapshotError::State("has another number of vCPUs".into()).into());
         }
         trace::step("decode state");
-        let mut files = folder.verify(&saved, options)?;
+        let mut files = folder.verify(&saved, &options)?;
         trace::step("verify");
 
         let size = folder.manifest.memory.size;
         let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
         let layers = match options.without_memory {
             true => Vec::new(),
-            false => folder.layers(&saved, &mut files, options, 0)?,
+            false => folder.layers(&saved, &mut files, &options, 0)?,
         };
         let depth = layers.len();
         let mut image = MemoryImage::empty(folder.manifest.regions());
@@ -74,7 +82,7 @@ impl Template {
             image = image.held()?;
         }
         trace::step("memory layers");
-        let drives = folder.drives(&mut files)?;
+        let drives = folder.drives(&mut files, &options)?;
         trace::step("disks");
         let manifest = &folder.manifest;
         let id = manifest.id.clone();
@@ -91,6 +99,7 @@ impl Template {
             without_memory: options.without_memory,
             lessons: None,
             note: Vec::new(),
+            memory_sums: None,
             pause: Duration::ZERO,
         })
     }
@@ -108,22 +117,50 @@ pub(super) struct Folder {
     dir: File,
     path: PathBuf,
     pub(super) manifest: Manifest,
+    /// What its files must be, if it must be of a holder of a key.
+    signed: Option<Signed>,
 }
 
 impl Folder {
     pub(super) fn open(path: &Path) -> Result<Self, SnapshotError> {
+        Self::open_with(path, None)
+    }
+
+    pub(super) fn open_with(path: &Path, key: Option<&Key>) -> Result<Self, SnapshotError> {
         let failed = |source| SnapshotError::Read { file: path.display().to_string(), source };
-        let dir = sys::open_dir(path).map_err(failed)?;
+        Self::read(sys::open_dir(path).map_err(failed)?, path, key)
+    }
+
+    /// The snapshot that another one goes on from, where that says it is.
+    fn open_base(path: &Path, options: &LoadOptions) -> Result<Self, String> {
+        if !outside::is_allowed(path, &options.roots) {
+            return Err(
+                "is in no folder that a snapshot may name files of; allow its folder".into()
+            );
+        }
+        let dir = outside::open_folder(path).map_err(|error| error.to_string())?;
+        Self::read(dir, path, options.key.as_ref()).map_err(|error| error.to_string())
+    }
+
+    /// With a key nothing is decoded before the signature over it was found right.
+    fn read(dir: File, path: &Path, key: Option<&Key>) -> Result<Self, SnapshotError> {
         let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX);
         if bytes.is_err() {
             refuse_foreign_folder(path)?;
         }
         let bytes = bytes?;
-        Ok(Self { dir, path: path.to_owned(), manifest: Manifest::decode(&bytes)? })
+        let signed = key.map(|key| Signed::read(&dir, key)).transpose()?;
+        if let Some(signed) = &signed {
+            signed.check(MANIFEST, signature::digest_bytes(&bytes))?;
+        }
+        Ok(Self { dir, path: path.to_owned(), manifest: Manifest::decode(&bytes)?, signed })
     }
 
     pub(super) fn state(&self) -> Result<Saved, SnapshotError> {
         let bytes = read_small(&self.dir, STATE, STATE_MAX)?;
+        if let Some(signed) = &self.signed {
+            signed.check(STATE, signature::digest_bytes(&bytes))?;
+        }
         sections::decode(&bytes, &self.manifest.sections)
     }
 
@@ -141,7 +178,7 @@ impl Folder {
     pub(super) fn verify(
         &self,
         saved: &Saved,
-        options: LoadOptions,
+        options: &LoadOptions,
     ) -> Result<LargeFiles, SnapshotError> {
         // Of a folder that was moved to another disk, or written by an earlier version.
         let later: OnceCell<Vec<Stamp>> = OnceCell::new();
@@ -161,6 +198,9 @@ impl Folder {
                 if let Some(offset) = sums.compare(&file).map_err(failed)? {
                     return Err(SnapshotError::Checksum { file: name.clone(), offset });
                 }
+            }
+            if let Some(signed) = &self.signed {
+                signed.check(&name, signature::digest(&file, size).map_err(failed)?)?;
             }
             stamps.push(stamp);
             files.push((name, file));
@@ -195,7 +235,7 @@ impl Folder {
         &self,
         saved: &Saved,
         files: &mut LargeFiles,
-        options: LoadOptions,
+        options: &LoadOptions,
         depth: usize,
     ) -> Result<Vec<Layer>, SnapshotError> {
         let size = self.manifest.memory.size;
@@ -207,7 +247,7 @@ impl Folder {
         if depth >= CHAIN_MAX {
             return Err(refused("the chain is too long".into()));
         }
-        let below = Self::open(Path::new(&base.path)).map_err(|e| refused(e.to_string()))?;
+        let below = Self::open_base(Path::new(&base.path), options).map_err(&refused)?;
         if below.manifest.id != base.id {
             return Err(refused("is another snapshot than the one it was".into()));
         }
@@ -224,6 +264,7 @@ impl Folder {
     pub(super) fn drives(
         &self,
         files: &mut LargeFiles,
+        options: &LoadOptions,
     ) -> Result<Vec<FrozenStorage>, SnapshotError> {
         let open = |(index, disk): (usize, &DiskFacts)| match disk {
             DiskFacts::Inside { file: name, read_only, .. } => {
@@ -239,24 +280,51 @@ impl Folder {
             }
             // Not in a folder; the manifest was refused.
             DiskFacts::Named { path, .. } => {
-                Ok(FrozenStorage::Missing { index, path: path.clone().unwrap_or_default().into() })
+                let path = path.clone().unwrap_or_default().into();
+                Ok(FrozenStorage::Missing { index, path, allowed: true })
             }
             DiskFacts::Outside { path, size, modified_ns: modified } => {
                 let path = PathBuf::from(path);
-                let found = File::open(&path).ok().filter(|file| {
+                let allowed = outside::is_allowed(&path, &options.roots);
+                let opened = allowed.then(|| outside::open_file(&path).ok()).flatten();
+                let found = opened.filter(|file| {
                     let same = |facts: fs::Metadata| {
-                        facts.is_file() && facts.size() == *size && modified_ns(&facts) == *modified
+                        facts.size() == *size && modified_ns(&facts) == *modified
                     };
                     file.metadata().is_ok_and(same)
                 });
                 // A machine that gets another drive in this place does not miss it.
                 Ok(match found {
                     Some(file) => FrozenStorage::Fixed { file, path: Some(path) },
-                    None => FrozenStorage::Missing { index, path },
+                    None => FrozenStorage::Missing { index, path, allowed },
                 })
             }
         };
         self.manifest.disks.iter().enumerate().map(open).collect()
+    }
+}
+
+/// The digests of a signed folder's files.
+struct Signed(Vec<(String, [u8; 32])>);
+
+impl Signed {
+    fn read(dir: &File, key: &Key) -> Result<Self, SnapshotError> {
+        let text = read_small(dir, SIGNATURE, SIGNATURE_MAX).map_err(|error| match error {
+            SnapshotError::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
+                SnapshotError::Signature("there is none".into())
+            }
+            error => error,
+        })?;
+        Ok(Self(key.verify(&text)?))
+    }
+
+    fn check(&self, name: &str, digest: [u8; 32]) -> Result<(), SnapshotError> {
+        match self.0.iter().any(|(known, signed)| known == name && *signed == digest) {
+            true => Ok(()),
+            false => {
+                Err(SnapshotError::Signature(format!("{name} is not the file that was signed")))
+            }
+        }
     }
 }
 

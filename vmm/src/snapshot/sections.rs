@@ -39,8 +39,6 @@ pub struct Saved {
     pub note: Option<Vec<u8>>,
     /// How the large files looked when they were written.
     pub stamps: Vec<Stamp>,
-    /// Offsets and checksums of a few pages, by which a memory file is recognised.
-    pub sample: Option<Vec<(u64, u32)>>,
 }
 
 /// Ranges of memory that a first use writes, and others that it reads.
@@ -92,9 +90,6 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
     if !saved.stamps.is_empty() {
         writer.add("stamps", &saved.stamps)?;
     }
-    if let Some(sample) = &saved.sample {
-        writer.add("sample", sample)?;
-    }
     Ok((writer.bytes, writer.table))
 }
 
@@ -102,7 +97,7 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
 pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotError> {
     let (mut clock, mut ioapic, mut serial) = (None, None, None);
     let (mut runs, mut sums, mut working_set) = (None, None, None);
-    let (mut note, mut stamps, mut sample) = (None, None, None);
+    let (mut note, mut stamps) = (None, None);
     let (mut vcpus, mut transports) = (Vec::new(), Vec::new());
     let mut end = 0;
     for section in table {
@@ -128,7 +123,6 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
             ("checksums", V2 | V3) => once(&mut sums, section, bytes)?,
             ("working_set", V1 | V2) => once(&mut working_set, section, bytes)?,
             ("stamps", V1) => once(&mut stamps, section, bytes)?,
-            ("sample", V1) => once(&mut sample, section, bytes)?,
             ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),
             ("vcpu", V1 | V2) => vcpus.push(Arc::new(value(section, bytes)?)),
             ("virtio", V1) => transports.push(value(section, bytes)?),
@@ -155,7 +149,6 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
         working_set,
         note,
         stamps: stamps.unwrap_or_default(),
-        sample,
     };
     check(&saved)?;
     Ok(saved)

@@ -65,7 +65,6 @@ pub(super) fn saved() -> Saved {
         working_set: Some(working_set),
         note: None,
         stamps: vec![Stamp { file: MEMORY.into(), ..Stamp::default() }],
-        sample: None,
     }
 }
 
@@ -95,13 +94,12 @@ pub(super) fn manifest(sections: Vec<SectionFacts>) -> Manifest {
 
 /// The same as two files have it.
 pub(super) fn saved_as_files() -> Saved {
+    let sums = vec![1; 64];
     Saved {
-        sums: Vec::new(),
+        sums: vec![FileSums { file: MEMORY.into(), size: 64 << 20, sums, by: Default::default() }],
         runs: Vec::new(),
         working_set: None,
         note: Some(b"{\"drives\":[]}".to_vec()),
-        stamps: Vec::new(),
-        sample: Some(vec![(0, 1), (4096, 2)]),
         ..saved()
     }
 }
@@ -127,7 +125,7 @@ pub enum Change {
 
 /// Changes the last vCPU, the clock's rate of all, in the snapshot at `path`, a folder or a state file, with every checksum made right again.
 pub fn change(path: &Path, changes: &[Change]) {
-    let (mut manifest, mut saved) = read(path);
+    let (manifest, mut saved) = read(path);
     for change in changes {
         let vcpu = Arc::make_mut(saved.machine.vcpus.last_mut().unwrap());
         match *change {
@@ -157,7 +155,21 @@ pub fn change(path: &Path, changes: &[Change]) {
             Change::Cr4(value) => vcpu.sregs.cr4 = value,
         }
     }
-    let (state, table) = sections::encode(&saved).unwrap();
+    write(path, manifest, &saved);
+}
+
+/// Sums up the files of a folder again, as whoever changed them would.
+pub fn make_sums_right(dir: &Path) {
+    let (manifest, mut saved) = read(dir);
+    for sums in &mut saved.sums {
+        let file = fs::File::open(dir.join(&sums.file)).unwrap();
+        *sums = FileSums::of(&sums.file, &file, sums.size).unwrap();
+    }
+    write(dir, manifest, &saved);
+}
+
+fn write(path: &Path, mut manifest: Manifest, saved: &Saved) {
+    let (state, table) = sections::encode(saved).unwrap();
     manifest.sections = table;
     let manifest = manifest.encode().unwrap();
     match path.is_dir() {
@@ -261,7 +273,7 @@ fn change_section(table: &mut [SectionFacts], place: usize, value: u8) {
         1 => section.len = section.len.wrapping_add(u64::from(value >> 2)),
         2 => section.offset = section.offset.wrapping_sub(u64::from(value >> 2)),
         _ => {
-            let kinds = ["clock", "vcpu", "runs", "note", "sample", "serial", "virtio", "flux"];
+            let kinds = ["clock", "vcpu", "runs", "note", "stamps", "serial", "virtio", "flux"];
             section.kind = kinds[usize::from(value >> 2) % kinds.len()].to_owned();
         }
     }

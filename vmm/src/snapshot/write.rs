@@ -13,6 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::checksum::{FileSums, Stamp};
 use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
 use super::sections::{self, Saved, WorkingSetV1};
+use super::signature::{self, Key, SIGNATURE};
 use super::state::MachineState;
 use super::{Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, SIBLING, STATE, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
@@ -42,6 +43,8 @@ pub struct WriteOptions<'a> {
     pub replace: bool,
     /// Only what changed since the snapshot that the machine was restored from, if there is one.
     pub incremental: bool,
+    /// Sign the snapshot, so that readers with the same key know that its writer had it.
+    pub key: Option<&'a Key>,
     /// Told how many bytes are done, of how many.
     pub progress: Option<&'a mut dyn FnMut(u64, u64)>,
 }
@@ -156,15 +159,8 @@ impl Contents<'_> {
         let machine = self.machine.clone();
         let working_set = self.working_set.map(WorkingSetV1::of);
         let stamps = folder.stamps(&sums)?;
-        let (state, sections) = sections::encode(&Saved {
-            machine,
-            sums,
-            runs,
-            working_set,
-            note: None,
-            stamps,
-            sample: None,
-        })?;
+        let (state, sections) =
+            sections::encode(&Saved { machine, sums, runs, working_set, note: None, stamps })?;
         folder.write(STATE, &state)?;
         let manifest = Manifest {
             format: manifest::FORMAT.to_owned(),
@@ -185,7 +181,11 @@ impl Contents<'_> {
             sections,
             checksum: 0,
         };
-        folder.write(MANIFEST, &manifest.encode()?)?;
+        let text = manifest.encode()?;
+        folder.write(MANIFEST, &text)?;
+        if let Some(key) = progress.options.key {
+            folder.sign(key, &manifest, &[(MANIFEST, &text), (STATE, &state)])?;
+        }
         trace::step("state written");
         if progress.options.durability == Durability::Full {
             folder.sync(&manifest)?;
@@ -326,10 +326,28 @@ impl Unfinished {
         sums.iter().map(stamp).collect()
     }
 
+    fn sign(
+        &self,
+        key: &Key,
+        manifest: &Manifest,
+        small: &[(&str, &[u8])],
+    ) -> Result<(), SnapshotError> {
+        let of_bytes =
+            |(name, bytes): &(&str, &[u8])| ((*name).to_owned(), signature::digest_bytes(bytes));
+        let mut files: Vec<_> = small.iter().map(of_bytes).collect();
+        for (name, size) in large_files(manifest) {
+            let file = File::open(self.path.join(&name)).map_err(|e| cannot(&name, e))?;
+            let digest = signature::digest(&file, size).map_err(|e| cannot(&name, e))?;
+            files.push((name, digest));
+        }
+        self.write(SIGNATURE, key.sign(&files).as_bytes())
+    }
+
     fn sync(&self, manifest: &Manifest) -> Result<(), SnapshotError> {
         let mut names: Vec<_> = large_files(manifest).into_iter().map(|(name, _)| name).collect();
         names.extend([STATE, MANIFEST].map(str::to_owned));
-        names.extend(self.path.join(SIBLING).exists().then(|| SIBLING.to_owned()));
+        let perhaps = [SIBLING, SIGNATURE].into_iter().filter(|name| self.path.join(name).exists());
+        names.extend(perhaps.map(str::to_owned));
         for name in names {
             let synced = File::open(self.path.join(&name)).and_then(|file| file.sync_all());
             synced.map_err(|e| cannot(&name, e))?;

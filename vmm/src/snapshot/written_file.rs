@@ -145,8 +145,13 @@ impl WrittenFile {
         }
     }
 
+    /// What went wrong with it.
+    pub fn cannot(&self, error: io::Error) -> SnapshotError {
+        cannot(&self.path, error)
+    }
+
     /// Gives the file its name.
-    pub fn publish(self) -> Result<(), SnapshotError> {
+    pub fn publish(&self) -> Result<(), SnapshotError> {
         let Some(hidden) = &self.hidden else { return Ok(()) };
         let publish = || -> io::Result<()> {
             fs::rename(hidden, &self.path)?;

@@ -220,6 +220,31 @@ pub fn open_beneath(dir: &File, name: &str) -> io::Result<File> {
     }
 }
 
+/// Opens a file or folder for reading if no link lies on the way to it, without waiting for a FIFO's writer.
+pub fn open_without_links(path: &Path, flags: i32) -> io::Result<File> {
+    let path = CString::new(path.as_os_str().as_bytes())?;
+    let flags = flags | libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
+    // SAFETY: all zeros is a valid value of this plain structure.
+    let mut how: libc::open_how = unsafe { std::mem::zeroed() };
+    how.flags = flags as u64;
+    how.resolve = libc::RESOLVE_NO_SYMLINKS;
+    // SAFETY: the path ends in NUL, and both it and the structure, whose size is told, outlive the call.
+    let fd = unsafe {
+        libc::syscall(
+            libc::SYS_openat2,
+            libc::AT_FDCWD,
+            path.as_ptr(),
+            &raw const how,
+            size_of::<libc::open_how>(),
+        )
+    };
+    match i32::try_from(fd) {
+        // SAFETY: a fresh descriptor that nobody else has.
+        Ok(fd) if fd >= 0 => Ok(unsafe { File::from_raw_fd(fd) }),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
 /// Takes a lock that lives as long as the open file, or fails at once.
 pub fn lock_file(file: &File) -> io::Result<()> {
     // SAFETY: no memory is passed.

@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::frame::{self, Kind};
 use super::image::{self, Image, ImageError};
-use super::{BOOT_DEADLINE, HostError, NestedHost, lock, session, shares};
+use super::{BOOT_DEADLINE, Clock, HostError, NestedHost, lock, session, shares};
 use crate::sys::{self, READABLE, Waiting};
 use crate::{checkout, progress, report};
 
@@ -215,7 +215,7 @@ pub fn serve() -> Result<(), BackgroundError> {
 fn serve_locked(place: &Place) -> Result<(), BackgroundError> {
     let signals = sys::signals_as_bytes(&session::ENDING).map_err(BackgroundError::Serve)?;
     let image = image::prepare()?;
-    let host = match NestedHost::boot(&image, &signals) {
+    let host = match NestedHost::boot(&image, &signals, Clock::Outer) {
         Err(HostError::Interrupted(_)) => return Ok(()),
         other => other?,
     };
