@@ -29,6 +29,7 @@ mod other_host;
 mod outcomes;
 mod outliving;
 mod page_server;
+mod pause;
 mod ports;
 mod reboot;
 mod refresh;

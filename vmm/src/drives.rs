@@ -2,9 +2,6 @@
 //!
 //! Files are opened here, on the caller's thread; the device thread only swaps one for another.
 
-use std::fs::File;
-use std::os::unix::fs::MetadataExt;
-
 use pvmm_devices::virtio::block::{
     Block, BlockConfig, BlockHandle, BlockUpdate, EngineKind, Source,
 };
@@ -73,7 +70,7 @@ impl Vm {
         let (source, storage) = storage::open(source, held.storage.is_read_only(), false)
             .map_err(|error| Error::new(ErrorKind::InvalidConfig, what(), error))?;
         if let (Some(old), Some(new)) = (held.storage.file(), storage.file())
-            && same_file(old, new)
+            && storage::is_same_file(old, new)
         {
             return self.resize_drive(index);
         }
@@ -121,10 +118,4 @@ impl Vm {
         let act = format!("drive {index}: the machine has {count}, counted from 0");
         Error::plain(ErrorKind::InvalidConfig, act)
     }
-}
-
-/// Whether both are the same image: a lock on one would keep the other away.
-fn same_file(one: &File, other: &File) -> bool {
-    let facts = |file: &File| file.metadata().map(|facts| (facts.dev(), facts.ino())).ok();
-    facts(one).is_some_and(|one| facts(other) == Some(one))
 }

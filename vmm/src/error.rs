@@ -47,6 +47,8 @@ pub enum ErrorKind {
     AgentLost,
     /// A deadline passed.
     Timeout,
+    /// An earlier error left the machine between two states; it can only be ended.
+    Broken,
     /// pvmm is wrong.
     Bug,
 }
@@ -192,7 +194,11 @@ impl From<SerialError> for Error {
 
 impl From<DeviceError> for Error {
     fn from(error: DeviceError) -> Self {
-        Self::new(ErrorKind::Bug, "device thread", error)
+        let kind = match error {
+            DeviceError::Timeout { .. } => ErrorKind::Timeout,
+            _ => ErrorKind::Bug,
+        };
+        Self::new(kind, "device thread", error)
     }
 }
 

@@ -176,6 +176,7 @@ impl Machine {
             held,
             checkpoint: None,
             running: false,
+            broken: None,
             prefault: None,
             page_server: None,
             kvm,
@@ -278,6 +279,12 @@ impl Ending {
     pub fn report(self: &Arc<Self>) -> Report {
         let ending = self.clone();
         Arc::new(move |outcome| ending.set(outcome))
+    }
+
+    /// The machine can no longer go on: an earlier end does not matter any more.
+    pub fn end_broken(&self, why: &str) {
+        self.forget();
+        self.set(Outcome::Broken { why: why.to_owned() });
     }
 
     fn on_power(self: &Arc<Self>) -> PowerSink {

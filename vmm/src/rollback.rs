@@ -26,17 +26,34 @@ impl Vm {
     ///
     /// A guest that has ended lives again. Connections through vsock are reset; the generation is new, so
     /// that the guest's kernel does not draw the same random numbers twice.
+    ///
+    /// If a drive cannot be taken back, nothing is, and the machine runs on. After any later error it is neither what
+    /// it was nor what it was to be: it has ended, and the error is of kind [`ErrorKind::Broken`].
     pub fn rollback(&mut self) -> Result<(), Error> {
-        if self.checkpoint.is_none() {
-            let what = "rollback: there is no checkpoint to go back to";
-            return Err(Error::plain(ErrorKind::InvalidConfig, what));
-        }
+        self.ask_drives()?;
         let was_running = self.running;
         self.pause()?;
-        self.rollback_paused()?;
+        if let Err(error) = self.rollback_paused() {
+            return Err(self.break_with(&error));
+        }
         if was_running {
             self.resume()?;
             self.memory.learn();
+        }
+        Ok(())
+    }
+
+    /// Whether all drives can be taken back to the checkpoint, if there is one.
+    fn ask_drives(&self) -> Result<(), Error> {
+        let Some(checkpoint) = &self.checkpoint else {
+            let what = "rollback: there is no checkpoint to go back to";
+            return Err(Error::plain(ErrorKind::InvalidConfig, what));
+        };
+        for (index, (drive, then)) in self.held.drives.iter().zip(&checkpoint.drives).enumerate() {
+            if let Some(why) = drive.storage.cannot_rewind(then) {
+                let what = format!("rollback: drive {index} cannot be taken back: {why}");
+                return Err(Error::plain(ErrorKind::InvalidConfig, what));
+            }
         }
         Ok(())
     }

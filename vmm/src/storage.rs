@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
 use pvmm_devices::sparse;
@@ -118,12 +119,29 @@ impl Storage {
         }
     }
 
-    /// Takes the drive back to what it was when `then` was frozen. The guest must be paused.
+    /// Why the drive cannot be taken back to what it was when `then` was frozen, if that is so.
+    pub fn cannot_rewind(&self, then: &FrozenStorage) -> Option<&'static str> {
+        let may = match (self, then) {
+            (Self::Fixed { file, .. }, FrozenStorage::Fixed { file: then, .. }) => {
+                is_same_file(file, then)
+            }
+            (Self::Layers(layers), FrozenStorage::Layers(then)) => layers.can_rewind(then),
+            // Was not opened yet when it was frozen, and is only read.
+            (Self::Fixed { path, .. }, FrozenStorage::Named { path: then, .. }) => path == then,
+            (Self::Later { path, .. }, FrozenStorage::Named { path: then, .. }) => {
+                Some(path) == then.as_ref()
+            }
+            _ => false,
+        };
+        if may { None } else { Some("it was another image then; put that one back first") }
+    }
+
+    /// Takes the drive back to what it was when `then` was frozen. The guest must be paused, and
+    /// [`Self::cannot_rewind`] must have been asked.
     pub fn rewind(&self, then: &FrozenStorage) -> io::Result<()> {
         match (self, then) {
-            (Self::Fixed { .. }, _) => Ok(()),
             (Self::Layers(layers), FrozenStorage::Layers(then)) => layers.rewind(then),
-            _ => Err(io::Error::other("it was another drive then")),
+            _ => Ok(()),
         }
     }
 
@@ -174,4 +192,10 @@ impl FrozenStorage {
             _ => SnapshotError::Drive { index, path: String::new() },
         }
     }
+}
+
+/// Whether both are the same file: a lock on one would keep the other away.
+pub fn is_same_file(one: &File, other: &File) -> bool {
+    let facts = |file: &File| file.metadata().map(|facts| (facts.dev(), facts.ino())).ok();
+    facts(one).is_some_and(|one| facts(other) == Some(one))
 }

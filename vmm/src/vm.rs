@@ -10,7 +10,8 @@ use pvmm_devices::legacy::console::Console;
 use pvmm_devices::legacy::i8042::I8042;
 use pvmm_devices::virtio::MmioTransport;
 pub use pvmm_devices::virtio::counters::CounterValues;
-use pvmm_devices::virtio::thread::DeviceThread;
+use pvmm_devices::virtio::device_loop::DeviceError;
+use pvmm_devices::virtio::thread::{CALL_DEADLINE, DeviceThread};
 use pvmm_devices::vmgenid::VmGenId;
 use vmm_sys_util::eventfd::EventFd;
 
@@ -54,6 +55,8 @@ pub struct Vm {
     pub(crate) held: Held,
     pub(crate) checkpoint: Option<Template>,
     pub(crate) running: bool,
+    /// Why the machine can only be ended, if that is so.
+    pub(crate) broken: Option<String>,
     /// Makes the pages of a first use ready. Left until the guest runs: a copy that never does costs no page.
     pub(crate) prefault: Option<Preparation>,
     pub(crate) kvm: KvmVm,
@@ -76,8 +79,9 @@ impl Vm {
         boot::boot(config)
     }
 
-    /// Lets the guest run.
+    /// Lets the guest run. After an error it does not run, unless the error is of kind [`ErrorKind::Broken`].
     pub fn resume(&mut self) -> Result<(), Error> {
+        self.check_whole()?;
         if !self.running {
             // All of them before any runs: a machine runs as a whole or not at all.
             self.vcpus.iter_mut().try_for_each(VcpuThread::start)?;
@@ -85,36 +89,68 @@ impl Vm {
             self.open_drives()?;
             self.memory.begin_use();
             self.devices.handle().resume_all()?;
-            self.devices.start().map_err(MachineError::DeviceThread)?;
+            if let Err(error) = self.devices.start() {
+                self.devices.handle().quiesce_all()?;
+                return Err(MachineError::DeviceThread(error).into());
+            }
             trace::step("resume devices");
             // The first vCPU makes the pages of a first use ready.
-            let mut prefault = self.prefault.take();
-            for vcpu in &self.vcpus {
-                vcpu.resume(prefault.take())?;
-            }
+            let prefault = self.prefault.take();
+            self.run_vcpus(prefault)?;
             trace::step("resume vCPUs");
             self.running = true;
         }
         Ok(())
     }
 
+    fn run_vcpus(&mut self, mut prefault: Option<Preparation>) -> Result<(), Error> {
+        let run = |vcpu: &VcpuThread| vcpu.resume(prefault.take());
+        let ran = self.vcpus.iter().map(run).find_map(Result::err);
+        ran.map_or(Ok(()), |error| Err(self.break_with(&error.into())))
+    }
+
     /// Stops the guest: first its vCPUs, all at once, then its devices. When this returns nothing writes
-    /// guest memory any more.
+    /// guest memory any more. After an error the machine runs on as a whole, unless the error is of kind
+    /// [`ErrorKind::Broken`].
     pub fn pause(&mut self) -> Result<(), Error> {
+        self.check_whole()?;
         if let Some(server) = &self.page_server {
             server.check()?;
         }
         if self.running {
-            let parked = self.vcpus.iter().map(VcpuThread::pause).collect::<Result<Vec<_>, _>>()?;
-            for vcpu in parked {
-                vcpu.wait()?;
+            if let Err(error) = self.park() {
+                // A vCPU that has not parked yet finds this behind the wish to park, and the devices go on by themselves.
+                self.run_vcpus(None)?;
+                return Err(error);
             }
-            trace::step("vCPUs parked");
-            self.devices.rest()?;
-            trace::step("devices quiet");
             self.running = false;
         }
         Ok(())
+    }
+
+    fn park(&mut self) -> Result<(), Error> {
+        let parked = self.vcpus.iter().map(VcpuThread::pause).collect::<Result<Vec<_>, _>>()?;
+        for vcpu in parked {
+            vcpu.wait()?;
+        }
+        trace::step("vCPUs parked");
+        match self.devices.rest(CALL_DEADLINE) {
+            Err(gone @ DeviceError::Gone) => return Err(self.break_with(&gone.into())),
+            rests => rests?,
+        }
+        trace::step("devices quiet");
+        Ok(())
+    }
+
+    /// Ends a machine whose parts no longer fit together. Every later call that would go on with it is refused.
+    pub(crate) fn break_with(&mut self, error: &Error) -> Error {
+        let why = self.broken.get_or_insert_with(|| error.to_string());
+        self.ending.end_broken(why);
+        broken(why)
+    }
+
+    fn check_whole(&self) -> Result<(), Error> {
+        self.broken.as_ref().map_or(Ok(()), |why| Err(broken(why)))
     }
 
     /// Gives back memory that the guest does not need of its own: pages that hold what its template holds, or what the
@@ -211,4 +247,9 @@ impl Vm {
         };
         Ok(Agent::connect(path, deadline)?)
     }
+}
+
+fn broken(why: &str) -> Error {
+    let act = format!("the machine is broken and can only be ended: {why}");
+    Error::plain(ErrorKind::Broken, act)
 }

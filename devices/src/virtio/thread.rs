@@ -5,6 +5,7 @@
 //! being put together there is no thread yet, and while it is paused the thread has handed the devices over:
 //! then calls run where they are made. A dozen of them would otherwise be a dozen changes of thread.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -18,7 +19,7 @@ use super::registry::{DeviceState, DeviceUpdate};
 use super::{Activation, Updated, VirtioDevice};
 
 // Longer than any single request that a worker serves; only a broken host disk takes more.
-const CALL_DEADLINE: Duration = Duration::from_secs(30);
+pub const CALL_DEADLINE: Duration = Duration::from_secs(30);
 // Callers wait for their answer, so this is a bound on threads that call at once.
 const MAILBOX_SLOTS: usize = 64;
 
@@ -101,8 +102,11 @@ struct Letter {
 enum Wish {
     // Boxed, for every slot of the mailbox takes the room of a letter.
     Carry(Box<Command>),
-    /// Quiet the devices and put them, and the letters to them, where callers find them.
-    HandOver,
+    /// Quiet the devices and put them, and the letters to them, where callers find them, unless the flag says that
+    /// nobody wants them any more. The flag is set under the lock of that place.
+    HandOver {
+        given_up: Arc<AtomicBool>,
+    },
 }
 
 struct Mailbox {
@@ -129,14 +133,19 @@ impl Calls for Mailbox {
         let mut here = self.inner();
         match here.as_mut() {
             Some(inner) => inner.devices.handle(command),
-            None => self.send(here, Wish::Carry(Box::new(command))),
+            None => self.send(here, Wish::Carry(Box::new(command)), CALL_DEADLINE),
         }
     }
 }
 
 impl Mailbox {
     /// Sends a letter to the thread, which has the devices, and waits for the answer.
-    fn send(&self, no_devices_here: MutexGuard<'_, Option<Inner>>, wish: Wish) -> Answer {
+    fn send(
+        &self,
+        no_devices_here: MutexGuard<'_, Option<Inner>>,
+        wish: Wish,
+        patience: Duration,
+    ) -> Answer {
         let (answer, reply) = mpsc::sync_channel(1);
         self.letters.try_send(Letter { wish, answer }).map_err(|error| match error {
             TrySendError::Full(_) => DeviceError::Busy,
@@ -145,10 +154,32 @@ impl Mailbox {
         drop(no_devices_here);
         // Only a counter at its maximum refuses, and then the thread is awake.
         let _ = self.wake.write(1);
-        reply.recv_timeout(CALL_DEADLINE).map_err(|error| match error {
-            RecvTimeoutError::Timeout => DeviceError::Timeout { seconds: CALL_DEADLINE.as_secs() },
+        reply.recv_timeout(patience).map_err(|error| match error {
+            RecvTimeoutError::Timeout => DeviceError::Timeout { seconds: patience.as_secs() },
             RecvTimeoutError::Disconnected => DeviceError::Gone,
         })?
+    }
+
+    /// Takes the quiet devices from the thread. If it does not give them in time it keeps them, and they go on.
+    fn take_over(
+        &self,
+        no_devices_here: MutexGuard<'_, Option<Inner>>,
+        patience: Duration,
+    ) -> Result<(), DeviceError> {
+        let given_up = Arc::new(AtomicBool::new(false));
+        let wish = Wish::HandOver { given_up: given_up.clone() };
+        match self.send(no_devices_here, wish, patience) {
+            Err(error @ DeviceError::Timeout { .. }) => {
+                let place = self.inner();
+                if place.is_some() {
+                    // They came at the last moment.
+                    return Ok(());
+                }
+                given_up.store(true, Ordering::Relaxed);
+                Err(error)
+            }
+            answer => answer.map(drop),
+        }
     }
 }
 
@@ -169,10 +200,9 @@ impl Running {
     fn start(mailbox: Arc<Mailbox>) -> io::Result<Self> {
         let (back, again) = mpsc::sync_channel::<Inner>(1);
         let live = move || {
-            while let Ok(mut inner) = again.recv() {
-                match serve(&mut inner) {
-                    Some(asked) => hand_over(inner, &mailbox, asked),
-                    None => return,
+            while let Ok(inner) = again.recv() {
+                if serve(inner, &mailbox).is_none() {
+                    return;
                 }
             }
         };
@@ -213,11 +243,11 @@ impl DeviceThread {
     }
 
     /// Quiets every device, as [`DeviceHandle::quiesce_all`] does, and takes them from the thread until
-    /// [`Self::start`].
-    pub fn rest(&self) -> Result<(), DeviceError> {
+    /// [`Self::start`]. After an error they go on as if nobody had asked.
+    pub fn rest(&self, patience: Duration) -> Result<(), DeviceError> {
         let here = self.mailbox.inner();
         if here.is_none() {
-            return self.mailbox.send(here, Wish::HandOver).map(drop);
+            return self.mailbox.take_over(here, patience);
         }
         drop(here);
         self.handle.quiesce_all()
@@ -256,15 +286,26 @@ impl Drop for DeviceThread {
     }
 }
 
-/// Runs the devices until they are stopped for good, or until somebody asks for them: who waits for an answer then.
-fn serve(inner: &mut Inner) -> Option<SyncSender<Answer>> {
+/// Runs the devices until they are handed over; None if they were stopped for good.
+fn serve(mut inner: Inner, mailbox: &Mailbox) -> Option<()> {
     loop {
         if let Err(error) = inner.devices.poll(-1) {
             log::error!("device thread ends: {error}");
             return None;
         }
         while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
-            let Wish::Carry(command) = wish else { return Some(answer) };
+            let command = match wish {
+                Wish::Carry(command) => command,
+                Wish::HandOver { given_up } => {
+                    match hand_over(inner, mailbox, &given_up, &answer) {
+                        None => return Some(()),
+                        Some(kept) => {
+                            inner = kept;
+                            continue;
+                        }
+                    }
+                }
+            };
             let last = matches!(*command, Command::Stop);
             // A caller that gave up waiting needs no answer.
             let _ = answer.send(inner.devices.handle(*command));
@@ -275,20 +316,40 @@ fn serve(inner: &mut Inner) -> Option<SyncSender<Answer>> {
     }
 }
 
-fn hand_over(mut inner: Inner, mailbox: &Mailbox, asked: SyncSender<Answer>) {
+/// Quiets the devices and gives them to whoever asked. If that one has given up, the devices go on and come back.
+fn hand_over(
+    mut inner: Inner,
+    mailbox: &Mailbox,
+    given_up: &AtomicBool,
+    asked: &SyncSender<Answer>,
+) -> Option<Inner> {
+    let go_on = |mut inner: Inner| {
+        // Resuming cannot fail.
+        let _ = inner.devices.handle(Command::Resume);
+        Some(inner)
+    };
     // Before the lock is taken: what is under way may take a while.
     let quiet = inner.devices.handle(Command::Quiesce);
+    if quiet.is_err() {
+        let _ = asked.send(quiet);
+        return go_on(inner);
+    }
     let mut place = mailbox.inner();
+    if given_up.load(Ordering::Relaxed) {
+        drop(place);
+        return go_on(inner);
+    }
     // What was sent until now; nothing is from now on.
     while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
         let _ = answer.send(match wish {
             Wish::Carry(command) => inner.devices.handle(*command),
-            Wish::HandOver => Ok(Reply::Done),
+            Wish::HandOver { .. } => Ok(Reply::Done),
         });
     }
     *place = Some(inner);
     drop(place);
     let _ = asked.send(quiet);
+    None
 }
 
 #[cfg(test)]
@@ -332,6 +393,36 @@ mod tests {
         fn rewind(&mut self, _state: &DeviceState) {}
     }
 
+    /// A device whose activation takes until somebody says so.
+    struct Slow {
+        begun: SyncSender<()>,
+        go_on: Receiver<()>,
+    }
+
+    impl VirtioDevice for Slow {
+        fn kind(&self) -> DeviceKind {
+            DeviceKind::Rng
+        }
+        fn features(&self) -> u64 {
+            0
+        }
+        fn queue_sizes(&self) -> &'static [u16] {
+            &[]
+        }
+        fn config(&self) -> Vec<u8> {
+            Vec::new()
+        }
+        fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
+            self.begun.send(()).unwrap();
+            self.go_on.recv().unwrap();
+            Box::new(Rng::default()).activate(activation)
+        }
+        fn save(&self) -> DeviceState {
+            Rng::default().save()
+        }
+        fn rewind(&mut self, _state: &DeviceState) {}
+    }
+
     fn started() -> DeviceThread {
         let mut thread = DeviceThread::new().unwrap();
         thread.start().unwrap();
@@ -361,8 +452,8 @@ mod tests {
         let id = handle.add(Box::new(Rng::default())).unwrap();
         handle.activate(id, 0, activation()).unwrap();
         for _ in 0..3 {
-            thread.rest().unwrap();
-            thread.rest().unwrap();
+            thread.rest(CALL_DEADLINE).unwrap();
+            thread.rest(CALL_DEADLINE).unwrap();
             assert!(thread.mailbox.inner().is_some());
             assert_eq!(handle.save(id).unwrap().in_flight, 0);
             handle.resume_all().unwrap();
@@ -370,9 +461,30 @@ mod tests {
             assert!(thread.mailbox.inner().is_none());
             assert!(matches!(handle.save(id), Err(DeviceError::NotQuiet)));
         }
-        thread.rest().unwrap();
+        thread.rest(CALL_DEADLINE).unwrap();
         thread.stop().unwrap();
         assert!(matches!(handle.save(id), Err(DeviceError::Gone)));
+    }
+
+    #[test]
+    fn devices_that_do_not_rest_in_time_go_on_and_can_be_asked_again() {
+        let thread = started();
+        let handle = thread.handle().clone();
+        let ((begun, has_begun), (release, go_on)) = (mpsc::sync_channel(1), mpsc::sync_channel(1));
+        let id = handle.add(Box::new(Slow { begun, go_on })).unwrap();
+        std::thread::scope(|scope| {
+            let activated = scope.spawn(|| handle.activate(id, 0, activation()));
+            has_begun.recv().unwrap();
+            let rests = thread.rest(Duration::from_millis(20));
+            assert!(matches!(rests, Err(DeviceError::Timeout { .. })), "{rests:?}");
+            release.send(()).unwrap();
+            activated.join().unwrap().unwrap();
+        });
+        assert!(matches!(handle.save(id), Err(DeviceError::NotQuiet)));
+        assert!(thread.mailbox.inner().is_none());
+        thread.rest(CALL_DEADLINE).unwrap();
+        assert_eq!(handle.save(id).unwrap().in_flight, 0);
+        thread.stop().unwrap();
     }
 
     #[test]
@@ -383,7 +495,7 @@ mod tests {
         std::thread::scope(|scope| {
             let others = scope.spawn(others);
             while !others.is_finished() {
-                thread.rest().unwrap();
+                thread.rest(CALL_DEADLINE).unwrap();
                 thread.start().unwrap();
             }
         });
@@ -407,7 +519,7 @@ mod tests {
         let (id, start) = (handle.add(Box::new(Buggy)).unwrap(), Instant::now());
         assert!(matches!(handle.activate(id, 0, activation()), Err(DeviceError::Gone)));
         assert!(matches!(handle.quiesce_all(), Err(DeviceError::Gone)));
-        assert!(matches!(thread.rest(), Err(DeviceError::Gone)));
+        assert!(matches!(thread.rest(CALL_DEADLINE), Err(DeviceError::Gone)));
         thread.start().unwrap();
         assert!(matches!(thread.stop(), Err(DeviceError::Gone)));
         assert!(start.elapsed() < CALL_DEADLINE / 2);

@@ -425,6 +425,7 @@ fn describe(outcome: &Outcome) -> String {
         Outcome::MemoryLost => {
             "the page server that supplied the guest's memory is gone".to_owned()
         }
+        Outcome::Broken { why } => format!("the machine broke and was ended ({why})"),
         Outcome::UnexpectedExit { exit } => format!("KVM stopped the guest ({exit})"),
     }
 }

@@ -23,6 +23,8 @@ pub enum Outcome {
     EntryFailed { reason: u64 },
     /// The process that supplied the guest's memory is gone.
     MemoryLost,
+    /// The host failed in the middle of a change of the whole machine, such as a rollback.
+    Broken { why: String },
     /// KVM gave up on the vCPU for a reason that this machine never asks for.
     UnexpectedExit { exit: String },
 }

@@ -103,6 +103,15 @@ impl Request {
         })
     }
 
+    /// What the request takes out of one turn's share of the device thread. A discard moves no bytes and is not
+    /// limited, but freeing a range takes time by its length.
+    pub fn turn_bytes(&self) -> u64 {
+        match &self.work {
+            Work::Clear(clearing) => clearing.ranges.iter().map(|range| range.len).sum(),
+            _ => self.cost().bytes,
+        }
+    }
+
     /// Writes the status where the driver looks for it; false if that is no longer possible.
     pub fn write_status(&self, memory: &GuestMemory, status: Status) -> bool {
         chain::write_at(memory, self.chain.writable(), self.room, &[status as u8]) == 1

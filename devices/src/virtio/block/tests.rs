@@ -282,6 +282,22 @@ fn one_turn_serves_a_bounded_share() {
 }
 
 #[test]
+fn one_turn_of_discards_is_bounded_by_their_length() {
+    let image = image();
+    image.as_file().set_len(64 << 20).unwrap();
+    let mut driver = MockDriver::ready(disk(&image));
+    driver.run();
+    let all = range(0, (64 << 20) / 512, 0);
+    let request = driver.place(0, &[Readable(&header(DISCARD, 0)), Readable(&all), Writable(1)]);
+    (0..8).for_each(|_| driver.offer(0, request.head));
+    driver.kick(0);
+    for turn in 1..=8 {
+        driver.devices.run(1);
+        assert_eq!(driver.used_index(0), turn);
+    }
+}
+
+#[test]
 fn a9_request_longer_than_the_cap_is_an_error_of_length_zero() {
     let image = image();
     image.as_file().set_len(1 << 30).unwrap();

@@ -93,7 +93,7 @@ impl BlockWorker {
                         more = false;
                         break;
                     }
-                    bytes += request.cost().bytes;
+                    bytes += request.turn_bytes();
                     self.advance(request, None)?;
                     self.finish_ended()?;
                 }

@@ -134,6 +134,13 @@ impl LayeredDisk {
         Ok(Self::of(frozen, Layer::empty(top, size)?, size))
     }
 
+    /// Whether `then` is a fork of this disk, so that it can be taken back to where that began.
+    pub fn can_rewind(&self, then: &Self) -> bool {
+        let lowest = |disk: &Self| disk.lock().frozen.first().cloned();
+        let same = |here: Arc<Layer>| lowest(then).is_some_and(|then| Arc::ptr_eq(&here, &then));
+        then.size == self.size && lowest(self).is_some_and(same)
+    }
+
     /// Takes the disk back to where `then`, a fork of it, began, whatever was written or frozen since.
     pub fn rewind(&self, then: &Self) -> io::Result<()> {
         let frozen = then.lock().frozen.clone();
@@ -212,7 +219,7 @@ impl Layer {
 
     fn add(&mut self, range: Range<u64>) {
         if let Present::Some(map) = &mut self.present {
-            (range.start / BLOCK..range.end.div_ceil(BLOCK)).for_each(|block| map.add(block));
+            map.add(range.start / BLOCK..range.end.div_ceil(BLOCK));
         }
     }
 
@@ -231,9 +238,16 @@ impl BlockMap {
         self.0.get(&(block / PIECE)).is_some_and(|piece| word(piece) >> (block % 64) & 1 != 0)
     }
 
-    fn add(&mut self, block: u64) {
-        let piece = self.0.entry(block / PIECE).or_insert_with(|| Box::new([0; 64]));
-        piece[(block % PIECE / 64) as usize] |= 1 << (block % 64);
+    /// Notes blocks, a word of the map at a time: a guest may discard millions of them by one request.
+    fn add(&mut self, blocks: Range<u64>) {
+        let mut next = blocks.start;
+        while next < blocks.end {
+            let end = blocks.end.min((next / 64 + 1) * 64);
+            let ones = u64::MAX >> (64 - (end - next)) << (next % 64);
+            let piece = self.0.entry(next / PIECE).or_insert_with(|| Box::new([0; 64]));
+            piece[(next % PIECE / 64) as usize] |= ones;
+            next = end;
+        }
     }
 
     /// Whether the block at `offset` is there, and until where, at most `end`, the answer is the same.
@@ -251,16 +265,35 @@ impl BlockMap {
         let mut pieces: Vec<_> = self.0.keys().copied().collect();
         pieces.sort_unstable();
         let mut ranges: Vec<Range<u64>> = Vec::new();
-        let blocks = pieces.into_iter().flat_map(|piece| piece * PIECE..(piece + 1) * PIECE);
-        for block in blocks.filter(|block| self.has(*block)) {
-            let (start, end) = (block * BLOCK, ((block + 1) * BLOCK).min(size));
-            match ranges.last_mut() {
-                Some(last) if last.end == start => last.end = end,
-                _ => ranges.push(start..end),
+        let words = pieces.into_iter().flat_map(|piece| {
+            let words = self.0.get(&piece).into_iter().flat_map(|words| words.iter().copied());
+            (piece * PIECE / 64..).zip(words)
+        });
+        for (index, word) in words {
+            for bits in runs_of_ones(word) {
+                let block = |bit: u64| (index * 64 + bit) * BLOCK;
+                let (start, end) = (block(bits.start), block(bits.end).min(size));
+                match ranges.last_mut() {
+                    Some(last) if last.end == start => last.end = end,
+                    _ => ranges.push(start..end),
+                }
             }
         }
         ranges
     }
+}
+
+/// The runs of bits that are set, lowest first.
+fn runs_of_ones(mut word: u64) -> impl Iterator<Item = Range<u64>> {
+    std::iter::from_fn(move || {
+        if word == 0 {
+            return None;
+        }
+        let start = word.trailing_zeros();
+        let len = (word >> start).trailing_ones();
+        word &= !(u64::MAX >> (64 - len) << start);
+        Some(u64::from(start)..u64::from(start + len))
+    })
 }
 
 /// One layer that has what any of `layers`, lowest first, has.

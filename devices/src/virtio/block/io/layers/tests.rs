@@ -1,5 +1,7 @@
 //! A layered disk against a plain array of bytes.
 
+use std::collections::BTreeSet;
+
 use proptest::prelude::*;
 
 use super::*;
@@ -122,6 +124,33 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step =
         prop_oneof![4 => write, 2 => clear, 2 => Just(Step::Freeze), 1 => Just(Step::Rewind)];
     prop::collection::vec(step, 1..40)
+}
+
+/// Eight words of a map, over the end of one piece.
+const MAPPED: Range<u64> = PIECE - 256..PIECE + 256;
+
+proptest! {
+    #[test]
+    fn map_of_blocks_has_what_was_added_and_nothing_else(
+        adds in prop::collection::vec((MAPPED, 0..200u64), 0..8),
+    ) {
+        let (mut map, mut model) = (BlockMap::default(), BTreeSet::new());
+        for (start, len) in adds {
+            let blocks = start..(start + len).min(MAPPED.end);
+            map.add(blocks.clone());
+            model.extend(blocks);
+        }
+        for block in MAPPED.start - 64..MAPPED.end + 64 {
+            prop_assert_eq!(map.has(block), model.contains(&block));
+        }
+        // The last block may be a part of one.
+        let size = MAPPED.end * BLOCK - 512;
+        let ranges = map.ranges(size);
+        prop_assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start));
+        prop_assert!(ranges.iter().all(|range| range.end <= size));
+        let blocks = ranges.iter().flat_map(|r| r.start / BLOCK..r.end.div_ceil(BLOCK));
+        prop_assert!(blocks.eq(model.iter().copied()));
+    }
 }
 
 proptest! {
