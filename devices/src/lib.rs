@@ -7,6 +7,7 @@ pub mod bus;
 pub mod ioapic;
 pub mod legacy;
 pub mod lines;
+pub mod open;
 pub mod rate_limiter;
 pub mod sparse;
 mod sys;

@@ -50,7 +50,7 @@ pub fn prepare_restored(drive: Drive, size: u64) -> Result<(BlockConfig, Storage
 fn prepare(drive: Drive) -> Result<(BlockConfig, Storage), OpenError> {
     let Drive { source, read_only, id, cache, engine, direct, limits } = drive;
     let plain = direct || engine == EngineKind::IoUring;
-    let (source, storage) = storage::open(source, read_only, !plain)?;
+    let (source, storage) = storage::open_source(source, read_only, !plain)?;
     Ok((BlockConfig { source, read_only, cache, id, engine, direct, limits }, storage))
 }
 
@@ -67,7 +67,7 @@ impl Vm {
     pub fn replace_drive(&mut self, index: usize, source: DriveSource) -> Result<(), Error> {
         let held = self.held.drives.get(index).ok_or_else(|| self.no_drive(index))?;
         let what = || format!("drive {index}: cannot use another image");
-        let (source, storage) = storage::open(source, held.storage.is_read_only(), false)
+        let (source, storage) = storage::open_source(source, held.storage.is_read_only(), false)
             .map_err(|error| Error::new(ErrorKind::InvalidConfig, what(), error))?;
         if let (Some(old), Some(new)) = (held.storage.file(), storage.file())
             && storage::is_same_file(old, new)

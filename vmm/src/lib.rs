@@ -45,6 +45,7 @@ pub use config::{
     MmdsConfig, MmdsVersion, Net, RateLimiterConfig, TapSource, ThreadNames, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
+pub use pvmm_devices::open;
 pub use pvmm_devices::virtio::balloon::BalloonStats;
 pub use snapshot::{NOTE_MAX, SaveKind};
 pub use template::{Overrides, Prefault, Template, Touched};

@@ -7,9 +7,9 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 
-use pvmm_devices::sparse;
 use pvmm_devices::virtio::block::io::LayeredDisk;
 use pvmm_devices::virtio::block::{BlockConfig, Source};
+use pvmm_devices::{open, sparse};
 
 use crate::config::DriveSource;
 use crate::scratch::Scratch;
@@ -30,10 +30,14 @@ pub enum Storage {
 
 /// What the device needs and what the owner keeps. A nameless image that the guest writes becomes layers,
 /// if that is allowed.
-pub fn open(source: DriveSource, read_only: bool, layered: bool) -> io::Result<(Source, Storage)> {
+pub fn open_source(
+    source: DriveSource,
+    read_only: bool,
+    layered: bool,
+) -> io::Result<(Source, Storage)> {
     Ok(match source {
         DriveSource::Path(path) | DriveSource::Later(path) => {
-            let file = File::open(&path).map_err(|error| {
+            let file = open::image(&path, open::Access::Read).map_err(|error| {
                 io::Error::new(error.kind(), format!("{}: {error}", path.display()))
             })?;
             let storage = match read_only {
@@ -198,4 +202,22 @@ impl FrozenStorage {
 pub fn is_same_file(one: &File, other: &File) -> bool {
     let facts = |file: &File| file.metadata().map(|facts| (facts.dev(), facts.ino())).ok();
     facts(one).is_some_and(|one| facts(other) == Some(one))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn drive_that_is_a_pipe_is_refused_and_waits_for_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        for read_only in [true, false] {
+            let error = open_source(DriveSource::Path(pipe.clone()), read_only, false).unwrap_err();
+            assert!(error.to_string().contains("neither a regular file"), "{error}");
+        }
+    }
 }

@@ -3,14 +3,14 @@
 //! Each part is checked when it comes, so that the client that sent it hears of it. Whatever describes a
 //! machine to boot rules out that a snapshot is loaded instead.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs;
 use std::net::Ipv4Addr;
-use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use pvmm::config::{MAX_DRIVES, MAX_MEMORY_MIB, MAX_NETS, MAX_VCPUS, MIN_MEMORY_MIB};
 use pvmm::{
-    CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, TapSource, ThreadNames, VmConfig,
+    CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, TapSource, ThreadNames,
+    VmConfig, open,
 };
 
 use super::bodies::{
@@ -45,9 +45,11 @@ impl BeforeBoot {
             Refusal::bad(format!("Boot source: {what} {path:?}: {error}"))
         };
         let kernel = &source.kernel_image_path;
-        File::open(kernel).map_err(|e| refuse("kernel_image_path", kernel, e))?;
+        open::file(Path::new(kernel), open::Access::Read)
+            .map_err(|e| refuse("kernel_image_path", kernel, e))?;
         if let Some(initrd) = &source.initrd_path {
-            File::open(initrd).map_err(|e| refuse("initrd_path", initrd, e))?;
+            open::image(Path::new(initrd), open::Access::Read)
+                .map_err(|e| refuse("initrd_path", initrd, e))?;
         }
         let args = source.boot_args.as_deref().unwrap_or_default();
         if !args.is_ascii() || args.contains('\0') || args.len() >= pvmm::config::MAX_CMDLINE {
@@ -264,15 +266,9 @@ fn check_drive(drive: &Drive) -> Result<(), Refusal> {
 /// Refuses what no drive can be, when the client names it.
 pub fn check_image(path: &str, read_only: bool) -> Result<(), Refusal> {
     let refuse = |why: String| Refusal::bad(format!("Drive config: path_on_host {path:?}: {why}"));
-    let mut options = OpenOptions::new();
-    // A named pipe must not make us wait for its other end.
-    options.read(true).write(!read_only).custom_flags(libc::O_NONBLOCK);
-    let file = options.open(path).map_err(|error| refuse(error.to_string()))?;
-    let kind = file.metadata().map_err(|error| refuse(error.to_string()))?.file_type();
-    match kind.is_file() || kind.is_block_device() {
-        true => Ok(()),
-        false => Err(refuse("is neither a regular file nor a block device".to_owned())),
-    }
+    let access = if read_only { open::Access::Read } else { open::Access::ReadWrite };
+    open::image(Path::new(path), access).map_err(|error| refuse(error.to_string()))?;
+    Ok(())
 }
 
 pub fn check_vsock_path(path: &str) -> Result<(), Refusal> {

@@ -182,3 +182,21 @@ fn vsock_balloon_and_metadata_service_that_cannot_be_are_refused() {
     let address = before.config.mmds_config.unwrap().ipv4_address;
     assert_eq!(address, Some(Ipv4Addr::new(169, 254, 169, 254)));
 }
+
+#[test]
+fn boot_source_that_is_a_pipe_is_refused_and_waits_for_nobody() {
+    let (dir, kernel) = (tempfile::tempdir().unwrap(), image());
+    let pipe = dir.path().join("pipe");
+    assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let mut before = BeforeBoot::default();
+    let text = |kernel: &Path, initrd: &Path| {
+        format!(r#"{{"kernel_image_path":{kernel:?},"initrd_path":{initrd:?}}}"#)
+    };
+    for (text, name) in [
+        (text(&pipe, kernel.path()), "kernel_image_path"),
+        (text(kernel.path(), &pipe), "initrd_path"),
+    ] {
+        let message = bad(before.put_boot_source(serde_json::from_str(&text).unwrap()));
+        assert!(message.contains(name) && message.contains("regular file"), "{message}");
+    }
+}

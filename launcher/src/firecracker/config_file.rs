@@ -1,9 +1,9 @@
 //! `--config-file`: a whole machine in one piece of JSON, started without a single request.
 
-use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+use pvmm::open;
 use serde_json::Value;
 
 use super::before_boot::BeforeBoot;
@@ -20,7 +20,8 @@ const FILE_MAX: u64 = 16 << 20;
 /// Reads a file that has an end, and says which one could not be read.
 pub fn read(path: &Path) -> Result<String, String> {
     let mut text = String::new();
-    let mut read = || File::open(path)?.take(FILE_MAX + 1).read_to_string(&mut text);
+    let mut read =
+        || open::file(path, open::Access::Read)?.take(FILE_MAX + 1).read_to_string(&mut text);
     match read() {
         Ok(_) if text.len() as u64 > FILE_MAX => Err(format!("{path:?}: longer than 16 MiB")),
         Ok(_) => Ok(text),
@@ -122,5 +123,13 @@ mod tests {
             assert!(message.contains(name), "{message}");
         }
         assert!(read(Path::new("/no/such/file")).unwrap_err().contains("/no/such/file"));
+    }
+
+    #[test]
+    fn file_that_is_a_pipe_is_refused_and_waits_for_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let pipe = dir.path().join("pipe");
+        assert!(std::process::Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+        assert!(read(&pipe).unwrap_err().contains("regular file"));
     }
 }

@@ -3,13 +3,13 @@
 //! The note in the state file is the machine's whole configuration, with the ids that requests speak of. A load
 //! reads it, changes what the client overrides, and gives every device its backend anew.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use pvmm::snapshot::{Roots, is_allowed};
-use pvmm::{DriveSource, Overrides, SaveKind, Template, ThreadNames};
+use pvmm::{DriveSource, Overrides, SaveKind, Template, ThreadNames, open};
 use serde_json::Value;
 
 use super::before_boot::{
@@ -178,7 +178,8 @@ pub fn apply(config: &mut Config, changes: &Changes<'_>) -> Result<(), Refusal> 
 /// The format of a state file, without loading it.
 pub fn describe(path: &Path) -> Result<u64, String> {
     let mut head = Vec::new();
-    let read = File::open(path).and_then(|file| file.take(1 << 20).read_to_end(&mut head));
+    let opened = open::file(path, open::Access::Read);
+    let read = opened.and_then(|file| file.take(1 << 20).read_to_end(&mut head));
     read.map_err(|error| format!("{}: {error}", path.display()))?;
     let manifest = head.strip_prefix(b"pvmm-vm\n").and_then(|rest| {
         let (len, rest) = rest.split_at_checked(4)?;

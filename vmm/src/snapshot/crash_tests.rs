@@ -253,3 +253,13 @@ fn writer_for_whom_any_system_call_fails_says_so_and_leaves_nothing() {
     println!("{failed} failures of {} calls were told, the others made good", calls.len());
     assert!(failed > 15, "{failed}");
 }
+
+#[test]
+fn writer_beside_a_pipe_and_a_link_with_hidden_names_waits_for_nobody_and_leaves_them() {
+    let place = tempfile::tempdir().unwrap();
+    let hidden = |name: &str| place.path().join(format!("{}{name}", super::write::UNFINISHED));
+    assert!(Command::new("mkfifo").arg(hidden("pipe")).status().unwrap().success());
+    std::os::unix::fs::symlink(hidden("pipe"), hidden("link")).unwrap();
+    write(&place.path().join("snap")).unwrap();
+    assert!(hidden("pipe").exists() && hidden("link").is_symlink());
+}

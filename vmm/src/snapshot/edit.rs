@@ -3,12 +3,12 @@
 //! This is what Firecracker's `snapshot-editor` is for; `launcher/src/firecracker/snapshot_editor.rs` is its command
 //! line.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use pvmm_devices::sparse;
+use pvmm_devices::{open, sparse};
 
 use super::files::{StateFile, read_state};
 use crate::error::{Error, ErrorKind};
@@ -44,12 +44,12 @@ impl StateFile {
 
 /// Writes what a memory file of differences holds over the whole one, in place. The two must be of one size.
 pub fn rebase(memory: &Path, differences: &Path) -> Result<(), Error> {
-    let open = |path: &Path, write: bool| OpenOptions::new().read(true).write(write).open(path);
     let failed = |path: &Path, error: io::Error| {
         Error::new(ErrorKind::HostResource, path.display().to_string(), error)
     };
-    let from = open(differences, false).map_err(|error| failed(differences, error))?;
-    let to = open(memory, true).map_err(|error| failed(memory, error))?;
+    let from =
+        open::image(differences, open::Access::Read).map_err(|error| failed(differences, error))?;
+    let to = open::image(memory, open::Access::ReadWrite).map_err(|error| failed(memory, error))?;
     let size = |file: &File, path: &Path| {
         file.metadata().map(|facts| facts.len()).map_err(|error| failed(path, error))
     };

@@ -8,6 +8,7 @@ use std::path::{self, Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use pvmm_devices::open;
 use pvmm_devices::virtio::block::io::LayeredDisk;
 
 use super::checksum::Stamp;
@@ -347,7 +348,8 @@ fn refuse_foreign_folder(path: &Path) -> Result<(), SnapshotError> {
     for name in ["vm.state", "snapshot", "snapshot_file", "vmstate", "snap.state"] {
         let state = path.join(name);
         let mut head = [0; super::files::HEAD];
-        let read = File::open(&state).and_then(|mut file| file.read_exact(&mut head));
+        let opened = open::file(&state, open::Access::Read);
+        let read = opened.and_then(|mut file| file.read_exact(&mut head));
         if read.is_ok() {
             super::files::refuse_foreign(&head, &state.display().to_string())?;
             if head.starts_with(&super::files::MAGIC) {

@@ -10,6 +10,8 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use pvmm_devices::open;
+
 use super::checksum::{FileSums, Stamp};
 use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
 use super::sections::{self, Saved, WorkingSetV1};
@@ -271,7 +273,7 @@ impl Unfinished {
     }
 
     fn lock(path: &Path) -> io::Result<File> {
-        let lock = File::open(path)?;
+        let lock = open::found(path)?;
         sys::lock_file(&lock)?;
         Ok(lock)
     }

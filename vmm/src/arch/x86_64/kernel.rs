@@ -18,7 +18,7 @@ use linux_loader::loader::elf::start_info::{
     hvm_memmap_table_entry, hvm_modlist_entry, hvm_start_info,
 };
 use linux_loader::loader::{BzImage, Elf, KernelLoader, KernelLoaderResult};
-use pvmm_devices::GuestMemory;
+use pvmm_devices::{GuestMemory, open};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::layout;
@@ -100,10 +100,10 @@ fn load_kernel(
 ) -> Result<(KernelLoaderResult, Entry), KernelError> {
     let path = || image.kernel.to_owned();
     let mut file =
-        File::open(image.kernel).map_err(|source| KernelError::Open { path: path(), source })?;
-    if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
-        return Err(KernelError::NotAFile { path: path() });
-    }
+        open::file(image.kernel, open::Access::Read).map_err(|source| match source.kind() {
+            io::ErrorKind::InvalidInput => KernelError::NotAFile { path: path() },
+            _ => KernelError::Open { path: path(), source },
+        })?;
     let high = Some(layout::HIGH_MEMORY);
     let failed = |source| KernelError::Load { path: path(), source };
     if magic_at(&file, 0) == Some(ELF_MAGIC) {
@@ -156,7 +156,7 @@ fn load_initrd(
         }
         Initrd::Path(path) => {
             let failed = |source| KernelError::Initrd { path: path.clone(), source };
-            let mut file = File::open(path).map_err(failed)?;
+            let mut file = open::image(path, open::Access::Read).map_err(failed)?;
             let len = file.seek(io::SeekFrom::End(0)).map_err(failed)?;
             let address = initrd_address(len, kernel_end, memory)?;
             file.rewind().map_err(failed)?;

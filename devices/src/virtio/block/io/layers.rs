@@ -16,7 +16,7 @@ use vm_memory::VolatileSlice;
 
 use super::plain::MeasuredDisk;
 use super::{Clear, DiskIo};
-use crate::{sparse, sys};
+use crate::{open, sparse, sys};
 
 /// The unit in which layers hold data: what guests' file systems write.
 const BLOCK: u64 = 4096;
@@ -96,7 +96,8 @@ impl LayeredDisk {
         Ok(Self::of(self.lock().frozen.clone(), Layer::empty(top, self.size)?, self.size))
     }
 
-    /// The frozen layers, lowest first: each a file and the ranges that it has, or none if it has all.
+    /// The frozen layers, lowest first: each a file and the ranges that it has, or none if it has all. The files can only
+    /// be read: whoever gets them must not change what others have too.
     pub fn frozen_layers(&self) -> io::Result<Vec<LayerParts>> {
         let frozen = self.lock().frozen.clone();
         let part = |layer: &Arc<Layer>| {
@@ -106,7 +107,7 @@ impl LayeredDisk {
                     Some(map.ranges(self.size).into_iter().map(|r| (r.start, r.end)).collect())
                 }
             };
-            Ok((layer.file.try_clone()?, ranges))
+            Ok((open::read_only(&layer.file)?, ranges))
         };
         frozen.iter().map(part).collect()
     }

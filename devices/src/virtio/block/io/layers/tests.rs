@@ -102,6 +102,9 @@ fn layers_taken_apart_and_put_together_read_the_same() {
     disk.freeze(file).unwrap();
     let copy = LayeredDisk::from_frozen(disk.frozen_layers().unwrap(), file().unwrap()).unwrap();
     assert_eq!(read(&copy), read(&disk));
+    for (file, _) in disk.frozen_layers().unwrap() {
+        assert_eq!(file.write_at(&[1], 0).unwrap_err().raw_os_error(), Some(libc::EBADF));
+    }
     let upper_only = disk.frozen_layers().unwrap().split_off(1);
     assert!(LayeredDisk::from_frozen(upper_only, file().unwrap()).is_err());
     let mut beyond = disk.frozen_layers().unwrap();
