@@ -80,7 +80,8 @@ impl Resync {
 /// Puts the event into the next buffer, if there is one: then says how many buffers were offered, which is how many
 /// will be when the driver has acted. Counted before it can act, for another vCPU may be quicker than we are.
 fn tell(queue: &mut VirtQueue, memory: &GuestMemory) -> Result<Option<usize>, QueueFault> {
-    loop {
+    // No more than the queue holds: another vCPU may offer buffers as quickly as they go back.
+    for _ in 0..=queue.size() {
         let Some(chain) = queue.pop()? else {
             if queue.enable_kicks()? {
                 continue;
@@ -97,12 +98,16 @@ fn tell(queue: &mut VirtQueue, memory: &GuestMemory) -> Result<Option<usize>, Qu
         queue.push(chain.head(), written as u32)?;
         return Ok(Some(buffers));
     }
+    // The rest has another turn, until the guest is no longer waited for.
+    queue.kick_again();
+    Ok(None)
 }
 
-/// How many buffers the driver offers. Asks for a kick at the next one, which takes going through all.
+/// How many buffers the driver offers, at most as many as the queue holds. Asks for a kick at the next one, which takes
+/// going through all.
 fn count_offered(queue: &mut VirtQueue) -> Result<usize, QueueFault> {
     let mut offered: Vec<Chain> = Vec::new();
-    loop {
+    for _ in 0..=queue.size() {
         match queue.pop()? {
             Some(chain) => offered.push(chain),
             None if queue.enable_kicks()? => {}
@@ -114,4 +119,64 @@ fn count_offered(queue: &mut VirtQueue) -> Result<usize, QueueFault> {
         queue.undo_pop(chain);
     }
     Ok(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use vm_memory::{Bytes, GuestAddress};
+    use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+
+    use super::*;
+    use crate::virtio::QueueConfig;
+    use crate::virtio::testing::{Racer, WRITE, memory, raw_descriptor};
+
+    const SIZE: u16 = 64;
+    const TABLE: u64 = 0x1_0000;
+    const AVAIL: u64 = 0x2_0000;
+    const USED: u64 = 0x3_0000;
+    const AVAIL_INDEX: GuestAddress = GuestAddress(AVAIL + 2);
+    const USED_INDEX: GuestAddress = GuestAddress(USED + 2);
+
+    /// A full queue of buffers, each of them `len` bytes at the same place.
+    fn full_queue(memory: &GuestMemory, len: u32) -> VirtQueue {
+        for index in 0..SIZE {
+            let (descriptor, entry) =
+                (TABLE + 16 * u64::from(index), AVAIL + 4 + 2 * u64::from(index));
+            let raw = raw_descriptor(0x4_0000, len, WRITE, 0);
+            memory.write_slice(&raw, GuestAddress(descriptor)).unwrap();
+            memory.write_obj(index, GuestAddress(entry)).unwrap();
+        }
+        memory.write_obj(SIZE, AVAIL_INDEX).unwrap();
+        let (desc_table, avail_ring, used_ring) = (TABLE, AVAIL, USED);
+        let (size, ready, next_avail, next_used) = (SIZE, true, 0, 0);
+        let config =
+            QueueConfig { size, ready, desc_table, avail_ring, used_ring, next_avail, next_used };
+        let kick = Arc::new(EventFd::new(EFD_NONBLOCK).unwrap());
+        VirtQueue::new(&config, SIZE, true, memory.clone(), kick).unwrap()
+    }
+
+    #[test]
+    fn buffers_that_another_vcpu_offers_again_and_again_take_one_turn_each_time() {
+        let memory = memory();
+        // Too small for the event: each goes back unused.
+        let mut queue = full_queue(&memory, 1);
+        let theirs = memory.clone();
+        let racer = Racer::spawn(move || {
+            let used: u16 = theirs.read_obj(USED_INDEX).unwrap();
+            // Without the limit a call would go on for so long.
+            theirs.write_obj(used.min(20_000) + SIZE, AVAIL_INDEX).unwrap();
+        });
+        let (mut resync, now) = (Resync::owed(), Instant::now());
+        for call in 1..=50 {
+            resync.advance(now, &mut queue, &memory).unwrap();
+            let used: u16 = memory.read_obj(USED_INDEX).unwrap();
+            assert!(used <= call * (SIZE + 1), "{used} chains after {call} calls");
+            assert!(!resync.allows_rx());
+        }
+        resync.advance(now + PATIENCE, &mut queue, &memory).unwrap();
+        assert!(resync.allows_rx());
+        drop(racer);
+    }
 }
