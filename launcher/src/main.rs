@@ -33,6 +33,9 @@ use clap::Parser;
 fn main() {
     end_on_panic();
     sys::process::keep_one_heap();
+    if let Err(error) = sys::dumps::forbid() {
+        exit::leave(Err(error.into()));
+    }
     if std::env::args_os().next().is_some_and(|name| name == vmm_process::copy::NAME) {
         vmm_process::copy::run();
     }

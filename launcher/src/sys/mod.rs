@@ -2,6 +2,7 @@
 //!
 //! Everything here is a thin, safe door to one system call, so that the verbs stay free of `unsafe`.
 
+pub mod dumps;
 pub mod host;
 pub mod lock;
 pub mod passing;

@@ -85,7 +85,7 @@ impl Memory {
         let aside = Vec::new();
         let unused = true;
         let memory = Self { guest, image, changes, again, fresh, shared, to_fork, unused, aside };
-        memory.keep_from_children();
+        memory.keep_private();
         Ok(memory)
     }
 
@@ -107,7 +107,7 @@ impl Memory {
             let bare = self.image.bare().without(&private.blocks(STRETCH));
             self.fresh = Fresh::begin(&self.guest, &bare, self.image.size());
         }
-        self.keep_from_children();
+        self.keep_private();
     }
 
     /// What was used for the first time becomes a layer of the image. Returns which pages that were. The guest must be
@@ -144,11 +144,14 @@ impl Memory {
         }
     }
 
-    /// Processes that are forked here have no business with a guest, and copying its page tables takes time.
-    fn keep_from_children(&self) {
+    /// Keeps guest memory out of core dumps, and out of processes that are forked here: they have no business with a guest,
+    /// and copying its page tables takes time. To be called whenever something else was mapped.
+    fn keep_private(&self) {
         for run in Runs::all(self.image.size()).iter() {
-            // Only a help: without it a fork is slower.
-            let _ = pages::advise(&self.guest, run, libc::MADV_DONTFORK);
+            for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
+                // Refused for no memory of this kind.
+                let _ = pages::advise(&self.guest, run.clone(), advice);
+            }
         }
     }
 
@@ -224,7 +227,7 @@ impl Memory {
         pages::discard(&self.guest, &dropped).map_err(MemoryError::Discard)?;
         let left = short.within(&private).without(&same);
         let shared = self.shared.share(&self.guest, &left, &self.image)?;
-        self.keep_from_children();
+        self.keep_private();
         Ok(same.bytes() + shared)
     }
 
@@ -263,7 +266,7 @@ impl Memory {
         self.image = image.clone();
         // What was saved since is not what lies below any more.
         self.changes = Changes::default();
-        self.keep_from_children();
+        self.keep_private();
         Ok(())
     }
 

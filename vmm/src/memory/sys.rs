@@ -220,12 +220,17 @@ pub fn memfd(name: &std::ffi::CStr, size: u64) -> io::Result<File> {
     if size > largest_file()? {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
-    let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
-    // SAFETY: `name` is a C string; the result is checked before it becomes an owner.
-    let fd: RawFd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
+    let create = |more: libc::c_uint| {
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | more;
+        // SAFETY: `name` is a C string; the result is checked before it becomes an owner.
+        let fd: RawFd = unsafe { libc::memfd_create(name.as_ptr(), flags) };
+        if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(fd) }
+    };
+    // Nobody shall run what a guest has written. Kernels before 6.3 do not know the flag.
+    let fd = match create(libc::MFD_NOEXEC_SEAL) {
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => create(0)?,
+        made => made?,
+    };
     // SAFETY: a fresh descriptor that nobody else has.
     let file = unsafe { File::from_raw_fd(fd) };
     file.set_len(size)?;

@@ -601,3 +601,60 @@ fn process_that_may_not_make_large_files_is_not_ended_for_it() {
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && said.contains("1 passed"), "{:?} {said}", output.status);
 }
+
+/// The flags of every mapping of this process that has pages of guest memory.
+fn flags_of(memory: &Memory) -> Vec<String> {
+    let ours = pages::host_parts(&memory.guest, 0..memory.image.size());
+    let ours = |start: usize| {
+        ours.iter().any(|(address, part)| {
+            let first = *address as usize;
+            (first..first + (part.end - part.start) as usize).contains(&start)
+        })
+    };
+    let (mut flags, mut within) = (Vec::new(), false);
+    for line in std::fs::read_to_string("/proc/self/smaps").unwrap().lines() {
+        let start =
+            line.split_once('-').and_then(|(start, _)| usize::from_str_radix(start, 16).ok());
+        within = start.map_or(within, ours);
+        if let Some(found) = line.strip_prefix("VmFlags:").filter(|_| within) {
+            flags.push(found.to_owned());
+        }
+    }
+    flags
+}
+
+#[test]
+fn guest_memory_is_left_out_of_core_dumps_whatever_was_mapped_since() {
+    let mut memory = fresh();
+    let check = |memory: &Memory, count: usize| {
+        let flags = flags_of(memory);
+        assert!(flags.len() >= count, "{flags:?}");
+        assert!(flags.iter().all(|flags| flags.split(' ').any(|flag| flag == "dd")), "{flags:?}");
+    };
+    check(&memory, 1);
+    put(&memory, 0x5000, 1);
+    memory.freeze().unwrap();
+    check(&memory, 2);
+    let then = memory.image.clone();
+    put(&memory, 0x9000, 2);
+    memory.freeze().unwrap();
+    memory.rewind(&then).unwrap();
+    check(&memory, 2);
+    memory.trim().unwrap();
+    check(&memory, 2);
+}
+
+#[test]
+fn memory_file_cannot_be_made_executable_where_the_kernel_knows_of_that() {
+    use std::os::unix::fs::PermissionsExt;
+    let file = sys::memfd(c"test", 4096).unwrap();
+    let executable = file.set_permissions(std::fs::Permissions::from_mode(0o700));
+    assert_eq!(executable.is_err(), kernel_version() >= (6, 3));
+    sys::seal(&file).unwrap();
+}
+
+fn kernel_version() -> (u32, u32) {
+    let text = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+    let mut numbers = text.split(['.', '-']).map_while(|part| part.parse().ok());
+    (numbers.next().unwrap(), numbers.next().unwrap())
+}
