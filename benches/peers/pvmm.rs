@@ -98,7 +98,7 @@ fn restore(snapshot: &Path, socket: PathBuf, tap: Option<&str>) -> Outcome<Vm> {
 
 /// A machine of a template that has answered its first exec: everything that is called "create".
 pub fn live(template: &Template, socket: PathBuf, tap: Option<&str>) -> Outcome<(Vm, Agent)> {
-    let mut vm = template.fork(overrides(socket.clone(), tap))?;
+    let mut vm = template.fork(overrides(socket.clone(), tap))?.without_refresh();
     let agent = answer(&mut vm, &socket)?;
     Ok((vm, agent))
 }

@@ -54,7 +54,7 @@ fn golden_snapshots_go_on_or_are_refused_for_their_processor() {
         count += 1;
         match Template::load(&dir, LoadOptions::default()) {
             Ok(template) => {
-                let mut vm = template.fork(Overrides::default()).unwrap();
+                let mut vm = template.fork(Overrides::default()).unwrap().without_refresh();
                 vm.resume().unwrap();
                 assert_eq!(vm.wait(Some(PATIENCE)), Some(Outcome::Reboot), "{entry:?}");
             }

@@ -19,6 +19,7 @@ mod fork;
 mod generation;
 mod golden;
 mod hostile;
+mod identity;
 mod jail;
 mod killed;
 mod limits;

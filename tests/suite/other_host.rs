@@ -43,7 +43,7 @@ fn refused(changes: &[Change]) -> String {
 }
 
 fn goes_on(dir: &Path) {
-    let mut vm = load(dir).unwrap().fork(Overrides::default()).unwrap();
+    let mut vm = load(dir).unwrap().fork(Overrides::default()).unwrap().without_refresh();
     vm.resume().unwrap();
     assert_eq!(vm.wait(Some(PATIENCE)), Some(Outcome::Reboot));
 }
@@ -124,7 +124,7 @@ fn snapshot_with_features_that_boot_masks_gets_none_of_them() {
         Change::Cpuid(0x4000_0003, 0, [u32::MAX; 4]),
     ]);
     let again = place.path().join("again");
-    let mut vm = load(&dir).unwrap().fork(Overrides::default()).unwrap();
+    let mut vm = load(&dir).unwrap().fork(Overrides::default()).unwrap().without_refresh();
     vm.freeze().unwrap().write(&again, WriteOptions::default()).unwrap();
     assert_eq!(testing::cpuid(&again, 0x1, 0).unwrap()[2] & vmx, 0);
     assert_eq!(testing::cpuid(&again, 0x8000_0001, 0).unwrap()[2] & svm, 0);

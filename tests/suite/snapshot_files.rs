@@ -213,7 +213,7 @@ fn drive_of_a_loaded_machine_is_opened_when_it_runs_and_may_be_a_block_device() 
         vsock: Some(pvmm::Vsock::new(3, socket.clone())),
         ..Default::default()
     };
-    let mut vm = template.fork(own_socket()).unwrap();
+    let mut vm = template.fork(own_socket()).unwrap().without_refresh();
     let error = vm.resume().unwrap_err();
     assert!(error.to_string().contains("in use"), "{error}");
     drop(guest);

@@ -208,7 +208,9 @@ impl From<AgentError> for Error {
             AgentError::NotReady | AgentError::NotListening { .. } | AgentError::Overdue => {
                 ErrorKind::Timeout
             }
-            AgentError::InvalidRequest { .. } => ErrorKind::InvalidConfig,
+            AgentError::InvalidRequest { .. } | AgentError::HoldsSecrets => {
+                ErrorKind::InvalidConfig
+            }
             AgentError::Listen { .. } | AgentError::Socket(_) | AgentError::TooMany => {
                 ErrorKind::HostResource
             }

@@ -35,7 +35,8 @@ fn in_place(memory: &mut Memory) -> Result<FrozenMemory, MemoryError> {
 
 impl Vm {
     /// Everything that the machine is at one instant: as soon as it has nothing to do, or 20 ms from now. It runs on as
-    /// soon as it can, if it ran before.
+    /// soon as it can, if it ran before. With an agent in the guest, [`crate::agent::Agent::freeze`] comes first and `thaw`
+    /// after it, so that in copies nothing of the workload runs before they are refreshed.
     pub fn freeze(&mut self) -> Result<Template, Error> {
         self.freeze_by(|memory| match memory.begin_freeze()? {
             Some(freezing) => Ok(FrozenMemory::Begun(freezing)),

@@ -7,6 +7,7 @@
 //! | `vm.rs` | what can be done with a running one |
 //! | `freeze.rs`, `restore.rs` | how a running machine becomes a template, and a template a machine |
 //! | `rollback.rs` | how a machine goes back to its checkpoint |
+//! | `refresh.rs` | how a copy becomes somebody of its own |
 //! | `snapshot/` | a template in a folder, or as two files |
 //! | `config.rs` | what can be asked for |
 //! | `drives.rs`, `nets.rs`, `balloon.rs` | what can be changed about a running machine's devices |
@@ -28,6 +29,7 @@ mod machine;
 mod memory;
 mod nets;
 mod packed;
+mod refresh;
 mod restore;
 mod rollback;
 mod scratch;
@@ -47,6 +49,7 @@ pub use config::{
 pub use error::{Error, ErrorKind};
 pub use pvmm_devices::open;
 pub use pvmm_devices::virtio::balloon::BalloonStats;
+pub use refresh::Forked;
 pub use snapshot::{NOTE_MAX, SaveKind};
 pub use template::{Overrides, Prefault, Template, Touched};
 pub use vcpu::run::Outcome;

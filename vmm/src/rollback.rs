@@ -25,7 +25,9 @@ impl Vm {
     /// Takes the machine back to its checkpoint. It runs on from there if it ran before.
     ///
     /// A guest that has ended lives again. Connections through vsock are reset; the generation is new, so
-    /// that the guest's kernel does not draw the same random numbers twice.
+    /// that the guest's kernel does not draw the same random numbers twice. Its programs may, and its clock
+    /// is of the checkpoint's time: pause the machine first and go on with [`Self::resume_refreshed`],
+    /// unless the guest has no agent.
     ///
     /// If a drive cannot be taken back, nothing is, and the machine runs on. After any later error it is neither what
     /// it was nor what it was to be: it has ended, and the error is of kind [`ErrorKind::Broken`].

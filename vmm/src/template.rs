@@ -12,6 +12,7 @@ use crate::config::{Console, Drive, Net, RateLimiterConfig, ThreadNames, Vsock};
 use crate::error::Error;
 use crate::kvm::vm::KvmHost;
 use crate::memory::{Lessons, MemoryImage, WorkingSet};
+use crate::refresh::Forked;
 use crate::restore;
 use crate::snapshot::Base;
 use crate::snapshot::state::MachineState;
@@ -91,13 +92,14 @@ pub struct Touched {
 }
 
 impl Template {
-    /// A machine that goes on where the template stands, paused. Nothing is read, parsed or copied.
+    /// A machine that goes on where the template stands, paused. Nothing is read, parsed or copied. It is
+    /// handed out by [`Forked::refreshed`], or as it is by [`Forked::without_refresh`].
     ///
     /// With a page server in `overrides` its memory comes from there: the server gets one message, a JSON
     /// array of ranges with the userfaultfd beside it, and must serve before this returns. If the server
     /// ends, so does the machine, with [`crate::Outcome::MemoryLost`]; it cannot be frozen.
-    pub fn fork(&self, overrides: Overrides) -> Result<Vm, Error> {
-        restore::restore(self, overrides)
+    pub fn fork(&self, overrides: Overrides) -> Result<Forked, Error> {
+        restore::restore(self, overrides).map(Forked::new)
     }
 
     /// Finds out which pages a machine's first use touches, by letting one live it: `first_use` gets a paused
@@ -109,7 +111,8 @@ impl Template {
         overrides: Overrides,
         first_use: impl FnOnce(&mut Vm) -> Result<(), E>,
     ) -> Result<Touched, E> {
-        let mut vm = self.fork(Overrides { prefault: Prefault::Nothing, ..overrides })?;
+        let overrides = Overrides { prefault: Prefault::Nothing, ..overrides };
+        let mut vm = self.fork(overrides)?.without_refresh();
         vm.memory.go_private().map_err(Error::from)?;
         let each_page = vm.memory.report_each_page();
         first_use(&mut vm)?;

@@ -2,8 +2,9 @@
 //!
 //! The process that is forked starts none of the others: it waits on a socket, so that whoever made them has
 //! put each where it should be, in its own jail, network and control group. Memory and disks travel as open
-//! files and are shared copy-on-write; the first machine runs on. If our agent is in the guest, its workload stands
-//! still in the copies until each has been made its own: new random numbers, clock and ids.
+//! files and are shared copy-on-write; the first machine runs on. The workload stands still in the copies until the
+//! agent has made each its own: new random numbers, clock and ids. Without an agent a fork is refused, unless its
+//! client says that there is to be no refresh.
 
 use std::fs::{self, Permissions};
 use std::io::{self, Read, Write};
@@ -14,13 +15,13 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, AgentError};
+use pvmm::agent::FreezeOptions;
 use pvmm::{Overrides, Template};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use super::before_boot::drive_config;
-use super::bodies::{Fork, ForkLoad, Serial};
+use super::bodies::{Fork, ForkLoad, RefreshBy, Serial};
 use super::http::Refusal;
 use super::running::{Running, refuse};
 use super::snapshot::{self, Changes};
@@ -29,8 +30,6 @@ use crate::sys::{passing, poll};
 /// How long children may take to come, and each to take what it came for.
 const OPEN: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long an agent may take to be found; there need not be one.
-const AGENT: Duration = Duration::from_secs(1);
 /// Children of one fork, and forks that wait at once.
 const CHILDREN_MAX: u32 = 1000;
 const WAITING_MAX: usize = 16;
@@ -45,9 +44,6 @@ static WAITING: AtomicUsize = AtomicUsize::new(0);
 struct Head {
     config_bytes: u64,
     template_bytes: u64,
-    /// The workload stands still until the agent is told who the copy is.
-    #[serde(default)]
-    stands_still: bool,
 }
 
 /// One frozen instant, ready to be sent.
@@ -72,15 +68,11 @@ pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     // Whoever connects gets the guest's memory.
     fs::set_permissions(&wish.socket, Permissions::from_mode(0o600)).map_err(refuse_socket)?;
     listener.set_nonblocking(true).map_err(refuse_socket)?;
-    let agent = stop_workload(running)?;
-    let frozen = running.vm.freeze();
-    if let Some(agent) = &agent {
-        // The machine of before goes on in any case; only its copies wait for their refresh.
-        agent.thaw(Instant::now() + PATIENCE).map_err(|error| agent_failed(&error))?;
-    }
-    let template = frozen.map_err(refuse("fork"))?;
+    // A secret that one machine was told is not for those that are made of it.
+    let options = FreezeOptions::default();
+    let template = running.standing_still("fork", wish.refresh, options, pvmm::Vm::freeze)?;
     let pause = template.pause();
-    let offer = Offer::of(&template, &snapshot::note(&running.config)?, agent.is_some())?;
+    let offer = Offer::of(&template, &snapshot::note(&running.config)?)?;
     let wait = move || {
         WAITING.fetch_add(1, Ordering::Relaxed);
         offer.serve(&listener, children);
@@ -89,22 +81,6 @@ pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     };
     std::thread::Builder::new().name("fork".to_owned()).spawn(wait).map_err(refuse_socket)?;
     Ok(json!({ "pause_us": u64::try_from(pause.as_micros()).unwrap_or(u64::MAX) }))
-}
-
-/// Stops what the guest runs, if our agent is there to do it and to let it go on.
-fn stop_workload(running: &Running) -> Result<Option<Agent>, Refusal> {
-    let Some(socket) = running.vm.vsock_path().filter(|_| !running.is_paused()) else {
-        return Ok(None);
-    };
-    let Ok(agent) = Agent::connect_control(socket, Instant::now() + AGENT) else {
-        return Ok(None);
-    };
-    agent.freeze(Instant::now() + PATIENCE).map_err(|error| agent_failed(&error))?;
-    Ok(Some(agent))
-}
-
-fn agent_failed(error: &AgentError) -> Refusal {
-    Refusal::bad(format!("fork: {error}"))
 }
 
 /// A socket's name, gone with the wait for children.
@@ -117,10 +93,10 @@ impl Drop for Socket {
 }
 
 impl Offer {
-    fn of(template: &Template, config: &[u8], stands_still: bool) -> Result<Self, Refusal> {
+    fn of(template: &Template, config: &[u8]) -> Result<Self, Refusal> {
         let (template, files) = template.hand_over().map_err(refuse("fork"))?;
         let (config_bytes, template_bytes) = (config.len() as u64, template.len() as u64);
-        let mut bytes = serde_json::to_vec(&Head { config_bytes, template_bytes, stands_still })
+        let mut bytes = serde_json::to_vec(&Head { config_bytes, template_bytes })
             .map_err(|error| Refusal { status: 500, message: error.to_string() })?;
         bytes.push(b'\n');
         bytes.extend_from_slice(config);
@@ -163,7 +139,7 @@ impl Offer {
 
 /// A machine that goes on from what another process froze, paused.
 pub fn load(wish: &ForkLoad, serial: &Serial) -> Result<Running, Refusal> {
-    let (config, template, stands_still) = receive(&wish.socket).map_err(|error| {
+    let (config, template) = receive(&wish.socket).map_err(|error| {
         Refusal::bad(format!("Load fork error: socket {:?}: {error}", wish.socket))
     })?;
     let mut config = snapshot::read_note(&config)?;
@@ -180,12 +156,15 @@ pub fn load(wish: &ForkLoad, serial: &Serial) -> Result<Running, Refusal> {
         drives.push((index, drive_config(drive, pvmm::DriveSource::Path)?));
     }
     let overrides = Overrides { drives, ..snapshot::overrides(&config, serial)? };
-    let vm = template.fork(overrides).map_err(refuse("Load fork error"))?;
-    let running = Running::new(vm, config);
-    Ok(if stands_still { running.refreshed_at_resume() } else { running })
+    let forked = template.fork(overrides).map_err(refuse("Load fork error"))?;
+    let running = Running::new(forked.without_refresh(), config);
+    Ok(match wish.refresh {
+        RefreshBy::Agent => running.refreshed_at_resume(),
+        RefreshBy::None => running,
+    })
 }
 
-fn receive(socket: &Path) -> io::Result<(Vec<u8>, Template, bool)> {
+fn receive(socket: &Path) -> io::Result<(Vec<u8>, Template)> {
     let bad = |what: &str| io::Error::other(what.to_owned());
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(PATIENCE))?;
@@ -213,7 +192,7 @@ fn receive(socket: &Path) -> io::Result<(Vec<u8>, Template, bool)> {
     }
     let template = rest.split_off(head.config_bytes as usize);
     let template = Template::take_over(&template, files).map_err(io::Error::other)?;
-    Ok((rest, template, head.stands_still))
+    Ok((rest, template))
 }
 
 #[cfg(test)]
@@ -227,6 +206,7 @@ mod tests {
         let load = ForkLoad {
             socket: path.clone(),
             resume_vm: false,
+            refresh: RefreshBy::Agent,
             network_overrides: Vec::new(),
             vsock_override: None,
             drive_overrides: Vec::new(),

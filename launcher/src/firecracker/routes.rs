@@ -8,8 +8,8 @@ use serde_json::Value;
 use super::bodies::{
     Action, ActionType, Balloon, BalloonUpdate, BootSource, Drive, DriveUpdate, Entropy, Exec,
     Fork, ForkLoad, HintingStart, LoadWithDrives, Logger, MachineConfig, MachineUpdate, Metrics,
-    MmdsConfig, MmdsVersion, NetUpdate, NetworkInterface, Serial, SnapshotCreate, SnapshotLoad,
-    StatsUpdate, VmState, VmUpdate, Vsock,
+    MmdsConfig, MmdsVersion, Moment, NetUpdate, NetworkInterface, Serial, SnapshotCreate,
+    SnapshotLoad, StatsUpdate, VmState, VmUpdate, Vsock,
 };
 use super::http::{Method, Refusal};
 
@@ -56,8 +56,8 @@ pub enum Request {
     LoadSnapshot(LoadWithDrives),
     Fork(Fork),
     LoadFork(ForkLoad),
-    Checkpoint,
-    Rollback,
+    Checkpoint(Moment),
+    Rollback(Moment),
     Exec(Exec),
     /// Something of Firecracker that is not here.
     Unsupported(Unsupported),
@@ -170,8 +170,8 @@ fn put(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<Ro
         ("pvmm", ["snapshot", "load"]) => return load(read(body)?),
         ("pvmm", ["fork"]) => Request::Fork(read(body)?),
         ("pvmm", ["fork", "load"]) => Request::LoadFork(read(body)?),
-        ("pvmm", ["checkpoint"]) => empty(body, Request::Checkpoint)?,
-        ("pvmm", ["rollback"]) => empty(body, Request::Rollback)?,
+        ("pvmm", ["checkpoint"]) => Request::Checkpoint(read(body)?),
+        ("pvmm", ["rollback"]) => Request::Rollback(read(body)?),
         ("pvmm", ["exec"]) => Request::Exec(read(body)?),
         _ => return Err(unknown(Method::Put, path)),
     };
@@ -275,13 +275,6 @@ fn is_by_name(value: &Value) -> bool {
         Value::Array(items) => LISTS.contains(&name.as_str()) && items.iter().all(is_by_name),
         value => is_by_name(value),
     })
-}
-
-fn empty(body: &[u8], request: Request) -> Result<Request, Refusal> {
-    #[derive(serde::Deserialize)]
-    #[serde(deny_unknown_fields)]
-    struct Nothing {}
-    read::<Nothing>(body).map(|_| request)
 }
 
 fn bad_body(error: impl std::fmt::Display) -> Refusal {

@@ -173,8 +173,8 @@ impl Door {
                 let flushed = self.metrics.flush(Some(running));
                 flushed.map_err(|error| Refusal::bad(format!("Metrics: {error}")))?;
             }
-            Request::Checkpoint => running.vm.checkpoint().map_err(refuse("Checkpoint"))?,
-            Request::Rollback => running.vm.rollback().map_err(refuse("Rollback"))?,
+            Request::Checkpoint(moment) => running.checkpoint(moment.refresh)?,
+            Request::Rollback(moment) => running.rollback(moment.refresh)?,
             Request::Exec(_) if running.is_paused() => {
                 return Err(Refusal::bad("exec: the machine is paused; resume it first."));
             }

@@ -3,13 +3,13 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, AgentError, Refresh};
+use pvmm::agent::{Agent, AgentError, FreezeOptions, Refresh};
 use pvmm::{DeviceCounters, DriveSource, ErrorKind, Hinting, Vm};
 
 use super::before_boot;
 use super::bodies::{
     Balloon, BalloonStats, BalloonUpdate, Config, DriveUpdate, HintingStart, HintingStatus,
-    NetUpdate, RateLimiter, StatsUpdate,
+    NetUpdate, RateLimiter, RefreshBy, StatsUpdate,
 };
 use super::http::Refusal;
 use super::mmds::Mmds;
@@ -18,6 +18,8 @@ use super::mmds::Mmds;
 const STATS_PATIENCE: Duration = Duration::from_millis(200);
 /// How long the agent of a copy may take to make it its own.
 const REFRESH_PATIENCE: Duration = Duration::from_secs(10);
+/// How long an agent may take to be found and to stop its workload, and to let it go on.
+const AGENT_PATIENCE: Duration = Duration::from_secs(10);
 /// Commands of the search for free pages: none yet, and the pages of the last one may be used.
 const HINT_STOP: u32 = 0;
 const HINT_DONE: u32 = 1;
@@ -26,11 +28,22 @@ pub struct Running {
     pub vm: Vm,
     pub config: Config,
     paused: bool,
-    /// A copy whose workload stands still until the agent has made it its own.
-    to_refresh: bool,
+    /// What the agent must be told before the workload may run.
+    owed: Option<Owed>,
+    /// Counts the lives of this machine, for its guest to see.
+    generation: u64,
     last_stats: Option<BalloonStats>,
     hinting: Option<Search>,
     hint_status: HintingStatus,
+}
+
+/// Why a machine must be refreshed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Owed {
+    /// It is a copy, and gets names of its own.
+    Copied,
+    /// It is the same computer, only earlier: its names stay, its clock and its dice do not.
+    RolledBack,
 }
 
 /// A search for free pages, and whether it ends by itself.
@@ -47,7 +60,8 @@ impl Running {
             vm,
             config,
             paused: true,
-            to_refresh: false,
+            owed: None,
+            generation: 1,
             last_stats: None,
             hinting: None,
             hint_status,
@@ -56,7 +70,7 @@ impl Running {
 
     /// The agent makes it its own before anything of the workload runs.
     pub fn refreshed_at_resume(self) -> Self {
-        Self { to_refresh: true, ..self }
+        Self { owed: Some(Owed::Copied), ..self }
     }
 
     pub fn is_paused(&self) -> bool {
@@ -72,22 +86,81 @@ impl Running {
     pub fn resume(&mut self) -> Result<(), Refusal> {
         self.vm.resume().map_err(refuse("Resume"))?;
         self.paused = false;
-        if self.to_refresh {
-            if let Err(refusal) = self.refresh() {
-                self.pause()?;
-                return Err(refusal);
-            }
-            self.to_refresh = false;
+        self.settle("Resume")
+    }
+
+    /// Makes the running machine its own, if that is owed; it stands still where that cannot be done.
+    fn settle(&mut self, what: &str) -> Result<(), Refusal> {
+        let Some(owed) = self.owed else { return Ok(()) };
+        if let Err(refusal) = self.refresh(owed) {
+            self.pause()?;
+            return Err(Refusal::bad(format!(
+                "{what}: the agent did not make the machine its own, so it is paused: {}",
+                refusal.message
+            )));
         }
+        self.owed = None;
         Ok(())
     }
 
-    fn refresh(&self) -> Result<(), Refusal> {
-        let refuse = |error: AgentError| Refusal::bad(format!("Resume: {error}"));
-        let refresh = Refresh::new(1).map_err(refuse)?;
+    fn refresh(&self, owed: Owed) -> Result<(), Refusal> {
+        let failed = |error: AgentError| Refusal::bad(error.to_string());
+        let refresh = Refresh::new(self.generation).map_err(failed)?;
+        let refresh = match owed {
+            Owed::Copied => refresh,
+            Owed::RolledBack => refresh.without_ids(),
+        };
         let deadline = Instant::now() + REFRESH_PATIENCE;
-        Agent::connect_refreshed(self.agent_socket()?, &refresh, deadline).map_err(refuse)?;
+        Agent::connect_refreshed(self.agent_socket()?, &refresh, deadline).map_err(failed)?;
         Ok(())
+    }
+
+    /// Remembers this instant.
+    pub fn checkpoint(&mut self, refresh: RefreshBy) -> Result<(), Refusal> {
+        // Nobody but the machine itself goes on from here, so it may know its secrets.
+        let options = FreezeOptions { keep_secrets: true, ..FreezeOptions::default() };
+        self.standing_still("Checkpoint", refresh, options, Vm::checkpoint)
+    }
+
+    /// Goes back to the checkpoint. What is owed to a machine that is paused is done when it is resumed.
+    pub fn rollback(&mut self, refresh: RefreshBy) -> Result<(), Refusal> {
+        self.vm.rollback().map_err(refuse("Rollback"))?;
+        self.generation += 1;
+        self.owed = (refresh == RefreshBy::Agent).then_some(Owed::RolledBack);
+        if self.paused { Ok(()) } else { self.settle("Rollback") }
+    }
+
+    /// Does something while the agent holds the workload still, so that whoever goes on from there is
+    /// refreshed before any of its processes runs an instruction. Refused where no agent does that, unless
+    /// the client wants no refresh.
+    pub fn standing_still<T>(
+        &mut self,
+        what: &'static str,
+        by: RefreshBy,
+        options: FreezeOptions,
+        act: impl FnOnce(&mut Vm) -> Result<T, pvmm::Error>,
+    ) -> Result<T, Refusal> {
+        if by == RefreshBy::None {
+            return act(&mut self.vm).map_err(refuse(what));
+        }
+        let refuse_agent = |why: String| {
+            Refusal::bad(format!(
+                "{what}: {why}; without it nobody can make a copy its own. Say \"refresh\": \"none\" \
+                 if copies may share random numbers and ids."
+            ))
+        };
+        if self.paused {
+            return Err(refuse_agent("the machine is paused and its agent cannot answer".into()));
+        }
+        let socket = self.agent_socket().map_err(|refusal| refuse_agent(refusal.message))?;
+        let agent = Agent::connect_control(socket, Instant::now() + AGENT_PATIENCE)
+            .map_err(|error| refuse_agent(error.to_string()))?;
+        let failed = |error: AgentError| Refusal::bad(format!("{what}: {error}"));
+        agent.freeze_with(options, Instant::now() + AGENT_PATIENCE).map_err(failed)?;
+        let done = act(&mut self.vm).map_err(refuse(what));
+        // The machine of before goes on in any case; only its copies wait for their refresh.
+        agent.thaw(Instant::now() + AGENT_PATIENCE).map_err(failed)?;
+        done
     }
 
     /// Another image behind a drive, or the same one again if its size has changed; other limits.

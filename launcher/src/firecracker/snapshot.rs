@@ -99,8 +99,9 @@ pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Run
         catch_up: load.clock_realtime,
         ..overrides(&config, serial)?
     };
-    let vm = template.fork(overrides).map_err(refuse("Load snapshot error"))?;
-    Ok(Running::new(vm, config))
+    let forked = template.fork(overrides).map_err(refuse("Load snapshot error"))?;
+    // As with Firecracker's own: what follows a load is the client's affair.
+    Ok(Running::new(forked.without_refresh(), config))
 }
 
 /// Refuses a drive that a state file must not name. One that is not there now may be named by a later request.

@@ -126,7 +126,9 @@ fn watch(
                 symlink(path, dir.vsock()).map_err(fault)?;
             }
             let overrides = copy.overrides(&template, dir.vsock());
-            template.fork(Overrides { console: Console::File(console), ..overrides })
+            let overrides = Overrides { console: Console::File(console), ..overrides };
+            // It is refreshed below, before anybody is told of it.
+            template.fork(overrides).map(pvmm::Forked::without_refresh)
         }
     }
     .map_err(refuse)?;

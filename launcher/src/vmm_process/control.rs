@@ -6,7 +6,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, Refresh};
+use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::{Error, ErrorKind, Vm};
 
 use crate::commands::balloon::BalloonSize;
@@ -88,12 +88,14 @@ impl Control {
     fn perform(&mut self, request: Request, vm: &mut Vm) -> Result<(Effect, Told), Error> {
         match request {
             Request::Freeze => {
-                let template = standing_still(vm, Vm::freeze)?;
+                let template = standing_still(vm, FreezeOptions::default(), Vm::freeze)?;
                 let (bytes, files) = template.hand_over()?;
                 Ok((Effect::None, Told::Template(bytes, files)))
             }
             Request::Checkpoint => {
-                standing_still(vm, Vm::checkpoint)?;
+                // Nobody but the machine itself goes on from here, so it may know its secrets.
+                let options = FreezeOptions { keep_secrets: true, ..FreezeOptions::default() };
+                standing_still(vm, options, Vm::checkpoint)?;
                 Ok((Effect::None, Told::Nothing))
             }
             Request::Rollback => {
@@ -156,6 +158,7 @@ pub fn refreshed(vm: &Vm, refresh: &Refresh, deadline: Instant) -> Result<Agent,
 /// its processes runs an instruction.
 fn standing_still<T>(
     vm: &mut Vm,
+    options: FreezeOptions,
     act: impl FnOnce(&mut Vm) -> Result<T, Error>,
 ) -> Result<T, Error> {
     let deadline = Instant::now() + AGENT_PATIENCE;
@@ -163,7 +166,7 @@ fn standing_still<T>(
         return Err(Error::plain(ErrorKind::InvalidConfig, "the VM has no vsock device"));
     };
     let agent = Agent::connect_control(path, deadline)?;
-    agent.freeze(deadline)?;
+    agent.freeze_with(options, deadline)?;
     let done = act(vm);
     // The machine of before goes on in any case; only its copies wait for their refresh.
     agent.thaw(deadline)?;

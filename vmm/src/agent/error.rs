@@ -46,6 +46,11 @@ pub enum AgentError {
     WrongAnswer,
     #[error("the guest was not made its own, and its workload stands still: {step:?}: {why}")]
     NotRefreshed { step: RefreshStep, why: String },
+    #[error(
+        "secrets were delivered to the guest, and copies would hold them too: copy it before they are \
+         delivered"
+    )]
+    HoldsSecrets,
     #[error("the host gives no random numbers")]
     Random(#[source] io::Error),
     #[error("the agent has {what} more than the {limit} that are allowed")]

@@ -30,6 +30,8 @@ pub struct FreezeOptions {
     pub sync: bool,
     /// Give up clean pages of the page cache, so that they need not be saved.
     pub drop_caches: bool,
+    /// Freeze a guest also if a secret was delivered to it: every copy then knows that too.
+    pub keep_secrets: bool,
 }
 
 /// Who a copy of a guest is. Random numbers, machine-id and boot-id are new with each `new`; the
@@ -103,8 +105,8 @@ impl Refresh {
         self
     }
 
-    /// A file in `/run/pvmm/secrets` that only root reads. A guest that had one says so when it is
-    /// frozen, and must not become a template.
+    /// A file in `/run/pvmm/secrets` that only root reads. A guest that had one is frozen only with
+    /// [`FreezeOptions::keep_secrets`], since its copies would have it too.
     pub fn secret(mut self, name: impl Into<String>, value: impl Into<Vec<u8>>) -> Self {
         self.wire.secrets.push((name.into(), ByteBuf::from(value.into())));
         self
@@ -177,7 +179,8 @@ impl Agent {
     }
 
     /// Stops every process of the workload where it stands, so that the guest can be copied. What
-    /// cannot be stopped by the deadline runs on, and this fails.
+    /// cannot be stopped by the deadline runs on, and this fails; so does that of a guest to which a
+    /// secret was delivered.
     pub fn freeze(&self, deadline: Instant) -> Result<Frozen, AgentError> {
         self.freeze_with(FreezeOptions::default(), deadline)
     }
@@ -194,6 +197,10 @@ impl Agent {
             drop_caches: options.drop_caches,
         });
         match self.ask(&request, deadline)? {
+            Answer::Frozen(frozen) if frozen.secrets && !options.keep_secrets => {
+                self.thaw(deadline)?;
+                Err(AgentError::HoldsSecrets)
+            }
             Answer::Frozen(frozen) => Ok(frozen),
             _ => Err(AgentError::WrongAnswer),
         }

@@ -24,6 +24,25 @@ pub struct LoadWithDrives {
     pub drive_overrides: Vec<DriveOverride>,
 }
 
+/// Who makes a machine that lives a second time its own before its workload goes on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RefreshBy {
+    /// The agent in the guest; without its answer there is no machine.
+    #[default]
+    Agent,
+    /// Nobody, or the client itself.
+    None,
+}
+
+/// `PUT /pvmm/checkpoint` and `PUT /pvmm/rollback`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Moment {
+    #[serde(default, deserialize_with = "or_default")]
+    pub refresh: RefreshBy,
+}
+
 /// `PUT /pvmm/fork`: stand still for a moment, and wait on a socket for those who go on from there.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -32,6 +51,8 @@ pub struct Fork {
     /// How many may come.
     #[serde(default)]
     pub children: Option<u32>,
+    #[serde(default, deserialize_with = "or_default")]
+    pub refresh: RefreshBy,
 }
 
 /// `PUT /pvmm/fork/load`: go on from what another process froze.
@@ -41,6 +62,8 @@ pub struct ForkLoad {
     pub socket: PathBuf,
     #[serde(default, deserialize_with = "or_default")]
     pub resume_vm: bool,
+    #[serde(default, deserialize_with = "or_default")]
+    pub refresh: RefreshBy,
     #[serde(default, deserialize_with = "or_default")]
     pub network_overrides: Vec<NetworkOverride>,
     #[serde(default)]

@@ -15,7 +15,7 @@ mod snapshot;
 
 use serde::{Deserialize, Deserializer};
 
-pub use additions::{DriveOverride, Exec, Fork, ForkLoad, LoadWithDrives};
+pub use additions::{DriveOverride, Exec, Fork, ForkLoad, LoadWithDrives, Moment, RefreshBy};
 pub use balloon::{Balloon, BalloonStats, BalloonUpdate, HintingStart, HintingStatus, StatsUpdate};
 pub use config::Config;
 pub use drive::{CacheType, Drive, DriveUpdate, IoEngine};
