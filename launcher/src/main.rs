@@ -21,6 +21,7 @@ mod ports;
 mod prepare;
 mod progress;
 mod rootfs;
+mod scratch;
 mod screen;
 mod snapshots;
 mod sys;

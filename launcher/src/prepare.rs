@@ -6,7 +6,7 @@
 use std::error::Error;
 use std::fs::File;
 use std::os::unix::fs::DirBuilderExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use pvmm_agent_image::AGENT;
 use pvmm_sandbox::cache::CacheError;
@@ -19,6 +19,7 @@ use pvmm_sandbox::{Cache, Kernel, Recipe, Template};
 use crate::exit::{self, Failure};
 use crate::progress::Steps;
 use crate::rootfs;
+use crate::scratch;
 use crate::sys::{process, signals};
 
 /// What the machine is made from, ready to use.
@@ -97,7 +98,8 @@ impl Sources {
                 (base.rootfs, "ext4")
             }
         };
-        let upper = writable_disk(&cache, self.disk_mib << 20, steps).map_err(refuse)?;
+        let dir = scratch::place(true)?.dir;
+        let upper = writable_disk(&cache, &dir, self.disk_mib << 20, steps).map_err(refuse)?;
         let initramfs = kernel.initramfs(AGENT).map_err(refuse)?;
         Ok(Parts { kernel, initramfs, rootfs, rootfs_type, upper })
     }
@@ -110,28 +112,33 @@ fn require_kvm() -> Result<(), Failure> {
     })
 }
 
-/// The guest's own disk: in the cache's filesystem, or in a temporary place if that cannot be written.
-fn writable_disk(cache: &Cache, bytes: u64, steps: &mut Steps) -> Result<File, OverlayError> {
+/// The guest's own disk, where the disk writes of VMs go. The empty one that it is a copy of comes from the
+/// cache, or is made in that place if the cache cannot be written.
+fn writable_disk(
+    cache: &Cache,
+    dir: &Path,
+    bytes: u64,
+    steps: &mut Steps,
+) -> Result<File, OverlayError> {
     let made = overlay::pristine(cache, bytes, steps)
-        .and_then(|_| overlay::create_upper(cache, cache.root(), bytes));
-    if !matches!(made, Err(OverlayError::Create { .. } | OverlayError::Cache(_))) {
+        .and_then(|_| overlay::create_upper(cache, dir, bytes));
+    if !matches!(made, Err(OverlayError::Cache(_))) {
         return made;
     }
     // A cache on a shared filesystem may also not tell where its holes are, so none of it is copied.
-    let Some(scratch) = scratch_directory() else { return made };
-    let elsewhere = Cache::at(&scratch)
+    let Some(own) = own_directory(dir) else { return made };
+    let elsewhere = Cache::at(&own)
         .map_err(OverlayError::from)
-        .and_then(|scratch| overlay::create_upper(&scratch, scratch.root(), bytes));
+        .and_then(|own| overlay::create_upper(&own, own.root(), bytes));
     // The disk has no name, so it outlives the place it was made in.
-    let _ = std::fs::remove_dir_all(&scratch);
+    let _ = std::fs::remove_dir_all(&own);
     elsewhere.or(made)
 }
 
-/// A new directory that nobody else can have put there.
-fn scratch_directory() -> Option<PathBuf> {
+/// A new directory in `dir` that nobody else can have put there.
+fn own_directory(dir: &Path) -> Option<PathBuf> {
     let random: [u8; 8] = process::random().ok()?;
-    let name = format!("pvmm-disk-{:016x}", u64::from_ne_bytes(random));
-    let path = std::env::temp_dir().join(name);
+    let path = dir.join(format!("pvmm-disk-{:016x}", u64::from_ne_bytes(random)));
     std::fs::DirBuilder::new().mode(0o700).create(&path).ok()?;
     Some(path)
 }

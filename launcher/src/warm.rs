@@ -21,6 +21,7 @@ use crate::exit::Failure;
 use crate::machine;
 use crate::prepare::{self, RootfsSource, Sources};
 use crate::progress::Steps;
+use crate::scratch;
 use crate::vm_dir::Record;
 
 const KIND: &str = "warm";
@@ -134,6 +135,9 @@ fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> R
     let uds_path = room.join("v");
     config.vsock = Some(Vsock::new(3, uds_path.clone()));
     config.console = Console::Discard;
+    let scratch = scratch::place(true)?;
+    config.scratch_dir = Some(scratch.dir.clone());
+    config.scratch_in_memory = scratch.in_memory;
     let mut vm = Vm::boot(config).map_err(failed)?;
     vm.resume().map_err(failed)?;
     let agent = vm.agent(deadline).map_err(failed)?;
@@ -157,7 +161,12 @@ fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> R
     drop(vm);
     // What a first command touches, so that a run finds it in place.
     let vsock = Some(Vsock::new(3, uds_path.clone()));
-    let overrides = Overrides { vsock, ..Overrides::default() };
+    let overrides = Overrides {
+        vsock,
+        scratch_dir: Some(scratch.dir),
+        scratch_in_memory: scratch.in_memory,
+        ..Overrides::default()
+    };
     let first_use = |vm: &mut Vm| {
         vm.resume()?;
         let agent = Agent::connect_refreshed(&uds_path, &Refresh::new(1)?, deadline)?;

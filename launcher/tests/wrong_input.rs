@@ -292,3 +292,17 @@ fn fixture_image_is_accepted_as_rootfs() {
     let error = user.refused("run --kernel /dev/null --rootfs rootfs -- true", 2);
     assert!(error.contains("--kernel") && Path::new(&user.path("rootfs")).exists(), "{error}");
 }
+
+#[test]
+fn scratch_in_memory_is_refused_with_both_ways_out() {
+    let user = User::new();
+    let args = ["run", "--", "true"];
+    let refused = |dir: &str| {
+        let output = user.command(args).env("PVMM_SCRATCH_DIR", dir).output().unwrap();
+        user.check(output, dir, 2)
+    };
+    let error = refused("/dev/shm");
+    assert!(error.contains("/dev/shm is on tmpfs"), "{error}");
+    assert!(error.contains("PVMM_SCRATCH_DIR") && error.contains("PVMM_SCRATCH_IN_MEMORY=1"));
+    assert!(refused("/no/such/folder").contains("/no/such/folder"));
+}

@@ -34,7 +34,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     let socket = config.vsock.as_ref().map(|vsock| vsock.uds_path.as_path());
     let socket = socket.filter(|_| config.awaits_agent);
     let ready = socket.map(ReadyListener::bind).transpose()?;
-    let scratch = Scratch::new(config.scratch_dir.as_deref());
+    let scratch = Scratch::new(config.scratch_dir.as_deref(), config.scratch_in_memory);
     let Opened { devices, drives, taps, vsock_path } = open_devices(&mut config)?;
     trace::step("open devices");
     let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;

@@ -66,9 +66,12 @@ pub struct VmConfig {
     /// Log how long the guest takes until it writes 123 to the byte at 0xc000_0000.
     pub boot_timer: bool,
     pub boot_protocol: BootProtocol,
-    /// Where nameless files for a machine's own writes are made; the directory for temporary files if not
-    /// given.
+    /// Where nameless files for a machine's own writes to its disks are made: at most as much as the disks are
+    /// large for the machine, and again for each of the sixteen layers that are kept of it. Without one the
+    /// directory for temporary files, or `/var/tmp` where that is in memory.
     pub scratch_dir: Option<PathBuf>,
+    /// Accept a directory in memory (tmpfs, ramfs) for them, which then is the host's. Refused otherwise.
+    pub scratch_in_memory: bool,
     /// Take note, after each [`crate::Vm::save_files`], of what the guest writes, so that the next one of
     /// [`crate::snapshot::SaveKind::Diff`] holds no more than that. Costs the guest a fault on the first write
     /// to each page. Without it such a save holds what changed since the machine was made.
@@ -233,6 +236,7 @@ impl VmConfig {
             boot_timer: false,
             boot_protocol: BootProtocol::default(),
             scratch_dir: None,
+            scratch_in_memory: false,
             track_changes: false,
             huge_pages: false,
             vcpu_threads: ThreadNames::default(),

@@ -32,7 +32,7 @@ mod packed;
 mod refresh;
 mod restore;
 mod rollback;
-mod scratch;
+pub mod scratch;
 pub mod snapshot;
 mod storage;
 mod sys;

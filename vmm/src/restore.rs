@@ -30,7 +30,7 @@ use crate::vm::Vm;
 /// Makes a machine of a template, paused.
 pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Error> {
     // What the host must supply.
-    let scratch = Scratch::new(overrides.scratch_dir.as_deref());
+    let scratch = Scratch::new(overrides.scratch_dir.as_deref(), overrides.scratch_in_memory);
     let Opened { devices, drives, taps, vsock_path } =
         open_devices(template, &mut overrides, &scratch)?;
     trace::step("open devices");

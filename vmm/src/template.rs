@@ -59,6 +59,8 @@ pub struct Overrides {
     /// As in [`crate::VmConfig`].
     pub scratch_dir: Option<PathBuf>,
     /// As in [`crate::VmConfig`].
+    pub scratch_in_memory: bool,
+    /// As in [`crate::VmConfig`].
     pub track_changes: bool,
     pub prefault: Prefault,
     /// Move the guest's clock on by the time that it did not run, instead of hiding that from it: timers that

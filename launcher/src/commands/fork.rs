@@ -13,6 +13,7 @@ use crate::control;
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::output;
 use crate::overrides::CopyFlags;
+use crate::scratch;
 use crate::snapshots;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::{Base, Claim, Record, VmDirError, now};
@@ -26,6 +27,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 pub fn fork(args: Fork) -> Outcome {
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
+    scratch::place(false)?;
     let (machine, record) = match base.find(&args.source) {
         Ok(vm) => {
             let record =
@@ -49,6 +51,7 @@ pub fn restore(args: Restore) -> Outcome {
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
     let dir = snapshots::place(&args.snapshot)?;
+    scratch::place(false)?;
     let key = args.key.as_deref().map(Key::read).transpose().map_err(|e| refuse(e.into()))?;
     // What a holder of the key wrote may name what it likes.
     let roots = match &key {

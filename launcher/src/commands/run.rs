@@ -21,6 +21,7 @@ use crate::output;
 use crate::overrides::CopyParts;
 use crate::ports::{self, BoundPort};
 use crate::prepare::{self, Sources};
+use crate::scratch;
 use crate::sys::signals::Signals;
 use crate::vm_dir::{Base, Claim, Record, VmDir, now};
 use crate::vmm_process::{self, Mode, Plan, Start, VmmProcess};
@@ -44,6 +45,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
+    scratch::place(quiet)?;
     let start = start(&args, sources, quiet)?;
     // From here on signals are for the guest; one that came just before still counts.
     let signals = Signals::hold(args.command.signals())?;

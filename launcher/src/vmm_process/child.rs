@@ -21,6 +21,7 @@ use crate::exit::{FAULT, Failure, USAGE};
 use crate::machine;
 use crate::overrides::GUEST_CID;
 use crate::ports::{self, BoundPort};
+use crate::scratch;
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
 use crate::vm_dir::{Base, Claim, Ending, Record, VmDir, now};
@@ -98,6 +99,8 @@ fn watch(
     reporter: &mut Reporter,
 ) -> Result<End, Failure> {
     let boot_deadline = Instant::now() + plan.boot_patience;
+    // The launcher has said it if that is memory.
+    let scratch = scratch::place(true)?;
     let console = console::start(&dir.console_log(), plan.console_copy.as_ref()).map_err(fault)?;
     let control = Control::bind(&dir.control()).map_err(fault)?;
     let boot_patience = plan.boot_patience;
@@ -118,6 +121,8 @@ fn watch(
             extras.add_to(&mut config);
             config.vsock = Some(Vsock::new(GUEST_CID, dir.vsock()));
             config.console = Console::File(console);
+            config.scratch_dir = Some(scratch.dir);
+            config.scratch_in_memory = scratch.in_memory;
             Vm::boot(config)
         }
         Start::Template(template) => {
@@ -125,8 +130,12 @@ fn watch(
                 // Where the other commands look for it.
                 symlink(path, dir.vsock()).map_err(fault)?;
             }
-            let overrides = copy.overrides(&template, dir.vsock());
-            let overrides = Overrides { console: Console::File(console), ..overrides };
+            let overrides = Overrides {
+                console: Console::File(console),
+                scratch_dir: Some(scratch.dir),
+                scratch_in_memory: scratch.in_memory,
+                ..copy.overrides(&template, dir.vsock())
+            };
             // It is refreshed below, before anybody is told of it.
             template.fork(overrides).map(pvmm::Forked::without_refresh)
         }

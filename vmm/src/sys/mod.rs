@@ -82,6 +82,24 @@ pub fn trim_stack() {
 const STACK_IN_USE: usize = 1 << 10;
 const PAGE: usize = 4096;
 
+/// The name of the file system that a file is on, if what it holds is in memory.
+pub fn memory_file_system(file: &File) -> io::Result<Option<&'static str>> {
+    const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
+    let mut facts = MaybeUninit::<libc::statfs>::uninit();
+    // SAFETY: the kernel fills the facts, which live across the call; they are read only if it has.
+    let kind = unsafe {
+        if libc::fstatfs(file.as_raw_fd(), facts.as_mut_ptr()) < 0 {
+            return Err(io::Error::last_os_error());
+        }
+        facts.assume_init().f_type
+    };
+    Ok(match kind {
+        libc::TMPFS_MAGIC => Some("tmpfs"),
+        RAMFS_MAGIC => Some("ramfs"),
+        _ => None,
+    })
+}
+
 /// The processor time that this process has used.
 pub fn process_cpu_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
