@@ -14,6 +14,8 @@ mod sys;
 pub mod virtio;
 pub mod vmgenid;
 
+pub use sys::listen_privately;
+
 /// The stack of a machine's threads, and of those beside it. They call nothing deep, and stacks that lie close together share the host's tables.
 pub const STACK_BYTES: usize = 512 << 10;
 

@@ -5,7 +5,11 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::mem;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
 
 use vm_memory::VolatileSlice;
 
@@ -208,4 +212,57 @@ fn to_offset(value: u64) -> io::Result<i64> {
 
 fn length(done: isize) -> io::Result<usize> {
     usize::try_from(done).map_err(|_| io::Error::last_os_error())
+}
+
+/// Listens at a path that nothing is at. Only this user can connect, whatever the umask: the socket has that
+/// mode before it has a name.
+pub fn listen_privately(path: &Path) -> io::Result<UnixListener> {
+    const OWNER_ONLY: libc::mode_t = 0o600;
+    // SAFETY: the arguments are numbers.
+    let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the descriptor was just made and nobody else owns it.
+    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
+    // SAFETY: all zeros is a valid address of no family.
+    let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
+    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    let bytes = path.as_os_str().as_bytes();
+    // The last byte stays zero, as the kernel wants; an empty name would be one that the kernel picks.
+    if bytes.is_empty() || bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in address.sun_path.iter_mut().zip(bytes) {
+        *to = *from as libc::c_char;
+    }
+    let len = mem::size_of::<libc::sockaddr_un>() as libc::socklen_t;
+    // SAFETY: the descriptor is a socket of ours; `address` is a complete Unix socket address of length `len`.
+    let failed = unsafe {
+        libc::fchmod(socket.as_raw_fd(), OWNER_ONLY) < 0
+            || libc::bind(socket.as_raw_fd(), (&raw const address).cast(), len) < 0
+            || libc::listen(socket.as_raw_fd(), libc::SOMAXCONN) < 0
+    };
+    if failed { Err(io::Error::last_os_error()) } else { Ok(UnixListener::from(socket)) }
+}
+
+#[cfg(test)]
+mod listener_tests {
+    use std::os::unix::fs::PermissionsExt;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    #[test]
+    fn socket_that_is_private_has_mode_0600_and_takes_its_owner() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let listener = listen_privately(&path).unwrap();
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o7777, 0o600);
+        let _client = UnixStream::connect(&path).unwrap();
+        listener.accept().unwrap();
+        assert_eq!(listen_privately(&path).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        let long = dir.path().join("x".repeat(120));
+        assert_eq!(listen_privately(&long).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    }
 }

@@ -47,7 +47,7 @@ pub use config::{
     MmdsConfig, MmdsVersion, Net, RateLimiterConfig, TapSource, ThreadNames, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
-pub use pvmm_devices::open;
+pub use pvmm_devices::{listen_privately, open};
 pub use pvmm_devices::virtio::balloon::BalloonStats;
 pub use refresh::Forked;
 pub use snapshot::{NOTE_MAX, SaveKind};

@@ -4,8 +4,9 @@
 //! the command, end everything.
 
 use std::ffi::OsString;
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -166,7 +167,9 @@ fn serve_ports(dir: &VmDir, ports: Vec<BoundPort>) {
 }
 
 fn create_console(path: &Path) -> Result<File, Failure> {
-    File::create(path).map_err(|error| {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    options.open(path).map_err(|error| {
         let why = exit::io_text(&error);
         Failure::usage(format!("--console: cannot write {}: {why}", path.display()))
     })

@@ -291,7 +291,7 @@ impl Door {
     /// Carries one request out; an end if it was the last.
     fn take(&mut self, client: ClientId, request: http::Request) -> Option<End> {
         let http::Request { method, path, body, .. } = request;
-        describe(method, &path, body.as_deref());
+        log::info!("{}", described(method, &path, body.as_deref()));
         let routed = routes::route(method, &path, body.as_deref());
         let had_none = matches!(self.state, State::Before(_));
         let deprecated = routed.as_ref().is_ok_and(|routed| routed.deprecated.is_some());
@@ -363,16 +363,31 @@ fn listen(args: &Args) -> Result<Server, (u8, String)> {
     Ok(server)
 }
 
-/// Notes a request in the log; metadata may be secret.
-fn describe(method: http::Method, path: &str, body: Option<&[u8]>) {
+/// A request as the log has it. Bodies of metadata, and of commands with their environment and input, may
+/// hold secrets: they are left out, however many slashes the path begins with.
+fn described(method: http::Method, path: &str, body: Option<&[u8]>) -> String {
+    let asked = format!("The API server received a {} request on {path:?}", method.name());
+    let first = path.trim_start_matches('/').split('/').next().unwrap_or_default();
     match body {
-        Some(body) if !path.starts_with("/mmds") => {
-            let body = String::from_utf8_lossy(body);
-            log::info!(
-                "The API server received a {} request on {path:?} with body {body:?}.",
-                method.name()
-            );
+        Some(body) if !matches!(first, "mmds" | "pvmm") => {
+            format!("{asked} with body {:?}.", String::from_utf8_lossy(body))
         }
-        _ => log::info!("The API server received a {} request on {path:?}.", method.name()),
+        _ => format!("{asked}."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn body_that_may_hold_a_secret_is_not_in_the_log() {
+        let put = |path: &str| described(http::Method::Put, path, Some(b"{\"env\":\"hush\"}"));
+        for path in ["/mmds", "//mmds", "/mmds/config", "/pvmm/exec", "///pvmm/exec", "/pvmm//exec"]
+        {
+            assert!(!put(path).contains("hush"), "{path}");
+            assert!(put(path).contains(path), "{path}");
+        }
+        assert!(put("/machine-config").contains("hush"));
     }
 }

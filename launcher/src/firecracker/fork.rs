@@ -6,10 +6,9 @@
 //! agent has made each its own: new random numbers, clock and ids. Without an agent a fork is refused, unless its
 //! client says that there is to be no refresh.
 
-use std::fs::{self, Permissions};
+use std::fs;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -63,10 +62,9 @@ pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     }
     let refuse_socket =
         |error: io::Error| Refusal::bad(format!("fork: socket {:?}: {error}", wish.socket));
-    let listener = UnixListener::bind(&wish.socket).map_err(refuse_socket)?;
-    let socket = Socket(wish.socket.clone());
     // Whoever connects gets the guest's memory.
-    fs::set_permissions(&wish.socket, Permissions::from_mode(0o600)).map_err(refuse_socket)?;
+    let listener = pvmm::listen_privately(&wish.socket).map_err(refuse_socket)?;
+    let socket = Socket(wish.socket.clone());
     listener.set_nonblocking(true).map_err(refuse_socket)?;
     // A secret that one machine was told is not for those that are made of it.
     let options = FreezeOptions::default();

@@ -71,11 +71,13 @@ pub fn missed() -> u64 {
     LOGGER.missed.load(Ordering::Relaxed)
 }
 
-/// A file or named pipe to write to, without waiting for a reader, and without waiting for room later.
+/// A file or named pipe to write to, without waiting for a reader, and without waiting for room later. A
+/// file that is made is its owner's alone: logs, metrics and consoles tell of guests.
 pub fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .custom_flags(libc::O_NONBLOCK | libc::O_APPEND)
         .create(true)
+        .mode(0o600)
         .truncate(false)
         .read(true)
         .write(true)

@@ -50,7 +50,7 @@ struct Client {
 impl Server {
     /// Listens at a path that nothing is at.
     pub fn bind(path: &Path, body_max: usize) -> io::Result<Self> {
-        let listener = UnixListener::bind(path)?;
+        let listener = pvmm::listen_privately(path)?;
         listener.set_nonblocking(true)?;
         Ok(Self { listener, body_max, clients: BTreeMap::new(), next: 0 })
     }

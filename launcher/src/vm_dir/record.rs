@@ -3,8 +3,9 @@
 //! Written by one process and read by others at any moment, so they are always replaced whole.
 
 use std::ffi::OsString;
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -115,7 +116,8 @@ pub fn now() -> u64 {
 pub(super) fn write<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     // One writer per directory at a time: its maker first, then its VMM process.
     let temporary = path.with_extension("json.new");
-    let mut file = File::create(&temporary)?;
+    let mut options = OpenOptions::new();
+    let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
     serde_json::to_writer_pretty(&mut file, value)?;
     file.write_all(b"\n")?;
     drop(file);

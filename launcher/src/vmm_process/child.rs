@@ -6,7 +6,7 @@
 use std::fs::{File, OpenOptions};
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
@@ -80,7 +80,9 @@ fn set_up_process(dir: &VmDir, parent: Option<u32>) -> Result<Signals, Failure> 
     process::own_session().map_err(failed)?;
     process::set_name(c"pvmm-vmm");
     let null = File::open("/dev/null").map_err(failed)?;
-    let log = OpenOptions::new().create(true).append(true).open(dir.vmm_log()).map_err(failed)?;
+    let mut options = OpenOptions::new();
+    options.create(true).append(true).mode(0o600);
+    let log = options.open(dir.vmm_log()).map_err(failed)?;
     process::redirect_stdio(&null, &log).map_err(failed)?;
     process::close_inherited().map_err(failed)?;
     std::env::set_current_dir("/").map_err(failed)?;

@@ -40,7 +40,7 @@ pub enum Effect {
 
 impl Control {
     pub fn bind(path: &Path) -> io::Result<Self> {
-        let listener = UnixListener::bind(path)?;
+        let listener = pvmm::listen_privately(path)?;
         listener.set_nonblocking(true)?;
         Ok(Self { listener, generation: 1 })
     }

@@ -9,6 +9,7 @@ use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use pvmm_devices::listen_privately;
 use pvmm_guest_agent::limits::{READY_PORT, VERSION};
 use pvmm_guest_agent::message::Welcome;
 
@@ -31,7 +32,7 @@ impl ReadyListener {
         path.push(format!("_{READY_PORT}"));
         let path = PathBuf::from(path);
         let listen = || {
-            let listener = UnixListener::bind(&path)?;
+            let listener = listen_privately(&path)?;
             listener.set_nonblocking(true)?;
             Ok(listener)
         };

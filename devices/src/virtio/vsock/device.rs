@@ -15,6 +15,7 @@ use super::mux::{FIRST_HOST_PORT, Limits};
 use super::state::{OwedReset, VsockStateV2};
 use super::worker::VsockWorker;
 use super::{VsockError, sys};
+use crate::listen_privately;
 use crate::virtio::registry::{DeviceKind, DeviceState};
 use crate::virtio::{Activation, VirtioDevice, Worker};
 
@@ -159,10 +160,10 @@ impl Drop for SocketFile {
 }
 
 fn bind(path: &Path) -> Result<UnixListener, VsockError> {
-    let bound = match UnixListener::bind(path) {
+    let bound = match listen_privately(path) {
         Err(error) if error.kind() == ErrorKind::AddrInUse => {
             clear_stale(path)?;
-            UnixListener::bind(path)
+            listen_privately(path)
         }
         bound => bound,
     };
