@@ -35,6 +35,7 @@ mod ports;
 mod reboot;
 mod refresh;
 mod run;
+mod runtimes;
 mod snapshot;
 mod snapshot_files;
 mod soak;

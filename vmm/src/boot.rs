@@ -3,16 +3,17 @@
 use std::io::{self, Write};
 use std::sync::Arc;
 
+use pvmm_devices::legacy::console::{self, ConsoleConfig};
 use pvmm_devices::virtio::balloon::Balloon;
 use pvmm_devices::virtio::net;
 use pvmm_devices::virtio::rng::{Rng, RngConfig};
 use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
 
 use crate::agent::ReadyListener;
-use crate::arch::x86_64::{kernel, layout, tables};
+use crate::arch::x86_64::{cpuid, kernel, layout, tables};
 use crate::balloon;
 use crate::boot_timer::{self, BootTimer};
-use crate::config::{self, Console, VmConfig};
+use crate::config::{self, BucketConfig, Console, VmConfig};
 use crate::drives;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
@@ -50,7 +51,8 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     let kvm = KvmVm::new(&host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
     trace::step("KVM machine, slots and vCPUs");
-    let mut machine = Machine::new(&kvm, guest, open_console(config.console))?;
+    let mut machine =
+        Machine::new(&kvm, guest, open_console(config.console, config.console_limit))?;
     machine.generation.write()?;
     for device in devices {
         machine.attach(device, &kvm, guest)?;
@@ -74,9 +76,11 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     };
     let entry = kernel::load(&image, guest)?;
     trace::step("load kernel");
+    let threads_per_core = if config.smt { 2 } else { 1 };
+    let topology = cpuid::Topology { vcpus: config.vcpus, threads_per_core };
     for (id, vcpu) in (0..).zip(&vcpus) {
         let entry = (id == 0).then_some(entry);
-        vcpu::configure(vcpu, id, config.vcpus, &host, entry, guest)?;
+        vcpu::configure(vcpu, id, topology, &host, entry, guest)?;
     }
 
     let held = Held {
@@ -124,12 +128,14 @@ fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
     Ok(opened)
 }
 
-pub(crate) fn open_console(console: Console) -> Box<dyn Write + Send> {
-    match console {
+/// The device's end of the console, which holds the guest to `limit`.
+pub(crate) fn open_console(to: Console, limit: Option<BucketConfig>) -> console::Console {
+    let target: Box<dyn Write + Send> = match to {
         Console::Discard => Box::new(io::sink()),
         Console::Stdout => Box::new(io::stdout()),
         Console::File(file) => Box::new(file),
-    }
+    };
+    console::Console::new(target, ConsoleConfig { limit, ..ConsoleConfig::default() })
 }
 
 /// The caller's words, then each virtio device: kernels with ACPI find the devices there, and those that

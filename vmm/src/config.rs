@@ -12,6 +12,7 @@ pub use pvmm_devices::virtio::block::{CacheMode, EngineKind};
 pub use pvmm_devices::virtio::net::{
     Mac, MacError, MmdsConfig, MmdsVersion, NetConfig as Net, TapSource,
 };
+pub use pvmm_devices::virtio::vsock::MAX_UDS_PATH;
 
 /// The most vCPUs a machine may have.
 pub const MAX_VCPUS: u32 = 32;
@@ -46,6 +47,8 @@ pub struct VmConfig {
     pub cmdline: String,
     pub memory_mib: u64,
     pub vcpus: u32,
+    /// Two vCPUs are threads of one core; their number is then even.
+    pub smt: bool,
     /// Block devices, in order: `/dev/vda`, `/dev/vdb`, …
     pub drives: Vec<Drive>,
     /// Network cards, in order: `eth0`, `eth1`, … None by default.
@@ -58,6 +61,8 @@ pub struct VmConfig {
     /// What the guest may take from it per time.
     pub rng_limits: RateLimiterConfig,
     pub console: Console,
+    /// What the guest may write to its console per time; what goes beyond that is dropped.
+    pub console_limit: Option<BucketConfig>,
     /// Listen for the agent's word that it is ready, beside the vsock's socket, for [`crate::Vm::agent`] to wait
     /// for. Without it that call only connects.
     pub awaits_agent: bool,
@@ -191,6 +196,8 @@ pub enum BootProtocol {
 /// A field that cannot be accepted, and what would be.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum ConfigError {
+    #[error("vcpus: {0} is odd, and smt makes cores of two")]
+    Threads(u32),
     #[error("vcpus: {0} is not between 1 and {MAX_VCPUS}")]
     Vcpus(u32),
     #[error("memory: {0} MiB is not between {MIN_MEMORY_MIB} and {MAX_MEMORY_MIB}")]
@@ -224,6 +231,7 @@ impl VmConfig {
             cmdline: String::new(),
             memory_mib: 256,
             vcpus: 1,
+            smt: false,
             drives: Vec::new(),
             nets: Vec::new(),
             vsock: None,
@@ -231,6 +239,7 @@ impl VmConfig {
             rng: true,
             rng_limits: RateLimiterConfig::default(),
             console: Console::default(),
+            console_limit: None,
             awaits_agent: true,
             keyboard: false,
             boot_timer: false,
@@ -247,6 +256,9 @@ impl VmConfig {
     pub fn validate(&self) -> Result<(), ConfigError> {
         if self.vcpus == 0 || self.vcpus > MAX_VCPUS {
             return Err(ConfigError::Vcpus(self.vcpus));
+        }
+        if self.smt && !self.vcpus.is_multiple_of(2) {
+            return Err(ConfigError::Threads(self.vcpus));
         }
         if !(MIN_MEMORY_MIB..=MAX_MEMORY_MIB).contains(&self.memory_mib) {
             return Err(ConfigError::Memory(self.memory_mib));
@@ -349,6 +361,7 @@ mod tests {
         for vcpus in [0, 33, u32::MAX] {
             assert_eq!(refused(|c| c.vcpus = vcpus), ConfigError::Vcpus(vcpus));
         }
+        assert_eq!(refused(|c| (c.vcpus, c.smt) = (3, true)), ConfigError::Threads(3));
         for memory in [0, 1, 31, MAX_MEMORY_MIB + 1, u64::MAX] {
             assert_eq!(refused(|c| c.memory_mib = memory), ConfigError::Memory(memory));
         }

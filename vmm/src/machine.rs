@@ -3,7 +3,7 @@
 //! `boot.rs` walks through these steps; whoever brings a machine to life another way walks through the
 //! same ones, so the order has one home.
 
-use std::io::{self, Write};
+use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use kvm_ioctls::VcpuFd;
 use pvmm_devices::GuestMemory;
 use pvmm_devices::bus::BusError;
 use pvmm_devices::ioapic::{self, Ioapic};
-use pvmm_devices::legacy::console::{Console, ConsoleConfig};
+use pvmm_devices::legacy::console::Console;
 use pvmm_devices::legacy::i8042::{self, I8042};
 use pvmm_devices::legacy::power::{self, PowerEvent, PowerRegisters, PowerSink};
 use pvmm_devices::legacy::serial::{self, Serial};
@@ -79,17 +79,12 @@ pub struct Machine {
 impl Machine {
     /// Interrupt controller, serial port, power and reset registers, the generation identifier, and the
     /// thread for the rest.
-    pub fn new(
-        kvm: &KvmVm,
-        memory: &GuestMemory,
-        output: Box<dyn Write + Send>,
-    ) -> Result<Self, MachineError> {
+    pub fn new(kvm: &KvmVm, memory: &GuestMemory, console: Console) -> Result<Self, MachineError> {
         let mut buses = Buses::default();
         let ending = Arc::new(Ending::new().map_err(MachineError::Event)?);
         let ioapic = Arc::new(Ioapic::new(kvm.deliver()));
         buses.mmio.insert(layout::IOAPIC, ioapic::SIZE, ioapic.clone())?;
 
-        let console = Console::new(output, ConsoleConfig::default());
         let serial = Serial::new(console.input(), ioapic.line(layout::SERIAL_GSI));
         let serial = Arc::new(serial.map_err(MachineError::Serial)?);
         buses.ports.insert(layout::SERIAL_PORT.into(), serial::PORTS, serial.clone())?;
@@ -165,7 +160,7 @@ impl Machine {
         Ok(Vm {
             vcpus,
             devices: self.devices,
-            _console: self.console,
+            console: self.console,
             buses,
             transports: self.transports,
             ioapic: self.ioapic,

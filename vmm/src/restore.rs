@@ -49,7 +49,11 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
         vcpus.push(vcpu);
     }
     trace::step("vCPUs and CPUID");
-    let mut machine = Machine::new(&kvm, &memory.guest, open_console(overrides.console))?;
+    let mut machine = Machine::new(
+        &kvm,
+        &memory.guest,
+        open_console(overrides.console, overrides.console_limit),
+    )?;
     machine.devices.handle().quiesce_all()?;
     trace::step("machine");
     for device in devices {

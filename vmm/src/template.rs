@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use crate::config::{Console, Drive, Net, RateLimiterConfig, ThreadNames, Vsock};
+use crate::config::{BucketConfig, Console, Drive, Net, RateLimiterConfig, ThreadNames, Vsock};
 use crate::error::Error;
 use crate::kvm::vm::KvmHost;
 use crate::memory::{Lessons, MemoryImage, WorkingSet};
@@ -56,6 +56,8 @@ pub struct Overrides {
     /// What the guest may take from the entropy device per time.
     pub rng_limits: RateLimiterConfig,
     pub console: Console,
+    /// As in [`crate::VmConfig`].
+    pub console_limit: Option<BucketConfig>,
     /// As in [`crate::VmConfig`].
     pub scratch_dir: Option<PathBuf>,
     /// As in [`crate::VmConfig`].

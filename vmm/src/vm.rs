@@ -44,7 +44,7 @@ pub struct Vm {
     /// Devices that wait for a page go on when this is gone.
     pub(crate) page_server: Option<PageServer>,
     pub(crate) devices: DeviceThread,
-    pub(crate) _console: Console,
+    pub(crate) console: Console,
     pub(crate) buses: Arc<Buses>,
     pub(crate) transports: Vec<Arc<MmioTransport>>,
     pub(crate) ioapic: Arc<Ioapic>,
@@ -218,6 +218,11 @@ impl Vm {
             values: transport.counters(),
         };
         self.transports.iter().map(of).collect()
+    }
+
+    /// How many bytes of the serial console its limit did not let through.
+    pub fn console_limited_bytes(&self) -> u64 {
+        self.console.limited_bytes()
     }
 
     /// The Unix socket that leads into the guest, if it has a vsock device.

@@ -5,11 +5,12 @@
 //! The thread starts with the first byte: most guests that are restored never print one.
 
 use std::io::{self, ErrorKind, Write};
-use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
+
+use crate::rate_limiter::{BucketConfig, Cost, RateLimiter, RateLimiterConfig};
 
 // How long the end of a console waits for a target that takes nothing.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(1);
@@ -20,13 +21,13 @@ const RETRY: Duration = Duration::from_millis(5);
 #[derive(Clone, Copy, Debug)]
 pub struct ConsoleConfig {
     pub capacity_bytes: usize,
-    /// The most that reaches the target in the long run; no limit if none.
-    pub bytes_per_second: Option<NonZeroU32>,
+    /// What the guest may say per time; what it says beyond that is dropped.
+    pub limit: Option<BucketConfig>,
 }
 
 impl Default for ConsoleConfig {
     fn default() -> Self {
-        Self { capacity_bytes: 64 << 10, bytes_per_second: None }
+        Self { capacity_bytes: 64 << 10, limit: None }
     }
 }
 
@@ -46,14 +47,16 @@ struct Pipe {
     state: Mutex<State>,
     changed: Condvar,
     dropped: AtomicU64,
+    /// Of those, what the limit did not let through.
+    limited: AtomicU64,
 }
 
-#[derive(Default)]
 struct State {
     /// Here until the thread takes it.
     target: Option<Box<dyn Write + Send>>,
     thread: Option<JoinHandle<()>>,
     bytes: Vec<u8>,
+    limiter: RateLimiter,
     closed: bool,
     ended: bool,
 }
@@ -61,9 +64,17 @@ struct State {
 impl Console {
     /// What is pushed goes to `target`, by way of the thread `pvmm-console`.
     pub fn new(target: Box<dyn Write + Send>, config: ConsoleConfig) -> Self {
-        let state = Mutex::new(State { target: Some(target), ..State::default() });
-        let (changed, dropped) = (Condvar::new(), AtomicU64::new(0));
-        Self { pipe: Arc::new(Pipe { config, state, changed, dropped }) }
+        let state = State {
+            target: Some(target),
+            thread: None,
+            bytes: Vec::new(),
+            limiter: RateLimiter::new(&RateLimiterConfig { bytes: config.limit, ops: None }),
+            closed: false,
+            ended: false,
+        };
+        let (state, changed) = (Mutex::new(state), Condvar::new());
+        let (dropped, limited) = Default::default();
+        Self { pipe: Arc::new(Pipe { config, state, changed, dropped, limited }) }
     }
 
     pub fn input(&self) -> ConsoleInput {
@@ -73,6 +84,11 @@ impl Console {
     /// Bytes that the target never got.
     pub fn dropped_bytes(&self) -> u64 {
         self.pipe.dropped.load(Ordering::Relaxed)
+    }
+
+    /// Bytes that the target never got because of the limit.
+    pub fn limited_bytes(&self) -> u64 {
+        self.pipe.limited.load(Ordering::Relaxed)
     }
 }
 
@@ -95,6 +111,11 @@ impl ConsoleInput {
     /// Takes what fits and drops the rest.
     pub fn push(&self, bytes: &[u8]) {
         let mut state = self.pipe.lock();
+        if !state.limiter.admit(Cost { bytes: bytes.len() as u64, ops: 0 }) {
+            self.pipe.limited.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+            self.pipe.count_dropped(bytes.len());
+            return;
+        }
         let capacity = self.pipe.config.capacity_bytes;
         let begins = !bytes.is_empty() && !state.closed;
         if let Some(target) = state.target.take_if(|_| begins) {
@@ -162,7 +183,6 @@ impl Pipe {
             let written = if broken { 0 } else { self.write(&mut *target, &batch) };
             broken |= written < batch.len();
             self.count_dropped(batch.len() - written);
-            self.hold(written);
             batch.clear();
         }
         // Nobody is left to be told.
@@ -191,13 +211,6 @@ impl Pipe {
         // A target that buffers, such as standard output, shows it now.
         let _ = target.flush();
         done
-    }
-
-    /// Waits as long as `bytes` may take at the agreed rate.
-    fn hold(&self, bytes: usize) {
-        if let Some(rate) = self.config.bytes_per_second {
-            self.sleep(Duration::from_secs_f64(bytes as f64 / f64::from(rate.get())));
-        }
     }
 
     /// Sleeps, or until the console is closed; true if it was.
@@ -280,16 +293,16 @@ mod tests {
     }
 
     #[test]
-    fn f1_rate_limit_holds_the_drain_back() {
+    fn f1_output_beyond_the_limit_is_dropped_and_counted() {
         let (sent, received) = mpsc::channel();
-        let config = ConsoleConfig { capacity_bytes: 100, bytes_per_second: NonZeroU32::new(1000) };
+        // So slow that nothing is added while the test runs.
+        let limit = BucketConfig { size: 100, one_time_burst: 50, refill_time_ms: 1 << 26 };
+        let config = ConsoleConfig { limit: Some(limit), ..ConsoleConfig::default() };
         let console = Console::new(Box::new(Target { sent, permits: None }), config);
-        let start = Instant::now();
-        while start.elapsed() < Duration::from_millis(300) {
-            console.input().push(&[b'x'; 50]);
-        }
-        let arrived: usize = received.try_iter().map(|bytes| bytes.len()).sum();
-        assert!((1..=600).contains(&arrived), "{arrived}");
+        (0..1000).for_each(|_| console.input().push(b"x"));
+        assert_eq!((console.limited_bytes(), console.dropped_bytes()), (850, 850));
+        drop(console);
+        assert_eq!(received.iter().map(|bytes| bytes.len()).sum::<usize>(), 150);
     }
 
     #[test]

@@ -7,10 +7,12 @@ use std::fs;
 use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 
-use pvmm::config::{MAX_DRIVES, MAX_MEMORY_MIB, MAX_NETS, MAX_VCPUS, MIN_MEMORY_MIB};
+use pvmm::config::{
+    BucketConfig, MAX_DRIVES, MAX_MEMORY_MIB, MAX_NETS, MAX_UDS_PATH, MAX_VCPUS, MIN_MEMORY_MIB,
+};
 use pvmm::{
-    CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, TapSource, ThreadNames,
-    VmConfig, open,
+    CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, RateLimiterConfig, TapSource,
+    ThreadNames, VmConfig, open,
 };
 
 use super::bodies::{
@@ -162,11 +164,10 @@ impl BeforeBoot {
     }
 
     pub fn put_serial(&mut self, serial: Serial) -> Result<(), Refusal> {
-        if serial.rate_limiter.and_then(TokenBucket::config).is_some() {
-            let what = "Serial: rate_limiter is not supported yet; what the host cannot take in time is \
-                        dropped anyway.";
-            return Err(Refusal::bad(what));
-        }
+        let bytes = console_limit(&serial);
+        RateLimiterConfig { bytes, ops: None }
+            .validate()
+            .map_err(|error| Refusal::bad(format!("Serial: rate_limiter: {error}")))?;
         self.serial = serial;
         Ok(())
     }
@@ -202,6 +203,8 @@ impl BeforeBoot {
         machine.cmdline = command_line(config);
         machine.memory_mib = config.machine_config.mem_size_mib;
         machine.vcpus = config.machine_config.vcpu_count.into();
+        // One alone has no sibling, whatever is asked for.
+        machine.smt = config.machine_config.smt && machine.vcpus > 1;
         machine.drives = config
             .drives
             .iter()
@@ -221,6 +224,7 @@ impl BeforeBoot {
         machine.vcpu_threads = ThreadNames::Firecracker;
         machine.keyboard = true;
         machine.console = console(&self.serial)?;
+        machine.console_limit = console_limit(&self.serial);
         // Who uses this door may have an agent of another kind, on a port of its own choice.
         machine.awaits_agent = false;
         Ok(machine)
@@ -272,11 +276,10 @@ pub fn check_image(path: &str, read_only: bool) -> Result<(), Refusal> {
 }
 
 pub fn check_vsock_path(path: &str) -> Result<(), Refusal> {
-    // A socket's path has 107 bytes, of which a port takes up to eleven.
-    if path.is_empty() || path.len() > 96 || path.contains('\0') {
-        return Err(Refusal::bad(
-            "Vsock config: uds_path must have 1 to 96 bytes, none of them NUL.",
-        ));
+    if path.is_empty() || path.len() > MAX_UDS_PATH || path.contains('\0') {
+        return Err(Refusal::bad(format!(
+            "Vsock config: uds_path must have 1 to {MAX_UDS_PATH} bytes, none of them NUL."
+        )));
     }
     Ok(())
 }
@@ -383,6 +386,11 @@ pub fn console(serial: &Serial) -> Result<Console, Refusal> {
     let file = logger::open(path)
         .map_err(|error| Refusal::bad(format!("Serial: serial_out_path {path:?}: {error}")))?;
     Ok(Console::File(file))
+}
+
+/// What the guest may write to its console per time.
+pub fn console_limit(serial: &Serial) -> Option<BucketConfig> {
+    serial.rate_limiter.and_then(TokenBucket::config)
 }
 
 fn is_link_local(address: Ipv4Addr) -> bool {

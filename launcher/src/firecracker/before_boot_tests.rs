@@ -115,6 +115,32 @@ fn i4_drive_that_is_no_image_is_refused() {
 }
 
 #[test]
+fn i4_path_of_a_kernel_console_or_socket_that_cannot_be_is_refused() {
+    let image = image();
+    let kernel = image.path().to_str().unwrap().to_owned();
+    for path in ["", "a\0b", "/no/../such", "..", &"x".repeat(5000)] {
+        let mut before = BeforeBoot::default();
+        let source = |kernel_image_path: &str, initrd_path: Option<&str>| BootSource {
+            kernel_image_path: kernel_image_path.to_owned(),
+            initrd_path: initrd_path.map(str::to_owned),
+            boot_args: None,
+        };
+        // A folder is refused no later than at the start.
+        if path != ".." {
+            bad(before.put_boot_source(source(path, None)));
+            bad(before.put_boot_source(source(&kernel, Some(path))));
+        }
+        let serial = Serial { serial_out_path: Some(path.into()), rate_limiter: None };
+        assert!(console(&serial).is_err(), "{path:?}");
+    }
+    let mut before = BeforeBoot::default();
+    for path in ["", "a\0b", &"x".repeat(108)] {
+        let vsock = Vsock { vsock_id: None, guest_cid: 3, uds_path: path.to_owned() };
+        bad(before.put_vsock(vsock));
+    }
+}
+
+#[test]
 fn drive_behind_a_link_is_the_image_itself() {
     let dir = tempfile::TempDir::new().unwrap();
     let image = image();
@@ -144,11 +170,14 @@ fn network_card_with_another_ones_address_or_tap_or_an_odd_one_is_refused() {
 }
 
 #[test]
-fn serial_console_takes_a_file_and_no_limit() {
+fn serial_console_takes_a_file_and_a_limit() {
     let mut before = BeforeBoot::default();
     let serial = |body: &str| serde_json::from_str::<Serial>(body).unwrap();
+    let slow = r#"{"rate_limiter":{"size":1,"refill_time":86400001}}"#;
+    assert!(bad(before.put_serial(serial(slow))).contains("refill_time_ms"));
     let limited = r#"{"rate_limiter":{"size":1,"refill_time":1}}"#;
-    assert!(bad(before.put_serial(serial(limited))).contains("not supported yet"));
+    before.put_serial(serial(limited)).unwrap();
+    assert_eq!(console_limit(&before.serial).map(|bucket| bucket.size), Some(1));
     let unlimited = r#"{"serial_out_path":"/s","rate_limiter":{"size":0,"refill_time":0}}"#;
     before.put_serial(serial(unlimited)).unwrap();
     assert_eq!(before.serial.serial_out_path, Some("/s".into()));
@@ -161,10 +190,10 @@ fn vsock_balloon_and_metadata_service_that_cannot_be_are_refused() {
     let mut before = BeforeBoot::default();
     let vsock =
         |guest_cid, uds_path: &str| Vsock { vsock_id: None, guest_cid, uds_path: uds_path.into() };
-    for (cid, path) in [(0, "/v"), (2, "/v"), (u32::MAX, "/v"), (3, ""), (3, &"x".repeat(97))] {
+    for (cid, path) in [(0, "/v"), (2, "/v"), (u32::MAX, "/v"), (3, ""), (3, &"x".repeat(108))] {
         bad(before.put_vsock(vsock(cid, path)));
     }
-    before.put_vsock(vsock(3, "/v")).unwrap();
+    before.put_vsock(vsock(3, &"x".repeat(107))).unwrap();
     let balloon: Balloon =
         serde_json::from_str(r#"{"amount_mib":129,"deflate_on_oom":true}"#).unwrap();
     bad(before.put_balloon(balloon.clone()));

@@ -120,6 +120,7 @@ const GROUPS: &[Group] = &[
             "flush_count",
             "missed_read_count",
             "missed_write_count",
+            "rate_limiter_dropped_bytes",
             "read_count",
             "write_count",
         ],

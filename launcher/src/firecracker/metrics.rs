@@ -49,6 +49,7 @@ pub struct Metrics {
     missed: u64,
     startup: (u64, u64),
     devices: BTreeMap<String, [u64; 3]>,
+    limited_bytes: u64,
     next: Instant,
 }
 
@@ -69,6 +70,7 @@ impl Metrics {
             missed: 0,
             startup: (0, 0),
             devices: BTreeMap::new(),
+            limited_bytes: 0,
             next: Instant::now() + PERIOD,
         }
     }
@@ -218,6 +220,10 @@ impl Metrics {
                 line.insert(name, device_json(device, since));
             }
         }
+        let limited = machine.vm.console_limited_bytes();
+        let before = std::mem::replace(&mut self.limited_bytes, limited);
+        let since = limited.saturating_sub(before);
+        line.insert("uart".to_owned(), json!({ "rate_limiter_dropped_bytes": since }));
         for (device, sum) in sums {
             let name = if device == "rng" { "entropy" } else { device };
             line.insert(name.to_owned(), device_json(device, sum));

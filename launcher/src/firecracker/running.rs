@@ -9,7 +9,7 @@ use pvmm::{DeviceCounters, DriveSource, ErrorKind, Hinting, Vm};
 use super::before_boot;
 use super::bodies::{
     Balloon, BalloonStats, BalloonUpdate, Config, DriveUpdate, HintingStart, HintingStatus,
-    NetUpdate, RateLimiter, RefreshBy, StatsUpdate,
+    NetUpdate, RateLimiter, RefreshBy, StatsUpdate, limits_of,
 };
 use super::http::Refusal;
 use super::mmds::Mmds;
@@ -175,14 +175,19 @@ impl Running {
             return Err(Refusal::bad(what));
         }
         let drive = &mut self.config.drives[index];
+        let limits =
+            rate_limiter.map(|change| drive.rate_limiter.unwrap_or_default().changed_by(change));
+        // Nothing is changed if a part of the request cannot be.
+        limits_of(limits)
+            .validate()
+            .map_err(|error| Refusal::bad(format!("Drive config: rate_limiter: {error}")))?;
         if let Some(path) = path_on_host {
             before_boot::check_image(&path, drive.read_only())?;
             let source = DriveSource::Path(before_boot::resolved(&path));
             self.vm.replace_drive(index, source).map_err(refuse("Drive config"))?;
             drive.path_on_host = Some(path);
         }
-        if let Some(change) = rate_limiter {
-            let limits = drive.rate_limiter.unwrap_or_default().changed_by(change);
+        if let Some(limits) = limits {
             self.vm.limit_drive(index, limits.config()).map_err(refuse("Drive config"))?;
             drive.rate_limiter = shown(limits);
         }

@@ -13,7 +13,8 @@ use pvmm::{DriveSource, Overrides, SaveKind, Template, ThreadNames, open};
 use serde_json::Value;
 
 use super::before_boot::{
-    check_image, check_vsock_path, console, drive_config, net_config, resolved, vsock_config,
+    check_image, check_vsock_path, console, console_limit, drive_config, net_config, resolved,
+    vsock_config,
 };
 use super::bodies::{
     BackendType, BootSource, Config, Drive, DriveOverride, HugePages, LoadHugePages,
@@ -132,6 +133,7 @@ pub fn overrides(config: &Config, serial: &Serial) -> Result<Overrides, Refusal>
         vsock: config.vsock.as_ref().map(vsock_config),
         rng_limits: limits_of(config.entropy.as_ref().and_then(|entropy| entropy.rate_limiter)),
         console: console(serial)?,
+        console_limit: console_limit(serial),
         track_changes: config.machine_config.track_dirty_pages,
         huge_pages: config.machine_config.huge_pages != HugePages::None,
         vcpu_threads: ThreadNames::Firecracker,

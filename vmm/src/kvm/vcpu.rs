@@ -30,13 +30,13 @@ struct SignalMask {
 pub fn configure(
     vcpu: &VcpuFd,
     id: u32,
-    vcpus: u32,
+    topology: cpuid::Topology,
     host: &KvmHost,
     entry: Option<regs::Entry>,
     memory: &GuestMemory,
 ) -> Result<(), KvmError> {
     let failed = |what| move |error: kvm_ioctls::Error| error_for(id, what, error.into());
-    let cpuid = cpuid::for_vcpu(host.supported_cpuid(), id, vcpus)
+    let cpuid = cpuid::for_vcpu(host.supported_cpuid(), id, topology)
         .map_err(|error| error_for(id, "cpuid", io::Error::other(error)))?;
     vcpu.set_cpuid2(&cpuid).map_err(failed("cpuid"))?;
     if let Some(xcrs) = regs::extended_control(host.supported_cpuid()) {

@@ -19,7 +19,8 @@ const ARCHITECTURE: &str = "x86_64";
 const STEPPING: u32 = 0xf;
 
 /// Leaves whose registers are lists of features, with the bits that are not: those which change while a
-/// guest runs, and those which KVM supplies whatever the processor has.
+/// guest runs, and those which a guest is told whatever the processor has: KVM supplies them, or they only
+/// say how vCPUs are arranged.
 const FEATURES: [(u32, u32, [u32; 4]); 10] = [
     (0x1, 0, [u32::MAX, u32::MAX, 1 << 21 | 1 << 24 | 1 << 27 | 1 << 31, 1 << 28]),
     (0x7, 0, [u32::MAX, 0, 1 << 4, 0]),
@@ -27,7 +28,7 @@ const FEATURES: [(u32, u32, [u32; 4]); 10] = [
     (0x7, 2, [u32::MAX, u32::MAX, u32::MAX, 0]),
     (0xd, 1, [0, u32::MAX, u32::MAX, u32::MAX]),
     (KVM_FEATURES, 0, [0, u32::MAX, u32::MAX, u32::MAX]),
-    (0x8000_0001, 0, [u32::MAX, u32::MAX, 1 << 1, 0]),
+    (0x8000_0001, 0, [u32::MAX, u32::MAX, 1 << 1 | 1 << 22, 0]),
     (0x8000_0007, 0, [u32::MAX, u32::MAX, u32::MAX, 0]),
     (ADDRESS_SIZES, 0, [u32::MAX, 0, u32::MAX, u32::MAX]),
     (0x8000_0021, 0, [0, u32::MAX, u32::MAX, u32::MAX]),

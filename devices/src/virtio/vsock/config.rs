@@ -7,12 +7,9 @@ use std::path::PathBuf;
 
 use super::VsockError;
 
-/// The longest path of a Unix socket, without its final zero.
-const MAX_SOCKET_PATH: usize = 107;
-/// The longest thing appended to the path: an underscore and a port.
-const SUFFIX_LEN: usize = "_4294967295".len();
-/// The longest path that leaves room for every port.
-pub const MAX_UDS_PATH: usize = MAX_SOCKET_PATH - SUFFIX_LEN;
+/// The longest path of a Unix socket, without its final zero. Where the path leaves no room for a port after
+/// it, the sockets of ports are reached through their folder.
+pub const MAX_UDS_PATH: usize = 107;
 
 /// A vsock device as the host wants it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,7 +71,7 @@ mod tests {
     }
 
     #[test]
-    fn config_with_a_path_that_cannot_hold_every_port_is_refused() {
+    fn config_with_a_path_longer_than_a_socket_can_have_is_refused() {
         let fits = "x".repeat(MAX_UDS_PATH);
         config(3, &fits).validate().unwrap();
         assert!(config(3, &(fits + "x")).validate().is_err());

@@ -5,12 +5,15 @@
 //! the connection table so that tests can put scripted ones in their place.
 
 use std::ffi::OsString;
+use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
+use super::config::MAX_UDS_PATH;
 use super::sys;
 use crate::GuestMemory;
 use crate::virtio::chain::Segment;
@@ -84,18 +87,42 @@ pub fn parse_line(bytes: &[u8]) -> Line {
 pub struct UnixHost {
     listener: UnixListener,
     prefix: PathBuf,
+    /// The folder of the sockets, open, if some port's path is longer than a socket's address.
+    folder: Option<File>,
 }
 
 impl UnixHost {
     /// Serves clients of `listener`, and guests below `prefix`.
     pub fn new(listener: UnixListener, prefix: PathBuf) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        Ok(Self { listener, prefix })
+        let folder = match port_path(&prefix, u32::MAX).as_os_str().len() > MAX_UDS_PATH {
+            true => Some(open_folder(&prefix)?),
+            false => None,
+        };
+        Ok(Self { listener, prefix, folder })
+    }
+
+    /// The address of the socket that serves `port`, by way of the open folder where the path is too long.
+    fn address(&self, port: u32) -> PathBuf {
+        let path = port_path(&self.prefix, port);
+        match (&self.folder, path.file_name()) {
+            (Some(folder), Some(name)) if path.as_os_str().len() > MAX_UDS_PATH => {
+                Path::new("/proc/self/fd").join(folder.as_raw_fd().to_string()).join(name)
+            }
+            _ => path,
+        }
     }
 
     pub fn listener_fd(&self) -> RawFd {
         self.listener.as_raw_fd()
     }
+}
+
+fn open_folder(prefix: &Path) -> io::Result<File> {
+    let folder = prefix.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(libc::O_PATH | libc::O_DIRECTORY);
+    options.open(folder.unwrap_or(Path::new(".")))
 }
 
 /// The path that serves a port: the prefix and a number, so nothing the guest says can leave it.
@@ -123,7 +150,7 @@ impl Host for UnixHost {
     }
 
     fn dial(&mut self, port: u32) -> io::Result<UnixStream> {
-        sys::connect(&port_path(&self.prefix, port))
+        sys::connect(&self.address(port))
     }
 }
 
@@ -204,6 +231,25 @@ mod tests {
         let prefix = Path::new("/run/vm/vsock");
         assert_eq!(port_path(prefix, 0), Path::new("/run/vm/vsock_0"));
         assert_eq!(port_path(prefix, u32::MAX), Path::new("/run/vm/vsock_4294967295"));
+    }
+
+    #[test]
+    fn port_below_a_path_that_leaves_no_room_for_it_is_reached() {
+        let dir = tempfile::tempdir().unwrap();
+        // As long as a socket's path can be, so that no port fits behind it.
+        let folder = dir.path().join("f".repeat(MAX_UDS_PATH - dir.path().as_os_str().len() - 3));
+        std::fs::create_dir(&folder).unwrap();
+        let prefix = folder.join("v");
+        assert_eq!(prefix.as_os_str().len(), MAX_UDS_PATH);
+        let listener = UnixListener::bind(&prefix).unwrap();
+        let mut host = UnixHost::new(listener, prefix).unwrap();
+        assert_eq!(host.dial(52).unwrap_err().kind(), io::ErrorKind::NotFound);
+        // Whoever serves the port has the same difficulty, and binds from within the folder.
+        let bound = dir.path().join("s");
+        let served = UnixListener::bind(&bound).unwrap();
+        std::fs::rename(bound, folder.join("v_52")).unwrap();
+        host.dial(52).unwrap();
+        served.accept().unwrap();
     }
 
     proptest! {

@@ -34,7 +34,7 @@ mod tests;
 use std::io;
 use std::path::PathBuf;
 
-pub use config::VsockConfig;
+pub use config::{MAX_UDS_PATH, VsockConfig};
 pub use device::Vsock;
 pub use state::{VsockStateV1, VsockStateV2};
 

@@ -1,10 +1,11 @@
 //! What `cpuid` answers in the guest: the host's features less what a guest must not or cannot have,
-//! and a topology of one socket with a core per vCPU.
+//! and a topology of one socket with a core per vCPU, or per two.
 
 use std::ops::Range;
 
 use kvm_bindings::{CpuId, KVM_CPUID_FLAG_SIGNIFCANT_INDEX, kvm_cpuid_entry2};
 
+const VENDOR: u32 = 0x0;
 const FEATURES: u32 = 0x1;
 const CACHES: u32 = 0x4;
 const THERMAL: u32 = 0x6;
@@ -43,6 +44,7 @@ const ALWAYS_RUNNING_TIMER: u32 = 1 << 2;
 // Leaf 0x8000_0001, ECX.
 const CMP_LEGACY: u32 = 1 << 1;
 const NESTED_SVM: u32 = 1 << 2;
+const TOPOLOGY_EXTENSIONS: u32 = 1 << 22;
 
 // Leaf 0x8000_0007, EDX.
 const INVARIANT_TSC: u32 = 1 << 8;
@@ -84,10 +86,42 @@ fn mask(entry: &mut kvm_cpuid_entry2) {
     }
 }
 
-/// The answers for vCPU `id` of `vcpus`, made from what KVM supports.
-pub fn for_vcpu(supported: &CpuId, id: u32, vcpus: u32) -> Result<CpuId, vmm_sys_util::fam::Error> {
-    // Bits that an APIC id of a core takes; all ids in the package share the rest.
-    let core_bits = vcpus.next_power_of_two().trailing_zeros();
+/// How the vCPUs of a machine are arranged in its one socket.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Topology {
+    pub vcpus: u32,
+    /// 1 or 2; with 2, an even number of vCPUs.
+    pub threads_per_core: u32,
+}
+
+impl Topology {
+    /// Bits that the number of a thread in its core takes in an APIC id.
+    fn thread_bits(self) -> u32 {
+        self.threads_per_core.next_power_of_two().trailing_zeros()
+    }
+
+    /// Bits that an APIC id takes within the package; all ids in the package share the rest.
+    fn package_bits(self) -> u32 {
+        self.vcpus.next_power_of_two().trailing_zeros()
+    }
+
+    fn cores(self) -> u32 {
+        self.vcpus / self.threads_per_core
+    }
+
+    /// How many vCPUs share a cache of this level, less one, as the leaves of caches have it.
+    fn cache_shared_by(self, level: u32) -> u32 {
+        if level == 3 { self.vcpus - 1 } else { self.threads_per_core - 1 }
+    }
+}
+
+/// The answers for vCPU `id`, made from what KVM supports.
+pub fn for_vcpu(
+    supported: &CpuId,
+    id: u32,
+    topology: Topology,
+) -> Result<CpuId, vmm_sys_util::fam::Error> {
+    let Topology { vcpus, threads_per_core } = topology;
     let mut entries: Vec<_> = supported
         .as_slice()
         .iter()
@@ -104,31 +138,57 @@ pub fn for_vcpu(supported: &CpuId, id: u32, vcpus: u32) -> Result<CpuId, vmm_sys
             }
             CACHES => {
                 let level = entry.eax >> 5 & 0x7;
-                let shared_by = if level == 3 { vcpus - 1 } else { 0 };
-                let cores = if entry.eax & 0x1f == 0 { 0 } else { vcpus - 1 };
+                let shared_by = topology.cache_shared_by(level);
+                let cores = if entry.eax & 0x1f == 0 { 0 } else { topology.cores() - 1 };
                 entry.eax = entry.eax & 0x3fff | shared_by << 14 | cores << 26;
             }
             EXTENDED_FEATURES if vcpus == 1 => entry.ecx &= !CMP_LEGACY,
-            EXTENDED_SIZES => entry.ecx = entry.ecx & !0xf0ff | core_bits << 12 | (vcpus - 1),
+            EXTENDED_SIZES => {
+                entry.ecx = entry.ecx & !0xf0ff | topology.package_bits() << 12 | (vcpus - 1);
+            }
             AMD_CACHES => {
-                let shared_by = if entry.eax >> 5 & 0x7 == 3 { vcpus - 1 } else { 0 };
+                let shared_by = topology.cache_shared_by(entry.eax >> 5 & 0x7);
                 entry.eax = entry.eax & !(0xfff << 14) | shared_by << 14;
             }
-            AMD_TOPOLOGY => (entry.eax, entry.ebx, entry.ecx) = (id, id & 0xff, 0),
+            AMD_TOPOLOGY => *entry = amd_topology(id, topology),
             _ => {}
+        }
+    }
+    // Such a processor says only here which threads share a core, and is asked only if it has the extension.
+    if threads_per_core > 1 && entries.iter().any(is_amd) {
+        entries.retain(|entry| entry.function != AMD_TOPOLOGY);
+        entries.push(amd_topology(id, topology));
+        let features = entries.iter_mut().filter(|entry| entry.function == EXTENDED_FEATURES);
+        features.for_each(|entry| entry.ecx |= TOPOLOGY_EXTENSIONS);
+        let deepest = entries.iter_mut().find(|entry| entry.function == 0x8000_0000);
+        if let Some(entry) = deepest {
+            entry.eax = entry.eax.max(AMD_TOPOLOGY);
         }
     }
     let deepest = entries.iter().map(|entry| entry.function).filter(|f| *f < 0x4000_0000).max();
     for leaf in [TOPOLOGY, TOPOLOGY_V2] {
         if deepest.is_some_and(|deepest| leaf <= deepest) {
-            entries.extend(topology(leaf, id, vcpus, core_bits));
+            entries.extend(levels(leaf, id, topology));
         }
     }
     CpuId::from_entries(&entries)
 }
 
-/// One thread per core, all cores in one package, then the end of the list.
-fn topology(leaf: u32, id: u32, vcpus: u32, core_bits: u32) -> [kvm_cpuid_entry2; 3] {
+/// Whether the processor is AMD's, or Hygon's, which is the same to its kernel.
+fn is_amd(entry: &kvm_cpuid_entry2) -> bool {
+    let words = [entry.ebx, entry.edx, entry.ecx].map(u32::to_le_bytes);
+    let names: [&[u8]; 2] = [b"AuthenticAMD", b"HygonGenuine"];
+    entry.function == VENDOR && names.contains(&words.as_flattened())
+}
+
+fn amd_topology(id: u32, topology: Topology) -> kvm_cpuid_entry2 {
+    let core = id / topology.threads_per_core & 0xff;
+    let ebx = (topology.threads_per_core - 1) << 8 | core;
+    kvm_cpuid_entry2 { function: AMD_TOPOLOGY, eax: id, ebx, ..Default::default() }
+}
+
+/// The threads of a core, the cores of the package, then the end of the list.
+fn levels(leaf: u32, id: u32, topology: Topology) -> [kvm_cpuid_entry2; 3] {
     let level = |index, shift, count, kind: u32| kvm_cpuid_entry2 {
         function: leaf,
         index,
@@ -139,7 +199,11 @@ fn topology(leaf: u32, id: u32, vcpus: u32, core_bits: u32) -> [kvm_cpuid_entry2
         edx: id,
         ..Default::default()
     };
-    [level(0, 0, 1, LEVEL_THREAD), level(1, core_bits, vcpus, LEVEL_CORE), level(2, 0, 0, 0)]
+    [
+        level(0, topology.thread_bits(), topology.threads_per_core, LEVEL_THREAD),
+        level(1, topology.package_bits(), topology.vcpus, LEVEL_CORE),
+        level(2, 0, 0, 0),
+    ]
 }
 
 fn set(register: &mut u32, bit: u32, on: bool) {
@@ -157,7 +221,9 @@ mod tests {
     fn supported() -> CpuId {
         let entry =
             |function, eax, ecx| kvm_cpuid_entry2 { function, eax, ecx, ..Default::default() };
+        let [ebx, edx, ecx] = [b"Auth", b"enti", b"cAMD"].map(|word| u32::from_le_bytes(*word));
         CpuId::from_entries(&[
+            kvm_cpuid_entry2 { function: VENDOR, ebx, ecx, edx, ..Default::default() },
             entry(FEATURES, 0, VMX | MONITOR),
             entry(CACHES, 0x163, 0),
             entry(THERMAL, 0x77, 9),
@@ -169,6 +235,10 @@ mod tests {
         .unwrap()
     }
 
+    fn of(vcpus: u32, threads_per_core: u32) -> Topology {
+        Topology { vcpus, threads_per_core }
+    }
+
     fn leaf(cpuid: &CpuId, function: u32, index: u32) -> kvm_cpuid_entry2 {
         let found = |entry: &&kvm_cpuid_entry2| entry.function == function && entry.index == index;
         *cpuid.as_slice().iter().find(found).unwrap()
@@ -176,7 +246,7 @@ mod tests {
 
     #[test]
     fn guest_has_no_nested_virtualization() {
-        let cpuid = for_vcpu(&supported(), 0, 1).unwrap();
+        let cpuid = for_vcpu(&supported(), 0, of(1, 1)).unwrap();
         assert_eq!(leaf(&cpuid, FEATURES, 0).ecx & VMX, 0);
         assert_eq!(leaf(&cpuid, EXTENDED_FEATURES, 0).ecx & NESTED_SVM, 0);
         assert_eq!(leaf(&cpuid, SVM, 0).eax, 0);
@@ -186,7 +256,7 @@ mod tests {
 
     #[test]
     fn saved_answers_are_masked_as_at_boot() {
-        let booted = for_vcpu(&supported(), 0, 2).unwrap();
+        let booted = for_vcpu(&supported(), 0, of(2, 1)).unwrap();
         assert_eq!(masked(booted.as_slice()), booted.as_slice(), "an honest one stays as it is");
         let mut hostile = supported().as_slice().to_vec();
         let hyper_v = (0x7263_694d, 0x666f_736f, 0x7648_2074);
@@ -207,11 +277,25 @@ mod tests {
 
     #[test]
     fn topology_of_three_vcpus_is_three_cores_in_one_package() {
-        let cpuid = for_vcpu(&supported(), 2, 3).unwrap();
+        let cpuid = for_vcpu(&supported(), 2, of(3, 1)).unwrap();
         assert_eq!(leaf(&cpuid, FEATURES, 0).ebx >> 16, 2 << 8 | 3);
         assert_eq!(leaf(&cpuid, CACHES, 0).eax >> 14, 2 << 12 | 2);
         let core = leaf(&cpuid, TOPOLOGY, 1);
         assert_eq!((core.eax, core.ebx, core.edx), (2, 3, 2));
         assert!(cpuid.as_slice().iter().all(|entry| entry.function != TOPOLOGY_V2));
+        assert!(cpuid.as_slice().iter().all(|entry| entry.function != AMD_TOPOLOGY));
+    }
+
+    #[test]
+    fn topology_of_two_threads_per_core_is_told_in_every_leaf() {
+        let cpuid = for_vcpu(&supported(), 3, of(4, 2)).unwrap();
+        let (thread, core) = (leaf(&cpuid, TOPOLOGY, 0), leaf(&cpuid, TOPOLOGY, 1));
+        assert_eq!((thread.eax, thread.ebx, thread.edx), (1, 2, 3));
+        assert_eq!((core.eax, core.ebx, core.edx), (2, 4, 3));
+        // The third level is all of them, and there are two cores.
+        assert_eq!(leaf(&cpuid, CACHES, 0).eax >> 14, 1 << 12 | 3);
+        assert_ne!(leaf(&cpuid, EXTENDED_FEATURES, 0).ecx & TOPOLOGY_EXTENSIONS, 0);
+        let amd = leaf(&cpuid, AMD_TOPOLOGY, 0);
+        assert_eq!((amd.eax, amd.ebx), (3, 1 << 8 | 1));
     }
 }

@@ -27,7 +27,7 @@ pub enum OpenError {
     Symlink,
     #[error("is neither a regular file nor a block device")]
     Kind,
-    #[error("is {size} bytes, which is not between one sector and {SIZE_MAX} bytes")]
+    #[error("is {size} bytes, which is more than {SIZE_MAX}")]
     Size { size: u64 },
     #[error("is in use: another machine has it open{}", if *.read_only { " for writing" } else { "" })]
     Locked { read_only: bool },
@@ -84,7 +84,8 @@ impl FileDisk {
         let block_size = if direct { direct_unit(&file)? } else { SECTOR_SIZE as u32 };
         let disk = Self { file, block_size };
         let size = disk.size().map_err(failed("measure"))?;
-        if !(u64::from(block_size)..=SIZE_MAX).contains(&size) {
+        // One of less than a sector is a disk without any, whose image may be replaced later.
+        if size > SIZE_MAX {
             return Err(OpenError::Size { size });
         }
         sys::lock(&disk.file, !read_only).map_err(|source| match source.raw_os_error() {
