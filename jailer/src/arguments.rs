@@ -13,7 +13,7 @@ Usage: pvmm-jailer --id ID --exec-file FILE --uid UID --gid GID [OPTIONS] [-- AR
 
   --id ID                     name of the jail: 1 to 64 letters, digits and hyphens
   --exec-file FILE            program to run, statically linked: the jail is empty otherwise
-  --uid UID, --gid GID        who runs it, as numbers
+  --uid UID, --gid GID        who runs it, as numbers; 0 is taken, and said aloud
   --chroot-base-dir DIR       where jails are made, as DIR/<name of FILE>/ID/root [default: /srv/jailer]
   --netns PATH                network namespace to join
   --cgroup FILE=VALUE         value of a control group's file, such as cpu.max=50000; any number of times
@@ -47,6 +47,9 @@ pub struct Options {
     pub exec_file: PathBuf,
     pub uid: u32,
     pub gid: u32,
+    /// Whether the numbers may be 0, which leave the program much of what a jail is to take away. True of a
+    /// command line, for Firecracker's takes them and callers rely on that.
+    pub allows_root: bool,
     /// Exists, links followed.
     pub chroot_base: PathBuf,
     pub netns: Option<PathBuf>,
@@ -67,6 +70,19 @@ impl Options {
     /// What the program is called, which names folders too.
     pub fn exec_name(&self) -> &OsStr {
         self.exec_file.file_name().unwrap_or_default()
+    }
+
+    /// A line to say if the program keeps root's user or group, or why it does not.
+    pub(crate) fn as_root(&self) -> Result<Option<&'static str>, JailError> {
+        let line = match (self.uid, self.gid) {
+            (0, _) => "--uid 0: the program keeps root's rights; give it a user of its own",
+            (_, 0) => "--gid 0: the program keeps root's group; give it a group of its own",
+            _ => return Ok(None),
+        };
+        match self.allows_root {
+            true => Ok(Some(line)),
+            false => Err(JailError::plain(line)),
+        }
     }
 }
 
@@ -182,6 +198,7 @@ impl Given {
             exec_file,
             uid: number(required(&self.uid, "--uid")?, "--uid")?,
             gid: number(required(&self.gid, "--gid")?, "--gid")?,
+            allows_root: true,
             chroot_base,
             netns: self.netns.first().map(PathBuf::from),
             cgroups,
@@ -318,6 +335,20 @@ mod tests {
         assert_eq!((options.file_size, options.no_file), (Some(7), 99));
         assert!(options.daemonize && options.new_pid_ns);
         assert_eq!(options.arguments, ["--api-sock", "/a.sock", "--id", "other"]);
+    }
+
+    #[test]
+    fn k4_root_is_taken_from_a_command_line_only_and_said() {
+        let with = |uid: u32, gid: u32, allows_root: bool| {
+            let options = Options { uid, gid, allows_root, ..options("") };
+            options.as_root().map_err(|error| error.to_string())
+        };
+        assert_eq!(with(1, 1, false), Ok(None));
+        assert!(with(0, 1, true).unwrap().unwrap().starts_with("--uid 0"));
+        assert!(with(1, 0, true).unwrap().unwrap().starts_with("--gid 0"));
+        assert!(with(0, 0, false).is_err() && with(1, 0, false).is_err());
+        let line = least().replace("--uid 123", "--uid 0");
+        assert!(matches!(parse(&line), Ok(Request::Run(options)) if options.allows_root));
     }
 
     #[test]

@@ -15,6 +15,9 @@ use crate::sys;
 /// Folders of the jail, each before those in it; all of them the program's own.
 const FOLDERS: [&str; 4] = ["/", "/dev", "/dev/net", "/run"];
 const FOLDER_MODE: u32 = 0o700;
+/// The folders around the root, and how many of them there are with it below the base.
+const OUTER_MODE: u32 = 0o755;
+const LEVELS: usize = 3;
 /// Where the old root is for a moment.
 const OLD_ROOT: &str = "old_root";
 const MISC: u32 = 10;
@@ -66,29 +69,30 @@ impl Jail {
         Ok(jail)
     }
 
+    /// Makes the folders below the base that are missing. None of them may be a link: it could lead to
+    /// any folder of the host, which then became the program's.
     fn make_root(&mut self) -> Result<(), JailError> {
-        let missing: Vec<_> = self
-            .root
-            .ancestors()
-            .take_while(|folder| !folder.exists())
-            .map(Path::to_owned)
-            .collect();
-        for folder in missing.into_iter().rev() {
-            match DirBuilder::new().mode(0o755).create(&folder) {
-                Ok(()) => self.made.push(folder),
-                // Somebody else's jail of the same program came first.
+        let root = self.root.clone();
+        let mut folders: Vec<_> = root.ancestors().take(LEVELS).collect();
+        folders.reverse();
+        for folder in folders {
+            match DirBuilder::new().mode(OUTER_MODE).create(folder) {
+                Ok(()) => {
+                    self.made.push(folder.to_owned());
+                    fs::set_permissions(folder, Permissions::from_mode(OUTER_MODE))
+                        .map_err(|e| failed("set the mode of", folder, e))?;
+                }
+                // The caller's, or of another jail of the same program.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(failed("make", &folder, error)),
+                Err(error) => return Err(failed("make", folder, error)),
+            }
+            let facts = folder.symlink_metadata().map_err(|e| failed("look at", folder, e))?;
+            if !facts.is_dir() {
+                let what = format!("{}: is not a folder; remove it", folder.display());
+                return Err(JailError::plain(what));
             }
         }
-        let facts = self.root.symlink_metadata().map_err(|e| failed("look at", &self.root, e))?;
-        match facts.is_dir() {
-            true => Ok(()),
-            false => {
-                let what = format!("{}: is not a folder; remove it", self.root.display());
-                Err(JailError::plain(what))
-            }
-        }
+        Ok(())
     }
 
     fn copy_program(&mut self, from: &Path) -> Result<(), JailError> {
@@ -285,6 +289,25 @@ mod tests {
         fs::remove_dir_all(&root).unwrap();
         std::os::unix::fs::symlink(place.path(), &root).unwrap();
         assert!(Jail::create(&options(&base, &program)).is_err());
+    }
+
+    #[test]
+    fn k1_link_at_a_folder_of_the_jails_own_is_refused_and_nothing_is_written_behind_it() {
+        for link in ["firecracker", "firecracker/one", "firecracker/one/root"] {
+            let (place, base, program) = place();
+            let elsewhere = place.path().join("elsewhere");
+            fs::create_dir_all(elsewhere.join("one/root")).unwrap();
+            fs::create_dir_all(elsewhere.join("root")).unwrap();
+            let link = base.join(link);
+            fs::create_dir_all(link.parent().unwrap()).unwrap();
+            std::os::unix::fs::symlink(&elsewhere, &link).unwrap();
+            let error = Jail::create(&options(&base, &program)).err().unwrap().to_string();
+            assert!(error.contains("is not a folder"), "{error}");
+            assert!(link.symlink_metadata().unwrap().is_symlink());
+            for root in ["one/root", "root"] {
+                assert_eq!(fs::read_dir(elsewhere.join(root)).unwrap().count(), 0, "{link:?}");
+            }
+        }
     }
 
     #[test]

@@ -25,14 +25,22 @@ pub use process::Started;
 
 use jail::Jail;
 
-/// Lets go of what the caller had open or in its environment: none of it is the jailed program's business.
+/// The umask of the jailer and of the program.
+const UMASK: u32 = 0o077;
+
+/// Lets go of what the caller had open or has set: none of it is the jailed program's business. Its
+/// environment and its signals go when the program is run.
 pub fn forget_caller() -> Result<(), JailError> {
+    sys::set_umask(UMASK);
     sys::close_from(3).map_err(JailError::io("cannot close what the caller left open"))
 }
 
 /// Builds the jail and becomes the program in it. Returns only if the program runs as another process, or if
 /// something failed; then what was made for the jail is gone again, up to the moment when it became the root.
 pub fn run(options: Options, started: Started) -> Result<(), JailError> {
+    if let Some(line) = options.as_root()? {
+        eprintln!("pvmm-jailer: {line}");
+    }
     let jail = Jail::create(&options)?;
     if let Some(netns) = &options.netns {
         let act = || format!("cannot join the network namespace {}", netns.display());

@@ -1,10 +1,10 @@
 //! What becomes of this process once the jail stands: limits, a session of its own, and then the program.
 
 use std::ffi::{CString, OsStr, OsString};
-use std::fs::{File, OpenOptions};
+use std::fs::{File, OpenOptions, Permissions};
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::arguments::Options;
@@ -93,8 +93,11 @@ fn fork() -> Result<Forked, JailError> {
 fn write_pid(program: &Path, pid: u32) -> Result<(), JailError> {
     let path = PathBuf::from(format!("{}.pid", program.display()));
     let mut options = OpenOptions::new();
-    options.write(true).create_new(true).mode(0o644);
-    let written = options.open(&path).and_then(|mut file| write!(file, "{pid}"));
+    options.write(true).create_new(true);
+    let written = options.open(&path).and_then(|mut file| {
+        file.set_permissions(Permissions::from_mode(0o644))?;
+        write!(file, "{pid}")
+    });
     written.map_err(|error| JailError::new(format!("{}: cannot write it", path.display()), error))
 }
 
@@ -105,6 +108,7 @@ fn execute(options: &Options, program: &Path, started: Started, cpu_us: u64) -> 
         let words = words.iter().map(|word| CString::new(word.as_bytes()));
         let words = words.collect::<Result<Vec<_>, _>>()?;
         sys::become_user(options.uid, options.gid)?;
+        sys::forget_signals()?;
         Err(sys::execute(&words))
     };
     let hint = "it must be statically linked, for the jail has no libraries";

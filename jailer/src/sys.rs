@@ -4,6 +4,7 @@
 use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
+use std::mem;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -35,6 +36,28 @@ fn path(path: &Path) -> io::Result<CString> {
 pub fn close_from(first: u32) -> io::Result<()> {
     // SAFETY: nothing in this process owns a descriptor yet.
     check(unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0) }).map(drop)
+}
+
+/// What this process creates is its user's alone, whatever the caller's umask was.
+pub fn set_umask(mask: libc::mode_t) {
+    // SAFETY: no memory is passed.
+    unsafe { libc::umask(mask) };
+}
+
+/// Blocks no signal and ignores none: both outlive the start of a program.
+pub fn forget_signals() -> io::Result<()> {
+    // SAFETY: the set lives across both calls, the first of which fills it; handlers become the default, so
+    // none of ours is left behind.
+    unsafe {
+        let mut none: libc::sigset_t = mem::zeroed();
+        check(libc::sigemptyset(&mut none).into())?;
+        check(libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut()).into())?;
+        for signal in 1..=libc::SIGRTMAX() {
+            // Two cannot be changed, and some belong to the C library.
+            libc::signal(signal, libc::SIG_DFL);
+        }
+    }
+    Ok(())
 }
 
 pub fn time_us(clock: Clock) -> u64 {

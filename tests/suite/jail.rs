@@ -137,6 +137,67 @@ fn jailed_machine_answers_boots_and_is_confined() {
     fs::remove_dir_all(&jails).unwrap();
 }
 
+/// How runtimes start a machine that nobody talks to: detached, and all of it in a file. What the caller has
+/// set for itself is not the machine's.
+#[test]
+fn daemonized_jail_with_a_config_file_boots_and_has_its_pid_in_the_root() {
+    let dir = TempDir::new().unwrap();
+    let program = dir.path().join("firecracker");
+    fs::copy(cli::binary(), &program).unwrap();
+    let jails = dir.path().join("jails");
+    let root = jails.join("firecracker/vm-2/root");
+    furnish(&root, &program);
+    let args = "quiet reboot=k panic=-1 pvmm.root=/dev/vda pvmm.rootfstype=ext4";
+    let config = json!({
+        "boot-source": {"kernel_image_path": "kernel", "initrd_path": "initrd", "boot_args": args},
+        "drives": [{"drive_id": "rootfs", "path_on_host": "rootfs.ext4", "is_root_device": true,
+                    "is_read_only": true}],
+        "machine-config": {"vcpu_count": 1, "mem_size_mib": 256},
+        "vsock": {"guest_cid": 3, "uds_path": "/run/v.sock"}});
+    fs::write(root.join("vm.json"), config.to_string()).unwrap();
+    let jailed = Command::new("env")
+        .args(["--block-signal=WINCH", "--ignore-signal=URG"])
+        .args(["sh", "-c", "umask 0; exec \"$@\"", "sh"])
+        .arg(cli::binary().with_file_name("pvmm-jailer"))
+        .args(["--id", "vm-2", "--uid", &USER.to_string(), "--gid", &GROUP.to_string()])
+        .arg("--exec-file")
+        .arg(&program)
+        .arg("--chroot-base-dir")
+        .arg(&jails)
+        .args(["--daemonize", "--", "--config-file", "vm.json"])
+        .output()
+        .unwrap();
+    assert!(jailed.status.success(), "{jailed:?}");
+    let pid = || fs::read_to_string(root.join("firecracker.pid")).ok()?.parse::<u32>().ok();
+    let pid = until("the process", pid);
+    let mut outside = Outside { pid: Some(pid), netns: None };
+    let connect = || {
+        let deadline = Instant::now() + Duration::from_secs(5);
+        Agent::connect(&root.join("run/v.sock"), deadline).ok()
+    };
+    let agent = until("the agent", connect);
+    assert_eq!(prints(&agent, "echo $((6 * 7))"), "42");
+    // The number in the file is the machine's own, and a daemon's.
+    assert_eq!(fs::read_link(format!("/proc/{pid}/exe")).unwrap().file_name(), program.file_name());
+    assert_eq!(status(pid, "Uid"), format!("{USER} {USER} {USER} {USER}"));
+    assert_eq!(status(pid, "PPid"), "1");
+    assert_eq!(status(pid, "Umask"), "0077");
+    let (winch, urg) = (1 << 27, 1 << 22);
+    let signals = |field| u64::from_str_radix(&status(pid, field), 16).unwrap();
+    assert_eq!((signals("SigBlk") & winch, signals("SigIgn") & urg), (0, 0));
+    let socket = root.join("run/firecracker.socket");
+    let reply = ask(UnixStream::connect(socket).unwrap(), "GET", "/", &Value::Null);
+    assert_eq!(reply.body["state"], "Running");
+    // A guest that ends by itself ends the machine.
+    let _ = agent.shutdown(pvmm::agent::ShutdownHow::Reboot, Some(Duration::from_secs(1)));
+    let ended = || {
+        let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        (text.is_empty() || text.contains("State:\tZ")).then_some(())
+    };
+    until("the end", ended);
+    outside.pid = None;
+}
+
 /// A machine of what is in the jail's root.
 fn boot(socket: &Path) {
     let put = |path: &str, body: Value| {
