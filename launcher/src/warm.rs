@@ -4,7 +4,7 @@
 //! kernel, agent, image or size is another key, and an old one is simply never found.
 
 use std::fs;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -210,13 +210,28 @@ fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<Pat
     Some(cache.path(KIND, &format!("{}-{key}", shape.template)))
 }
 
-/// A short-named directory for the bake's socket.
+/// A short-named directory for the bake's socket, which is open to nobody else.
 fn tempdir() -> Result<PathBuf, Failure> {
     let random: [u8; 6] = crate::sys::process::random()
         .map_err(|error| Failure::fault(format!("no random bytes: {error}")))?;
     let name: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     let path = std::env::temp_dir().join(format!("pvmm-bake-{name}"));
-    fs::create_dir(&path)
+    fs::DirBuilder::new()
+        .mode(0o700)
+        .create(&path)
         .map_err(|error| Failure::fault(format!("cannot make {}: {error}", path.display())))?;
     Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bake_folder_is_open_to_its_owner_alone() {
+        let folder = tempdir().unwrap();
+        let mode = fs::metadata(&folder).unwrap().mode();
+        fs::remove_dir(folder).unwrap();
+        assert_eq!(mode & 0o777, 0o700);
+    }
 }
