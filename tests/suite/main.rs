@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
+mod api;
 mod balloon;
 mod beside;
 mod boot;

@@ -37,6 +37,8 @@ pub mod snapshot;
 mod storage;
 mod sys;
 mod template;
+#[cfg(feature = "testing")]
+pub mod testing;
 pub mod trace;
 mod vcpu;
 mod vm;

@@ -82,6 +82,13 @@ fn i2_body_nested_ten_thousand_deep_is_refused() {
 }
 
 #[test]
+fn i4_path_that_is_no_text_is_refused() {
+    let body = b"{\"kernel_image_path\":\"/\xff\"}";
+    let refusal = route(Method::Put, "/boot-source", Some(body)).unwrap_err();
+    assert!(refusal.message.starts_with("An error occurred when deserializing"), "{refusal:?}");
+}
+
+#[test]
 fn i3_number_that_does_not_fit_is_refused() {
     for body in [
         r#"{"vcpu_count":4294967296,"mem_size_mib":128}"#,

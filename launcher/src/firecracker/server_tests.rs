@@ -1,6 +1,7 @@
 //! The API socket against clients that do not mean well, without a machine behind it.
 
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use super::*;
-use crate::sys::poll;
+use crate::sys::{passing, poll};
 
 struct Bench {
     server: Server,
@@ -192,10 +193,34 @@ fn clients_beyond_the_most_take_the_place_of_idle_ones_or_are_sent_away() {
     assert!(all_said(&mut refused).starts_with("HTTP/1.1 503 "));
 }
 
+/// Whoever can write to the socket can send open files along, and nobody asked for any.
 #[test]
-fn i7_path_that_is_taken_is_not_used() {
+fn i8_files_that_come_with_a_request_are_closed() {
+    let mut bench = Bench::new();
+    let mut client = bench.client();
+    let (mut kept, sent) = UnixStream::pair().unwrap();
+    kept.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+    for part in [&b"GET /a HT"[..], b"TP/1.1\r\n\r\n"] {
+        let files: Vec<OwnedFd> = (0..100).map(|_| sent.try_clone().unwrap().into()).collect();
+        passing::send(&client, part, &files).unwrap();
+        bench.round();
+    }
+    drop(sent);
+    bench.rounds();
+    assert!(said(&mut client).ends_with("\"/a\""));
+    // Nobody has the other end open any more, while the client is still connected.
+    assert_eq!(bench.server.clients.len(), 1);
+    assert_eq!(kept.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn i7_path_that_is_taken_or_a_link_is_not_used() {
     let bench = Bench::new();
     let error = Server::bind(&bench.path, 1).err().unwrap();
     assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    let (link, target) = (bench.path.with_extension("link"), bench.path.with_extension("target"));
+    std::os::unix::fs::symlink(&target, &link).unwrap();
+    assert_eq!(Server::bind(&link, 1).err().unwrap().kind(), io::ErrorKind::AddrInUse);
+    assert!(!target.exists());
     assert!(Server::bind(Path::new(&"x".repeat(108)), 1).is_err());
 }

@@ -1,4 +1,4 @@
-//! What a hostile guest, or a hostile end of the agent's protocol, may do: each a function of bytes.
+//! What a hostile guest, agent, client or file may do: each a function of bytes.
 //!
 //! | file | what the bytes are |
 //! | --- | --- |
@@ -8,6 +8,8 @@
 //! | `ports.rs` | accesses to the devices that are not virtio |
 //! | `archive.rs` | the entries of a tar archive that is unpacked into a folder |
 //! | `pvmm::snapshot::testing` | a state file and a folder's manifest, and changes to good ones |
+//! | `api.rs` | requests at the API socket, and their bodies |
+//! | `kernel.rs` | a kernel image |
 //! | `frames.rs` | the agent's protocol, as either end reads it |
 //! | `reports.rs` | what an agent answers to each request, with extreme numbers |
 //!
@@ -17,10 +19,12 @@
 // A target that cannot do its part has found something, and a panic is how it says so.
 #![allow(clippy::unwrap_used)]
 
+mod api;
 mod archive;
 mod disk;
 mod frames;
 mod input;
+mod kernel;
 mod net;
 mod ports;
 mod reports;
@@ -30,7 +34,7 @@ mod transport;
 pub type Target = fn(&[u8]);
 
 /// Every target by name.
-pub const TARGETS: [(&str, Target); 13] = [
+pub const TARGETS: [(&str, Target); 16] = [
     ("transport_rng", transport::rng),
     ("transport_block", transport::block),
     ("transport_net", transport::net),
@@ -44,6 +48,9 @@ pub const TARGETS: [(&str, Target); 13] = [
     ("agent_reports", reports::answers),
     ("archive", archive::entries),
     ("snapshot", pvmm::snapshot::testing::walk),
+    ("api_http", api::requests),
+    ("api_json", api::body),
+    ("kernel", kernel::image),
 ];
 
 #[cfg(test)]
@@ -119,5 +126,8 @@ mod tests {
         agent_reports 2000
         archive 1000
         snapshot 2000
+        api_http 5000
+        api_json 10000
+        kernel 2000
     }
 }
