@@ -40,7 +40,7 @@ fn assert_file(image: &Path, path: &str) {
 }
 
 #[test]
-fn debian_kernel_from_mirrors_boots_with_our_modules() {
+fn debian_kernel_from_mirrors_has_the_modules_of_a_guest_in_their_order() {
     let kernel = Kernel::debian(cache(), &mut Silent).unwrap();
     assert!(kernel.release.ends_with("-cloud-amd64"), "{}", kernel.release);
     assert_eq!(std::fs::read(&kernel.vmlinux).unwrap()[..4], *b"\x7fELF");
