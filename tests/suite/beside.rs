@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::Agent;
 use pvmm_sandbox::AGENT;
 use pvmm_tests::firecracker::{Firecracker, prints};
-use pvmm_tests::guest::{base, default_kernel};
+use pvmm_tests::guest::{base, default_kernel, other_rootfs};
 use pvmm_tests::{cli, network};
 use serde_json::Value;
 use tempfile::TempDir;
@@ -55,7 +55,7 @@ impl Side {
             let file = std::fs::File::create(dir.path().join(name)).unwrap();
             file.set_len(mib << 20).unwrap();
         }
-        std::os::unix::fs::symlink(base().rootfs, dir.path().join("other.ext4")).unwrap();
+        other_rootfs(&dir.path().join("other.ext4"));
         let vsock = dir.path().join("v.sock");
         Self { program, dir, process: None, vsock }
     }

@@ -11,7 +11,7 @@ use std::time::Instant;
 use pvmm::agent::Agent;
 use pvmm_agent_image::AGENT;
 use pvmm_tests::child::{SOON, prints};
-use pvmm_tests::guest::{base, default_kernel};
+use pvmm_tests::guest::{MARK_LINE, base, default_kernel, other_rootfs};
 use pvmm_tests::{cli, network};
 use tempfile::TempDir;
 
@@ -34,7 +34,7 @@ fn drive(program: &mut Command, look: impl Fn(&str, &Agent)) {
     std::os::unix::fs::symlink(cli::binary(), path("firecracker")).unwrap();
     let kernel = default_kernel();
     std::fs::write(path("initrd"), kernel.initramfs(AGENT).unwrap()).unwrap();
-    std::os::unix::fs::symlink(base().rootfs, path("other.ext4")).unwrap();
+    other_rootfs(&path("other.ext4"));
     std::fs::write(path("data"), vec![7; 1 << 20]).unwrap();
     let mut client = Running(
         program
@@ -88,7 +88,9 @@ fn look(moment: &str, agent: &Agent) {
         return;
     }
     assert_eq!(prints(agent, "cat /tmp/word"), "booted");
-    // The root image is read again, from wherever it is now.
+    // Another root image is there once the loaded machine was given it, and not before.
+    let mark = if moment == "loaded" { "other" } else { "" };
+    assert_eq!(prints(agent, MARK_LINE), mark, "{moment}");
     let read = "echo 3 > /proc/sys/vm/drop_caches; python3 -c 'print(6 * 7)'";
     assert_eq!(prints(agent, read), "42");
 }

@@ -16,7 +16,7 @@ pub struct Words {
     pub kernel: PathBuf,
     pub initrd: PathBuf,
     pub rootfs: PathBuf,
-    /// The same root image by another name.
+    /// Another root image, of the same files.
     pub other_rootfs: PathBuf,
     pub data: PathBuf,
     pub boot_args: String,
