@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
-use pvmm_sandbox::AGENT;
+use pvmm_agent_image::AGENT;
 use pvmm_tests::firecracker::{Firecracker, prints};
 use pvmm_tests::guest::{base, default_kernel, other_rootfs};
 use pvmm_tests::{cli, network};

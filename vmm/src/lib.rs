@@ -49,8 +49,8 @@ pub use config::{
     MmdsConfig, MmdsVersion, Net, RateLimiterConfig, TapSource, ThreadNames, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
-pub use pvmm_devices::{listen_privately, open};
 pub use pvmm_devices::virtio::balloon::BalloonStats;
+pub use pvmm_devices::{listen_privately, open};
 pub use refresh::Forked;
 pub use snapshot::{NOTE_MAX, SaveKind};
 pub use template::{Overrides, Prefault, Template, Touched};

@@ -97,6 +97,9 @@ pub struct Interface {
     /// Where the default route of its family leads.
     #[serde(default)]
     pub gateways: Vec<String>,
+    /// Leave the addresses and routes that are there.
+    #[serde(default)]
+    pub keep_addresses: bool,
 }
 
 /// The steps of a refresh, in the order in which they are taken.
@@ -120,9 +123,6 @@ pub enum RefreshStep {
 /// What a refresh did: with a failed step, the workload stands still.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refreshed {
-    /// Leave the addresses and routes that are there.
-    #[serde(default)]
-    pub keep_addresses: bool,
     pub steps: Vec<RefreshStep>,
     #[serde(default)]
     pub failed: Option<FailedStep>,

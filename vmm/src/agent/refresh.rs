@@ -51,13 +51,13 @@ pub struct Interface {
     /// Addresses and their prefix lengths; all others are taken off.
     pub addresses: Vec<(IpAddr, u8)>,
     pub gateways: Vec<IpAddr>,
+    /// Leave the addresses and routes that are there. An interface that is to keep these and its hardware
+    /// address need not exist.
+    pub keep_addresses: bool,
 }
 
 impl Refresh {
     /// A new identity; the workload is thawed by it.
-    /// Leave the addresses and routes that are there. An interface that is to keep these and its hardware
-    /// address need not exist.
-    pub keep_addresses: bool,
     pub fn new(generation: u64) -> Result<Self, AgentError> {
         let random = |len| {
             let mut bytes = vec![0; len];
@@ -87,11 +87,11 @@ impl Refresh {
             mtu: interface.mtu,
             addresses: interface.addresses.iter().map(|(ip, len)| format!("{ip}/{len}")).collect(),
             gateways: interface.gateways.iter().map(IpAddr::to_string).collect(),
+            keep_addresses: interface.keep_addresses,
         });
         self
     }
 
-            keep_addresses: interface.keep_addresses,
     /// The name servers, and no others.
     pub fn dns(mut self, servers: &[IpAddr]) -> Self {
         self.wire.dns = Some(servers.iter().map(IpAddr::to_string).collect());
