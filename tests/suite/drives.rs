@@ -1,12 +1,17 @@
 //! Disks under real guests: what is written is there, whatever happens to the machine.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use pvmm::config::BucketConfig;
+use pvmm::snapshot::WriteOptions;
 use pvmm::{CacheMode, Drive, DriveSource, EngineKind, RateLimiterConfig};
+use pvmm_tests::child::{Child, SOON, prints};
 use pvmm_tests::cli::User;
+use pvmm_tests::file_system::FileSystem;
 use pvmm_tests::guest::Guest;
 use tempfile::NamedTempFile;
 
@@ -116,4 +121,99 @@ fn filesystem_on_a_drive_survives_kill_of_the_vmm() {
     let kept =
         Command::new("debugfs").args(["-R", "cat /kept"]).arg(image.path()).output().unwrap();
     assert_eq!(kept.stdout, b"kept\n", "{kept:?}");
+}
+
+/// Fills a file with something that is nowhere zero.
+fn fill(path: &Path, mib: u64) {
+    let file = fs::File::create(path).unwrap();
+    (0..mib).for_each(|at| file.write_all_at(&[at as u8 | 1; MIB as usize], at * MIB).unwrap());
+}
+
+/// Counts in the first block of the disk and then in its last, over and over.
+const COUNT: &str = "python3 -c \"
+import os, mmap
+disk = os.open('/dev/vdb', os.O_RDWR | os.O_DIRECT)
+block = mmap.mmap(-1, 4096)
+for n in range(1, 1 << 60):
+    block[:8] = n.to_bytes(8, 'little')
+    for at in (0, (256 << 20) - 4096): os.pwritev(disk, [block], at)
+\" </dev/null >/dev/null 2>&1 &";
+
+/// A drive that the guest writes in place, on a file system that cannot share blocks: the copy is of one instant,
+/// and the guest does not stand still for it.
+#[test]
+fn writable_drive_without_reflink_is_copied_while_the_guest_runs() {
+    let host = FileSystem::ext4(600);
+    let (image, place) = (host.path().join("image"), tempfile::tempdir().unwrap());
+    fill(&image, 256);
+    let mut guest = Guest::boot_with(|config| {
+        config.drives.push(Drive::writable(&image));
+        config.scratch_dir = Some(host.path());
+    });
+    guest.prints(COUNT);
+    guest.prints("sleep 1");
+    let begun = Instant::now();
+    let template = guest.vm.freeze().unwrap();
+    let (pause, all) = (template.pause(), begun.elapsed());
+    println!("paused for {pause:?} of {all:?}");
+    assert!(pause < all / 2, "paused for {pause:?} of {all:?}");
+    guest.agent_again();
+    drop(guest);
+    template.write(&place.path().join("snap"), WriteOptions::default()).unwrap();
+    let copy = fs::File::open(place.path().join("snap/disk-1.img")).unwrap();
+    let number = |at: u64| {
+        let mut bytes = [0; 8];
+        copy.read_exact_at(&mut bytes, at).unwrap();
+        u64::from_le_bytes(bytes)
+    };
+    let (first, last) = (number(0), number(256 * MIB - 4096));
+    assert!(first > 0 && (first == last || first == last + 1), "{first} {last}");
+    let mut middle = vec![0; MIB as usize];
+    copy.read_exact_at(&mut middle, 100 * MIB).unwrap();
+    assert!(middle.iter().all(|byte| *byte == 101));
+}
+
+/// The same where files can share blocks: nothing is copied, and what the guest writes later is its own.
+#[test]
+fn writable_drive_with_reflink_shares_its_blocks_with_the_copy() {
+    let host = FileSystem::xfs(600);
+    let image = host.path().join("image");
+    fill(&image, 128);
+    let mut guest = Guest::boot_with(|config| config.drives.push(Drive::writable(&image)));
+    let write = |word: &str| {
+        format!("echo {word} | dd of=/dev/vdb bs=4096 conv=sync,fsync oflag=direct 2>/dev/null")
+    };
+    let read = "dd if=/dev/vdb bs=4096 count=1 iflag=direct 2>/dev/null | head -n1";
+    guest.prints(&write("before"));
+    let before = host.used_mib();
+    let template = guest.vm.freeze().unwrap();
+    let agent = guest.agent_again();
+    prints(&agent, &write("after"));
+    let taken = host.used_mib().saturating_sub(before);
+    assert!(taken < 32, "a copy that shares its blocks takes {taken} MiB");
+    let child = Child::of(&template);
+    assert_eq!(child.prints(read), "before");
+    assert_eq!(prints(&agent, read), "after");
+    drop((guest, child));
+    assert_eq!(fs::read(&image).unwrap()[..6], *b"after\n");
+}
+
+/// The workload goes on before the copy of the machine is finished, however long that takes.
+#[test]
+fn freeze_that_has_begun_lets_the_workload_go_on_before_the_copy_is_finished() {
+    let mut guest = Guest::boot_with(|config| config.memory_mib = 512);
+    // More than is copied while the guest stands still.
+    guest.prints("head -c 200M /dev/urandom > /dev/shm/much");
+    guest.prints("(while :; do date +%s%N > /tmp/now; done) </dev/null >/dev/null 2>&1 &");
+    let control =
+        pvmm::agent::Agent::connect_control(&guest.socket(), Instant::now() + SOON).unwrap();
+    control.freeze(Instant::now() + SOON).unwrap();
+    let begun = guest.vm.begin_freeze().unwrap();
+    control.thaw(Instant::now() + SOON).unwrap();
+    let agent = guest.agent_again();
+    let first = prints(&agent, "cat /tmp/now");
+    prints(&agent, &format!("while [ $(cat /tmp/now) = {first} ]; do sleep 0.1; done"));
+    let template = begun.finish().unwrap();
+    let child = Child::of(&template);
+    assert_eq!(child.prints("stat -c %s /dev/shm/much"), (200 * MIB).to_string());
 }

@@ -10,18 +10,20 @@ use pvmm_devices::virtio::registry::DeviceUpdate;
 
 use crate::config::{ConfigError, Drive, DriveSource, RateLimiterConfig};
 use crate::error::{Error, ErrorKind};
-use crate::storage::{self, Storage};
+use crate::storage::{self, DriveCopy, Storage};
 use crate::vm::Vm;
 
 /// What the owner keeps of a drive beside the device that serves it.
 pub struct HeldDrive {
     handle: BlockHandle,
     pub storage: Storage,
+    /// There between [`Vm::prepare_freeze`] and the freeze.
+    pub copy: Option<DriveCopy>,
 }
 
 impl HeldDrive {
     pub fn new(block: &Block, storage: Storage) -> Self {
-        Self { handle: block.handle(), storage }
+        Self { handle: block.handle(), storage, copy: None }
     }
 }
 
@@ -79,8 +81,50 @@ impl Vm {
         self.update_drive(index, update)?;
         if let Some(held) = self.held.drives.get_mut(index) {
             held.storage = storage;
+            held.copy = None;
         }
         Ok(())
+    }
+
+    /// Copies the drives that are written in place and cannot share their blocks with a copy, while the guest runs.
+    /// [`Self::freeze`] does this too. Whoever makes the guest's workload stand still for it does better to call this
+    /// before: a drive takes as long as its file.
+    pub fn prepare_freeze(&mut self) -> Result<(), Error> {
+        self.drop_copies()?;
+        let prepared = (0..self.held.drives.len()).try_for_each(|index| self.copy_drive(index));
+        if prepared.is_err() {
+            self.drop_copies()?;
+        }
+        prepared
+    }
+
+    fn copy_drive(&mut self, index: usize) -> Result<(), Error> {
+        let failed = |error| {
+            Error::new(ErrorKind::HostResource, format!("drive {index}: cannot copy it"), error)
+        };
+        let Some(held) = self.held.drives.get(index) else { return Ok(()) };
+        let begun = held.storage.begin_copy(&self.held.scratch).map_err(failed)?;
+        let Some(copy) = begun else { return Ok(()) };
+        // What is under way ends before this returns, so that every write is either in the file or noted.
+        self.update_drive(index, BlockUpdate::Note(Some(copy.changes.clone())))?;
+        let Some(held) = self.held.drives.get_mut(index) else { return Ok(()) };
+        let copied = held.storage.file().map_or(Ok(()), |file| copy.advance(file));
+        held.copy = Some(copy);
+        copied.map_err(failed)
+    }
+
+    /// Ends what [`Self::prepare_freeze`] began.
+    fn drop_copies(&mut self) -> Result<(), Error> {
+        (0..self.held.drives.len()).try_for_each(|index| self.take_copy(index).map(drop))
+    }
+
+    /// The copy of a drive, if there is one; nothing is noted for it any more.
+    pub(crate) fn take_copy(&mut self, index: usize) -> Result<Option<DriveCopy>, Error> {
+        let copy = self.held.drives.get_mut(index).and_then(|held| held.copy.take());
+        if copy.is_some() {
+            self.update_drive(index, BlockUpdate::Note(None))?;
+        }
+        Ok(copy)
     }
 
     /// Opens the drives that were to be opened when the machine runs.

@@ -29,6 +29,24 @@ enum FrozenMemory {
     Begun(Freezing),
 }
 
+/// A template whose memory may still be copied from a view that stands still. Dropping it ends the copy.
+pub struct UnfinishedTemplate {
+    template: Template,
+    memory: FrozenMemory,
+}
+
+impl UnfinishedTemplate {
+    /// Waits until all of it is there.
+    pub fn finish(self) -> Result<Template, Error> {
+        let Self { mut template, memory } = self;
+        if let FrozenMemory::Begun(freezing) = memory {
+            template.image = freezing.finish()?;
+            trace::step("memory copied");
+        }
+        Ok(template)
+    }
+}
+
 fn in_place(memory: &mut Memory) -> Result<FrozenMemory, MemoryError> {
     memory.freeze().map(FrozenMemory::InPlace)
 }
@@ -38,6 +56,12 @@ impl Vm {
     /// soon as it can, if it ran before. With an agent in the guest, [`crate::agent::Agent::freeze`] comes first and `thaw`
     /// after it, so that in copies nothing of the workload runs before they are refreshed.
     pub fn freeze(&mut self) -> Result<Template, Error> {
+        self.begin_freeze()?.finish()
+    }
+
+    /// The same, and returns as soon as the machine runs on, if it ran before: whoever made its workload stand still can
+    /// let that go on too, however long the copy takes.
+    pub fn begin_freeze(&mut self) -> Result<UnfinishedTemplate, Error> {
         self.freeze_by(|memory| match memory.begin_freeze()? {
             Some(freezing) => Ok(FrozenMemory::Begun(freezing)),
             None => in_place(memory),
@@ -49,18 +73,22 @@ impl Vm {
         self.freeze_by(|memory| {
             memory.go_private()?;
             in_place(memory)
-        })
+        })?
+        .finish()
     }
 
     fn freeze_by(
         &mut self,
         freeze: impl FnOnce(&mut Memory) -> Result<FrozenMemory, MemoryError>,
-    ) -> Result<Template, Error> {
+    ) -> Result<UnfinishedTemplate, Error> {
         if self.page_server.is_some() {
             let what = "freeze: a page server supplies the machine's memory, which is not all here";
             return Err(Error::plain(ErrorKind::InvalidConfig, what));
         }
         let was_running = self.running;
+        if was_running && self.held.drives.iter().all(|drive| drive.copy.is_none()) {
+            self.prepare_freeze()?;
+        }
         self.memory.tidy();
         if was_running {
             settle(|| self.vcpus.iter().map(VcpuThread::cpu_time).sum());
@@ -74,12 +102,8 @@ impl Vm {
         }
         let pause = begun.elapsed();
         let (mut template, memory) = frozen?;
-        if let FrozenMemory::Begun(freezing) = memory {
-            template.image = freezing.finish()?;
-            trace::step("memory copied");
-        }
         template.pause = pause;
-        Ok(template)
+        Ok(UnfinishedTemplate { template, memory })
     }
 
     fn freeze_paused(
@@ -97,10 +121,14 @@ impl Vm {
                 )
             }
         };
-        let drives = self.held.drives.iter().enumerate();
-        let drives = drives
-            .map(|(index, drive)| drive.storage.freeze(&self.held.scratch).map_err(failed(index)))
-            .collect::<Result<_, _>>()?;
+        let mut drives = Vec::with_capacity(self.held.drives.len());
+        for index in 0..self.held.drives.len() {
+            let copy = self.take_copy(index)?;
+            if let Some(drive) = self.held.drives.get(index) {
+                let frozen = drive.storage.freeze(&self.held.scratch, copy);
+                drives.push(frozen.map_err(failed(index))?);
+            }
+        }
         trace::step("disks frozen");
         let memory = freeze(&mut self.memory)?;
         trace::step("memory frozen");

@@ -49,6 +49,7 @@ pub use config::{
     MmdsConfig, MmdsVersion, Net, RateLimiterConfig, TapSource, ThreadNames, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
+pub use freeze::UnfinishedTemplate;
 pub use pvmm_devices::virtio::balloon::BalloonStats;
 pub use pvmm_devices::{listen_privately, open};
 pub use refresh::Forked;

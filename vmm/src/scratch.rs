@@ -40,6 +40,11 @@ impl Scratch {
         Self { dir: dir.map(Path::to_owned), in_memory }
     }
 
+    /// An empty file beside `path`, on the same file system, if that can be.
+    pub fn file_beside(&self, path: &Path) -> Option<File> {
+        open_in(path.parent()?, self.in_memory).ok()
+    }
+
     /// An empty file.
     pub fn file(&self) -> io::Result<File> {
         let open = |dir: &Path| open_in(dir, self.in_memory);

@@ -5,15 +5,20 @@
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-use pvmm_devices::virtio::block::io::LayeredDisk;
+use pvmm_devices::virtio::block::io::{Changes, LayeredDisk};
 use pvmm_devices::virtio::block::{BlockConfig, Source};
 use pvmm_devices::{open, sparse};
 
 use crate::config::DriveSource;
 use crate::scratch::Scratch;
 use crate::snapshot::SnapshotError;
+
+/// How often what was written during a copy is copied while the guest runs.
+const COPY_ROUNDS: usize = 4;
+/// What may be left to be copied while the guest stands still.
+const COPY_ENOUGH: u64 = 4 << 20;
 
 /// A drive in the owner's hands.
 #[derive(Debug)]
@@ -84,8 +89,10 @@ pub enum FrozenStorage {
 }
 
 impl Storage {
-    /// The drive as it is now; what is written later goes elsewhere. The guest must be paused.
-    pub fn freeze(&self, scratch: &Scratch) -> io::Result<FrozenStorage> {
+    /// The drive as it is now; what is written later goes elsewhere. The guest must be paused. A drive that is written in
+    /// place is shared with its copy by the file system, or was copied before, as [`DriveCopy`] says; otherwise all of it
+    /// is copied now.
+    pub fn freeze(&self, scratch: &Scratch, copy: Option<DriveCopy>) -> io::Result<FrozenStorage> {
         match self {
             Self::Fixed { file, path } => {
                 Ok(FrozenStorage::Fixed { file: file.try_clone()?, path: path.clone() })
@@ -94,19 +101,27 @@ impl Storage {
                 layers.freeze(|| scratch.file())?;
                 Ok(FrozenStorage::Layers(layers.fork(scratch.file()?)?))
             }
-            Self::InPlace { file, .. } => {
+            Self::InPlace { file, path } => {
                 // Its owner wants the writes in the named file, so it is the copy that stands still.
-                let copy = scratch.file()?;
-                let size = file.metadata()?.len();
-                copy.set_len(size)?;
-                if sparse::clone(file, &copy).is_err() {
-                    sparse::copy(file, &copy, 0..size)?;
-                }
+                let copy = match copy {
+                    Some(copy) => copy.finish(file)?,
+                    None => copy_of(file, path.as_deref(), scratch)?,
+                };
                 Ok(FrozenStorage::Layers(LayeredDisk::over(copy, scratch.file()?)?))
             }
             Self::Later { path, read_only } => {
                 Ok(FrozenStorage::Named { path: Some(path.clone()), read_only: *read_only })
             }
+        }
+    }
+
+    /// Begins a copy of a drive that would otherwise be copied by [`Self::freeze`], while the guest runs.
+    pub fn begin_copy(&self, scratch: &Scratch) -> io::Result<Option<DriveCopy>> {
+        match self {
+            Self::InPlace { file, path } if shared(file, path.as_deref(), scratch).is_none() => {
+                Ok(Some(DriveCopy { copy: scratch.file()?, changes: Changes::default() }))
+            }
+            _ => Ok(None),
         }
     }
 
@@ -198,6 +213,63 @@ impl FrozenStorage {
     }
 }
 
+/// A copy of a drive that its guest writes meanwhile. The device notes what it writes in `changes`, from before the copy
+/// begins.
+#[derive(Debug)]
+pub struct DriveCopy {
+    copy: File,
+    pub changes: Changes,
+}
+
+impl DriveCopy {
+    /// Copies everything, then what was written meanwhile, until that is little or has been tried often enough.
+    pub fn advance(&self, file: &File) -> io::Result<()> {
+        let size = file.metadata()?.len();
+        self.copy.set_len(size)?;
+        sparse::copy(file, &self.copy, 0..size)?;
+        for _ in 0..COPY_ROUNDS {
+            if self.copy_changes(file)? < COPY_ENOUGH {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies what was written since; the guest must be paused.
+    fn finish(self, file: &File) -> io::Result<File> {
+        self.copy.set_len(file.metadata()?.len())?;
+        self.copy_changes(file)?;
+        Ok(self.copy)
+    }
+
+    fn copy_changes(&self, file: &File) -> io::Result<u64> {
+        let changed = self.changes.take(self.copy.metadata()?.len());
+        for range in &changed {
+            // Zeros are not copied, and they may have taken the place of something.
+            sparse::punch(&self.copy, range.clone())?;
+            sparse::copy(file, &self.copy, range.clone())?;
+        }
+        Ok(changed.iter().map(|range| range.end - range.start).sum())
+    }
+}
+
+fn copy_of(file: &File, path: Option<&Path>, scratch: &Scratch) -> io::Result<File> {
+    if let Some(copy) = shared(file, path, scratch) {
+        return Ok(copy);
+    }
+    let (copy, size) = (scratch.file()?, file.metadata()?.len());
+    copy.set_len(size)?;
+    sparse::copy(file, &copy, 0..size)?;
+    Ok(copy)
+}
+
+/// A copy that shares every block with the file, where the file system can do that.
+fn shared(file: &File, path: Option<&Path>, scratch: &Scratch) -> Option<File> {
+    let beside = path.and_then(|path| scratch.file_beside(path));
+    let copies = beside.into_iter().chain(scratch.file().ok());
+    copies.into_iter().find(|copy| sparse::clone(file, copy).is_ok())
+}
+
 /// Whether both are the same file: a lock on one would keep the other away.
 pub fn is_same_file(one: &File, other: &File) -> bool {
     let facts = |file: &File| file.metadata().map(|facts| (facts.dev(), facts.ino())).ok();
@@ -206,9 +278,29 @@ pub fn is_same_file(one: &File, other: &File) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::FileExt;
     use std::process::Command;
 
     use super::*;
+
+    #[test]
+    fn drive_written_during_its_copy_is_copied_as_it_was_at_the_end() {
+        let named = tempfile::NamedTempFile::new().unwrap();
+        let (file, scratch) = (named.reopen().unwrap(), Scratch::new(None, true));
+        file.write_all_at(&[1; 64 << 10], 0).unwrap();
+        let copy = DriveCopy { copy: scratch.file().unwrap(), changes: Changes::default() };
+        copy.advance(&file).unwrap();
+        file.write_all_at(&[2; 100], 9000).unwrap();
+        sparse::punch(&file, 16 << 10..32 << 10).unwrap();
+        copy.changes.note(9000..9100);
+        copy.changes.note(16 << 10..32 << 10);
+        let copy = copy.finish(&file).unwrap();
+        let read = |file: &File| {
+            let mut bytes = vec![0xee; 64 << 10];
+            file.read_exact_at(&mut bytes, 0).map(|()| bytes).unwrap()
+        };
+        assert_eq!(read(&copy), read(&file));
+    }
 
     #[test]
     fn drive_that_is_a_pipe_is_refused_and_waits_for_nobody() {

@@ -68,7 +68,10 @@ pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     listener.set_nonblocking(true).map_err(refuse_socket)?;
     // A secret that one machine was told is not for those that are made of it.
     let options = FreezeOptions::default();
-    let template = running.standing_still("fork", wish.refresh, options, pvmm::Vm::freeze)?;
+    // Before the workload is stopped: that takes as long as the drives are large.
+    running.vm.prepare_freeze().map_err(refuse("fork"))?;
+    let begun = running.standing_still("fork", wish.refresh, options, pvmm::Vm::begin_freeze)?;
+    let template = begun.finish().map_err(refuse("fork"))?;
     let pause = template.pause();
     let offer = Offer::of(&template, &snapshot::note(&running.config)?)?;
     let wait = move || {

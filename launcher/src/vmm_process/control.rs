@@ -88,7 +88,10 @@ impl Control {
     fn perform(&mut self, request: Request, vm: &mut Vm) -> Result<(Effect, Told), Error> {
         match request {
             Request::Freeze => {
-                let template = standing_still(vm, FreezeOptions::default(), Vm::freeze)?;
+                // Before the workload is stopped: that takes as long as the drives are large.
+                vm.prepare_freeze()?;
+                let template =
+                    standing_still(vm, FreezeOptions::default(), Vm::begin_freeze)?.finish()?;
                 let (bytes, files) = template.hand_over()?;
                 Ok((Effect::None, Told::Template(bytes, files)))
             }
@@ -168,8 +171,9 @@ fn standing_still<T>(
     let agent = Agent::connect_control(path, deadline)?;
     agent.freeze_with(options, deadline)?;
     let done = act(vm);
-    // The machine of before goes on in any case; only its copies wait for their refresh.
-    agent.thaw(deadline)?;
+    // The machine of before goes on in any case; only its copies wait for their refresh. With a deadline of its own: the
+    // first one may be used up by now.
+    agent.thaw(Instant::now() + AGENT_PATIENCE)?;
     done
 }
 

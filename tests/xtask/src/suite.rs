@@ -28,6 +28,8 @@ const OF_SCIENCE: &str = "code::soak_figures_and_tables_of_real_packages_come_ou
 
 /// What the unit tests need.
 const PACKAGES: [&str; 1] = ["strace"];
+/// What the suite makes file systems with.
+const SUITE_PACKAGES: [&str; 1] = ["xfsprogs"];
 
 /// Every test. `arguments` go to the suite.
 pub fn run(arguments: &[OsString]) -> ExitCode {
@@ -68,6 +70,7 @@ fn finish(verb: &str, result: Result<u8, Box<dyn Error>>) -> ExitCode {
 
 /// Runs the suite where guests run and returns its exit code.
 fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
+    packages::install(&SUITE_PACKAGES)?;
     let programs = ["--package", "pvmm-launcher", "--package", "pvmm-jailer"];
     cargo::run(&[&["build", "--release"], &programs[..]].concat())?;
     let suite = cargo::build_test("pvmm-tests", "suite")?;

@@ -11,7 +11,9 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
 use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, BlockConfig, BlockError, CacheMode, Source};
-use super::io::{Absent, Access, Engine, EngineKind, FileDisk, OpenError, Plain, engine};
+use super::io::{
+    Absent, Access, Changes, Engine, EngineKind, FileDisk, Finished, OpenError, Plain, engine,
+};
 use super::state::BlockStateV1;
 use super::wire::SECTOR_SIZE;
 use super::worker::BlockWorker;
@@ -57,6 +59,8 @@ pub struct Block {
     pub(super) limiter: RateLimiter,
     pub(super) flush_failed: bool,
     pub(super) host_errors: u64,
+    /// Told of every write, while somebody copies the image.
+    pub(super) changes: Option<Changes>,
     mode: Mode,
 }
 
@@ -89,6 +93,8 @@ pub enum BlockUpdate {
     Replace(Backend),
     /// Other limits.
     Limits(RateLimiterConfig),
+    /// Note what is written from now on, or stop to.
+    Note(Option<Changes>),
 }
 
 /// What the owner of a machine keeps of a disk, to open other images for it.
@@ -159,7 +165,8 @@ impl Block {
         let capacity_sectors = 0;
         let mut facts = Facts { capacity_sectors, block_size, direct, read_only, cache, id };
         facts.set_size(size);
-        Ok(Self { facts, engine, ended, limiter, flush_failed: false, host_errors: 0, mode })
+        let (flush_failed, host_errors, changes) = (false, 0, None);
+        Ok(Self { facts, engine, ended, limiter, flush_failed, host_errors, changes, mode })
     }
 
     /// Opens the image of a saved disk, and refuses one that the guest would not recognise.
@@ -188,6 +195,7 @@ impl Block {
             limiter: RateLimiter::new(&RateLimiterConfig::default()),
             flush_failed: false,
             host_errors: 0,
+            changes: None,
             mode: Mode { access: Access::default(), engine: EngineKind::Plain },
         }
     }
@@ -199,6 +207,15 @@ impl Block {
             id: self.facts.id.clone(),
             flush_failed: self.flush_failed,
         }
+    }
+
+    /// An operation that has ended.
+    pub(super) fn finished(&mut self) -> Option<Finished> {
+        let finished = self.engine.finished()?;
+        if let (Some(changes), Some(bytes)) = (&self.changes, finished.op.changed()) {
+            changes.note(bytes);
+        }
+        Some(finished)
     }
 
     /// Counts an error of the host and logs it ever more rarely.
@@ -218,6 +235,10 @@ impl Block {
                 self.limiter.configure(&limits);
                 return Ok(Updated::default());
             }
+            BlockUpdate::Note(changes) => {
+                self.changes = changes;
+                return Ok(Updated::default());
+            }
             BlockUpdate::Resize => {
                 let measured = self.engine.measure();
                 let act = "measure the image";
@@ -231,6 +252,8 @@ impl Block {
                     return Err(UpdateError::Refused(why));
                 }
                 self.engine = engine;
+                // They were of the image of before.
+                self.changes = None;
                 self.flush_failed = false;
                 self.facts.set_size(size);
             }

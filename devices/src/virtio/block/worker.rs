@@ -144,7 +144,7 @@ impl BlockWorker {
     }
 
     fn finish_ended(&mut self) -> Result<(), BlockFault> {
-        while let Some(finished) = self.block.engine.finished() {
+        while let Some(finished) = self.block.finished() {
             if let Some(request) = self.under_way.remove(&finished.token) {
                 self.advance(request, Some((finished.op, finished.result)))?;
             }
@@ -154,7 +154,7 @@ impl BlockWorker {
 
     /// Lets go of what has ended without telling the driver.
     fn discard_ended(&mut self) {
-        while let Some(finished) = self.block.engine.finished() {
+        while let Some(finished) = self.block.finished() {
             self.under_way.remove(&finished.token);
         }
     }

@@ -19,7 +19,7 @@ use super::{Clear, DiskIo};
 use crate::{open, sparse, sys};
 
 /// The unit in which layers hold data: what guests' file systems write.
-const BLOCK: u64 = 4096;
+pub(super) const BLOCK: u64 = 4096;
 /// Blocks whose presence one piece of a map tells.
 const PIECE: u64 = 4096;
 /// Frozen layers before the upper ones are made into one.
@@ -56,7 +56,7 @@ enum Present {
 
 /// Which blocks are there; costs memory for what was written only.
 #[derive(Debug, Default)]
-struct BlockMap(HashMap<u64, Box<[u64; PIECE as usize / 64]>>);
+pub(super) struct BlockMap(HashMap<u64, Box<[u64; PIECE as usize / 64]>>);
 
 impl LayeredDisk {
     /// A plain image that is this disk's alone.
@@ -240,7 +240,7 @@ impl BlockMap {
     }
 
     /// Notes blocks, a word of the map at a time: a guest may discard millions of them by one request.
-    fn add(&mut self, blocks: Range<u64>) {
+    pub(super) fn add(&mut self, blocks: Range<u64>) {
         let mut next = blocks.start;
         while next < blocks.end {
             let end = blocks.end.min((next / 64 + 1) * 64);
@@ -262,7 +262,7 @@ impl BlockMap {
         (has, (next * BLOCK).min(end))
     }
 
-    fn ranges(&self, size: u64) -> Vec<Range<u64>> {
+    pub(super) fn ranges(&self, size: u64) -> Vec<Range<u64>> {
         let mut pieces: Vec<_> = self.0.keys().copied().collect();
         pieces.sort_unstable();
         let mut ranges: Vec<Range<u64>> = Vec::new();

@@ -6,12 +6,14 @@
 //! | `file.rs` | which files can be disks, and how they are opened and locked |
 //! | `absent.rs` | a disk whose image is opened later |
 //! | `layers.rs` | a disk that can be frozen, forked and taken back |
+//! | `changes.rs` | what was written to a disk while somebody copies it |
 //! | `plain.rs` | the engine that carries an operation out at once |
 //! | `uring.rs`, `sys.rs` | the engine that hands it to the kernel and goes on |
 //!
 //! Nothing here knows of rings or of virtio.
 
 mod absent;
+mod changes;
 mod file;
 mod layers;
 mod op;
@@ -26,6 +28,7 @@ use vm_memory::VolatileSlice;
 use vmm_sys_util::eventfd::EventFd;
 
 pub use absent::Absent;
+pub use changes::Changes;
 pub use file::{Access, FileDisk, OpenError};
 pub use layers::LayeredDisk;
 pub use op::{Bounce, Finished, Op, Target, guest_slices};

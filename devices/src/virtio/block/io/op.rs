@@ -3,6 +3,7 @@
 //! An operation owns what it works on, so that the kernel may go on with it after everybody else has let go.
 
 use std::io;
+use std::ops::Range;
 
 use vm_memory::{GuestMemory as _, Permissions, VolatileSlice};
 
@@ -17,6 +18,18 @@ pub enum Op {
     Write { from: Target, offset: u64 },
     Sync,
     Clear { how: Clear, offset: u64, len: u64 },
+}
+
+impl Op {
+    /// The bytes of the storage that it may have changed, if it is of that kind.
+    pub fn changed(&self) -> Option<Range<u64>> {
+        let (offset, len) = match self {
+            Self::Read { .. } | Self::Sync => return None,
+            Self::Write { from, offset } => (*offset, from.len()),
+            Self::Clear { offset, len, .. } => (*offset, *len),
+        };
+        Some(offset..offset.saturating_add(len))
+    }
 }
 
 /// An operation that has ended, and how much it moved.
@@ -37,6 +50,13 @@ pub enum Target {
 }
 
 impl Target {
+    fn len(&self) -> u64 {
+        match self {
+            Self::Guest { segments, .. } => segments.iter().map(|part| u64::from(part.len)).sum(),
+            Self::Host(bounce) => bounce.len as u64,
+        }
+    }
+
     /// The memory as the host addresses it.
     pub fn slices(&mut self) -> io::Result<Vec<VolatileSlice<'_>>> {
         match self {

@@ -2,6 +2,7 @@
 
 use super::super::super::registry::DeviceUpdate;
 use super::super::super::{DeviceError, UpdateError};
+use super::super::io::Changes;
 use super::super::{BlockUpdate, EngineKind, Source};
 use super::*;
 use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
@@ -27,6 +28,36 @@ fn resized_image_is_announced_and_its_new_end_counts() {
     update(&driver, BlockUpdate::Resize).unwrap();
     assert_eq!(write(&mut driver, 10, &[1; 512]), IOERR);
     assert_eq!(image.as_file().metadata().unwrap().len(), 10 * 512);
+}
+
+#[test]
+fn writes_and_discards_are_noted_once_they_have_ended_until_nobody_asks() {
+    for engine in [EngineKind::Plain, EngineKind::Auto] {
+        let (image, changes) = (image(), Changes::default());
+        image.as_file().set_len(1 << 20).unwrap();
+        let block = Block::new(BlockConfig::new(image.path()).engine(engine)).unwrap();
+        let mut driver = MockDriver::ready(block);
+        let mut write = |driver: &mut MockDriver, sector: u64| {
+            let sent =
+                driver.send(0, &[Readable(&header(OUT, sector)), Readable(&[9; 512]), Writable(1)]);
+            while driver.used(0).is_none() {
+                driver.run();
+            }
+            assert_eq!(driver.contents(&sent)[2], [OK]);
+        };
+        write(&mut driver, 40);
+        update(&driver, BlockUpdate::Note(Some(changes.clone()))).unwrap();
+        write(&mut driver, 9);
+        write(&mut driver, 17);
+        let expected = 4096..3 * 4096;
+        assert_eq!(changes.take(1 << 20), [expected]);
+        assert!(changes.take(1 << 20).is_empty());
+        write(&mut driver, 2047);
+        assert_eq!(changes.take(1 << 19), []);
+        update(&driver, BlockUpdate::Note(None)).unwrap();
+        write(&mut driver, 9);
+        assert!(changes.take(1 << 20).is_empty());
+    }
 }
 
 #[test]
