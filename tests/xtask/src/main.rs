@@ -5,6 +5,7 @@
 mod advisories;
 mod artifacts;
 mod bad_input;
+mod bare;
 mod bench;
 mod cache;
 mod cargo;
@@ -82,6 +83,11 @@ enum Verb {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
         command: Vec<OsString>,
     },
+    /// Run a command in a minimal Debian with Rust and a copy of this checkout, and nothing else
+    Bare {
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true, required = true)]
+        command: Vec<OsString>,
+    },
     /// Keep a nested host running, which on-kvm then uses
     #[command(subcommand)]
     Host(host::Verb),
@@ -112,6 +118,7 @@ fn main() -> ExitCode {
         Verb::Build => build(),
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),
+        Verb::Bare { command } => bare::run(&command),
         Verb::Host(verb) => host::run(verb),
         Verb::Probe => say_what_runs(),
         Verb::NestedServe => nested_host::serve::first_process(),

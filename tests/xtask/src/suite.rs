@@ -130,14 +130,17 @@ fn list(suite: &Path, arguments: &[OsString]) -> Result<Vec<String>, Box<dyn Err
     Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
 }
 
-/// Runs the tests with `run`, which returns how its host and what its log of ended tests says.
+/// Runs the suite with these arguments on one host; how that ended, and the log of the tests that ended.
+type RunOnHost<'a> = dyn FnMut(&[OsString]) -> Result<(Ran, String), OnKvmError> + 'a;
+
+/// Runs the tests with `run`, on one host after another if need be.
 ///
 /// A test that fails is a failure. Only a host that dies under a test, which can have nothing to do with
 /// it, gives that test another host, once; those that had not begun follow there.
 fn run_in_hosts(
     tests: &[String],
     arguments: &[OsString],
-    run: &mut dyn FnMut(&[OsString]) -> Result<(Ran, String), OnKvmError>,
+    run: &mut RunOnHost<'_>,
 ) -> Result<u8, OnKvmError> {
     let (mut arguments, mut ended) = (arguments.to_vec(), Vec::new());
     let (mut any_failed, mut lost_in) = (false, Vec::new());
