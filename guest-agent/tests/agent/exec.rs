@@ -50,9 +50,7 @@ fn exec_cwd_is_entered() {
 #[test]
 fn exec_user_is_taken_on_with_its_groups() {
     let fixture = Fixture::start();
-    if !is_root() {
-        return;
-    }
+    assert!(is_root(), "only root can become another user: run this test as root");
     let request = ExecRequest::shell("id -u; id -g; echo $HOME; echo $USER").user("daemon");
     let output = fixture.agent().exec(&request).unwrap();
     assert_eq!(output.stdout.bytes, b"1\n1\n/usr/sbin\ndaemon\n");

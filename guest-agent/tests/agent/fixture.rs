@@ -26,21 +26,19 @@ impl Fixture {
     }
 
     /// An agent with a host name, mounts, `/etc`, `/run` and network of its own, which it may
-    /// change. `prepare` is a shell line that runs in there before it; `None` where this user may
-    /// not make such a place.
-    pub fn start_isolated(prepare: &str) -> Option<Self> {
+    /// change. `prepare` is a shell line that runs in there before it. Only root can make such a place.
+    pub fn start_isolated(prepare: &str) -> Self {
         let unshare = ["--mount", "--uts", "--net", "--propagation", "private", "--"];
         let mut command = Command::new("unshare");
         command.args(unshare);
         let possible = Command::new("unshare").args(unshare).arg("true").status();
-        if !possible.is_ok_and(|status| status.success()) {
-            return None;
-        }
+        let possible = possible.is_ok_and(|status| status.success());
+        assert!(possible, "this test makes namespaces: run it as root, with util-linux installed");
         let line = format!(
             "set -e; mount -t tmpfs none /etc; mount -t tmpfs none /run; {prepare}; exec \"$@\""
         );
         command.args(["sh", "-c", &line, "sh"]);
-        Some(Self::start_command(command, true))
+        Self::start_command(command, true)
     }
 
     fn start_with(cgroups: bool) -> Self {
@@ -88,9 +86,10 @@ impl Fixture {
         self.cgroup.is_some()
     }
 
-    /// Where the agent makes its control groups.
-    pub fn cgroup_place(&self) -> Option<&Path> {
-        self.cgroup.as_deref()
+    /// Where the agent makes its control groups; a test that needs them fails where there is none.
+    pub fn cgroup_place(&self) -> &Path {
+        let lacking = "this test needs control groups: run it as root, with cgroup v2 mounted";
+        self.cgroup.as_deref().expect(lacking)
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
