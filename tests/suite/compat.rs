@@ -96,19 +96,19 @@ fn look(moment: &str, agent: &Agent) {
 }
 
 #[test]
-#[ignore = "needs cargo xtask compat"]
+#[ignore = "make compat"]
 fn compat_rs_sdk_boots_snapshots_loads_elsewhere_and_patches() {
     network::isolated(|| drive(&mut Command::new(clients().join("rs-sdk")), look));
 }
 
 #[test]
-#[ignore = "needs cargo xtask compat"]
+#[ignore = "make compat"]
 fn compat_firepilot_boots_pauses_resumes_and_its_machine_goes_on_elsewhere() {
     network::isolated(|| drive(&mut Command::new(clients().join("firepilot")), look));
 }
 
 #[test]
-#[ignore = "needs cargo xtask compat"]
+#[ignore = "make compat"]
 fn compat_firecracker_python_boots_snapshots_loads_elsewhere_and_patches() {
     let mut python = Command::new("python3");
     python.env("PYTHONPATH", clients().join("python")).arg(clients().join("python_api.py"));

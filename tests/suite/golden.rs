@@ -70,7 +70,7 @@ fn golden_snapshots_go_on_or_are_refused_for_their_processor() {
 /// Prints a new golden snapshot, for `tests/golden`: `cargo xtask soak golden_is_made`, and what stands between its
 /// name and `ok` through `base64 -d`.
 #[test]
-#[ignore = "makes a golden snapshot"]
+#[ignore = "run by cargo xtask soak golden_is_made, to make one"]
 fn golden_is_made() {
     let place = TempDir::new().unwrap();
     snapshot(&place.path().join("golden"));

@@ -157,6 +157,10 @@ fn soak_forks_are_apart() {
     forks_are_apart(64);
 }
 
+/// What a busy guest may stand still to be forked. An emulated one takes a tenth of it while two other
+/// programs are busy; one that waits for its memory to be copied takes longer.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
 /// Counts in memory and on a disk, the disk one step behind; both are the same instant in every fork.
 fn forks_under_load(count: usize) {
     let disk = tempfile::tempfile().unwrap();
@@ -175,8 +179,11 @@ fn forks_under_load(count: usize) {
                 pkill -CONT python3; sleep 0.3; cat /dev/shm/n";
     let mut last = 0;
     for round in 0..count {
+        let begun = Instant::now();
         let template = guest.vm.freeze().unwrap();
-        println!("fork {round}: the parent stood still for {:?}", template.pause());
+        let (pause, whole) = (template.pause(), begun.elapsed());
+        println!("fork {round}: the parent stood still for {pause:?} of {whole:?}");
+        assert!(pause <= whole && pause < LONGEST_PAUSE, "round {round}: {pause:?} of {whole:?}");
         let said = Child::of(&template).prints(look);
         let numbers: Vec<u64> = said.lines().map(|line| line.parse().unwrap()).collect();
         let [memory, disk, later] = numbers[..] else { panic!("{said}") };

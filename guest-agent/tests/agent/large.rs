@@ -76,7 +76,7 @@ fn file_of_128_mib_of_real_data_matches_with_flat_memory() {
 }
 
 #[test]
-#[ignore = "takes 2 GiB of disk and a minute"]
-fn file_of_2_gib_of_real_data_matches_with_flat_memory() {
+#[ignore = "make soak; takes 2 GiB of disk and a minute"]
+fn soak_file_of_2_gib_of_real_data_matches_with_flat_memory() {
     there_and_back(2048, true);
 }

@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use crate::on_kvm::{self, NestedPlace};
 use crate::probe::{self, Found};
-use crate::{artifacts, cargo, checkout, progress, report};
+use crate::{artifacts, cargo, checkout, firecracker, progress, report};
 
 #[derive(Debug, clap::Args)]
 pub struct Options {
@@ -39,8 +39,9 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
     let program = cargo::ship("pvmm-benches", "pvmm-bench")?;
     artifacts::prepare()?;
     let verb = if options.native { "native" } else { "run" };
-    let command = |out: &Path| {
-        let mut argv = vec![program.clone().into_os_string(), verb.into()];
+    let command = |words: Vec<OsString>, out: &Path| {
+        let mut argv = words;
+        argv.extend([program.clone().into_os_string(), verb.into()]);
         argv.extend(options.quick.then(|| "--quick".into()));
         argv.extend(["--out".into(), out.as_os_str().to_owned()]);
         argv.extend_from_slice(&options.arguments);
@@ -49,12 +50,15 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
     std::env::set_current_dir(checkout::root())?;
     let kept = cargo::target_dir().join(if options.native { "bench-native" } else { "bench" });
     if options.native {
-        return Ok(on_kvm::run_here(&command(&kept)));
+        return Ok(on_kvm::run_here(&command(Vec::new(), &kept)));
     }
-    Ok(match probe::find() {
+    let found = probe::find();
+    // Before anything runs: a name that means nothing is told now.
+    let words = firecracker::words(&found)?;
+    Ok(match found {
         Found::Here(what) => {
             progress::step(format!("measuring here: {what}"));
-            on_kvm::run_here(&command(&kept))
+            on_kvm::run_here(&command(words, &kept))
         }
         Found::NotHere(reason) => {
             progress::step(format!(
@@ -62,7 +66,8 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
             ));
             let shared = checkout::scratch().join("bench");
             fs::create_dir_all(&shared)?;
-            let code = on_kvm::code(NestedPlace::open().and_then(|p| p.run(&command(&shared))));
+            let argv = command(words, &shared);
+            let code = on_kvm::code(NestedPlace::open().and_then(|place| place.run(&argv)));
             fs::create_dir_all(&kept)?;
             for entry in fs::read_dir(&shared)?.collect::<Result<Vec<_>, _>>()? {
                 fs::copy(entry.path(), kept.join(entry.file_name()))?;

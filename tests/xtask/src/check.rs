@@ -55,6 +55,9 @@ fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
         if let Some(kind) = advisories::in_source(&text) {
             faults.push(format!("{name} has a {kind} of its own; use the one of vm-memory"));
         }
+        faults.extend(ignored_by_all(&text).map(|reason| {
+            format!("{name} ignores a test and names no make target that runs it: {reason}")
+        }));
         let lines = lines_without_tests(path, &text);
         if lines > LONG_FILE {
             long.push(format!("{name} has {lines} lines without tests"));
@@ -115,6 +118,12 @@ fn lines_without_tests(path: &Path, text: &str) -> usize {
     text[..tests].lines().count()
 }
 
+/// Reasons to ignore a test that say neither which make target runs it nor which other test does.
+fn ignored_by_all(text: &str) -> impl Iterator<Item = &str> {
+    let lines = text.lines().map(str::trim).filter(|line| line.starts_with("#[ignore"));
+    lines.filter(|line| !["make ", "cargo xtask ", "run by "].iter().any(|by| line.contains(by)))
+}
+
 /// Words in backticks that are paths of this tree.
 fn named_paths(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2).filter(|word| {
@@ -145,6 +154,13 @@ mod tests {
         let text = "a\nb\n#[cfg(test)]\nmod tests {\nc\n}\n";
         assert_eq!(lines_without_tests(Path::new("src/x.rs"), text), 2);
         assert_eq!(lines_without_tests(Path::new("src/x/tests.rs"), text), 0);
+    }
+
+    #[test]
+    fn ignored_test_that_no_target_runs_is_named() {
+        let text = "#[ignore = \"make soak\"]\n#[ignore]\n  #[ignore = \"slow\"]\n";
+        let found: Vec<_> = ignored_by_all(text).collect();
+        assert_eq!(found, ["#[ignore]", "#[ignore = \"slow\"]"]);
     }
 
     #[test]

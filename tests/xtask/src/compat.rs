@@ -9,12 +9,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::{env, fs, io};
 
-use crate::{artifacts, cache, cargo, checkout, fctools, on_kvm, probe, progress, report};
+use crate::{
+    artifacts, cache, cargo, checkout, fctools, firecracker, on_kvm, packages, probe, progress,
+    report,
+};
 
 /// The crate of drivers, a workspace of its own.
 pub const CRATE: &str = "tests/compat";
 /// The test that sends them.
 const BESIDE: &str = "compat_beside";
+/// What the clients and what drives them need.
+const PACKAGES: [&str; 3] = ["iproute2", "python3", "python3-pip"];
 /// How many requests schemathesis makes up for each operation.
 const EXAMPLES: &str = "50";
 
@@ -34,6 +39,7 @@ pub struct Options {
 pub fn run(options: &Options) -> ExitCode {
     let compat = || -> Result<u8, Box<dyn Error>> {
         let mut code = 0;
+        packages::install(&PACKAGES)?;
         if options.beside {
             cargo::run(&cargo::BUILD_PVMM)?;
             let program = cargo::build_test("pvmm-tests", "suite")?;
@@ -82,13 +88,12 @@ fn clients() -> Result<u8, Box<dyn Error>> {
 
 /// One script to pvmm and to Firecracker, if there is one.
 fn beside(program: &Path) -> Result<u8, Box<dyn Error>> {
-    let Some(firecracker) = env::var_os("FIRECRACKER_BIN") else {
+    let mut argv = firecracker::words(&probe::find())?;
+    if argv.is_empty() {
         eprintln!("compat: LEFT OUT: pvmm beside Firecracker, for FIRECRACKER_BIN names none");
         return Ok(0);
-    };
-    let mut variable = OsString::from("FIRECRACKER_BIN=");
-    variable.push(fs::canonicalize(firecracker)?);
-    let mut argv = vec!["env".into(), variable, program.into()];
+    }
+    argv.push(program.into());
     argv.extend(["--ignored", "--nocapture", "--test-threads=1", BESIDE].map(OsString::from));
     on_kvm(&argv)
 }
@@ -101,11 +106,11 @@ fn requests_of_every_kind() -> Result<(), Box<dyn Error>> {
     // Where anybody can run it, and under the name that it goes by.
     let programs = env::temp_dir().join("pvmm-compat");
     fs::create_dir_all(&programs)?;
-    let firecracker = programs.join("firecracker");
-    replace(&cargo::target_dir().join("release/pvmm"), &firecracker)?;
+    let program = programs.join("firecracker");
+    replace(&cargo::target_dir().join("release/pvmm"), &program)?;
     progress::step("schemathesis: docs/openapi.json");
     let mut python = Command::new("python3");
-    python.env("PYTHONPATH", place).arg(source.join("schemathesis_api.py")).arg(&firecracker);
+    python.env("PYTHONPATH", place).arg(source.join("schemathesis_api.py")).arg(&program);
     let done =
         check(python.arg(checkout::root().join("docs/openapi.json")).arg(EXAMPLES), "schemathesis");
     fs::remove_dir_all(programs)?;

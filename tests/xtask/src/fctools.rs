@@ -18,6 +18,11 @@ const VERSION: &str = "0.6.0";
 /// The tests that touch a machine; `other` does not.
 const PROGRAMS: [&str; 4] = ["vm", "vm_api", "process", "extensions"];
 
+/// How many tests they have together.
+const TESTS: usize = 58;
+/// What a test program exits with after its last test if one has failed.
+const SOME_FAILED: u8 = 101;
+
 /// Runs the tests with `filter` in their names; 0 if exactly those pass that should.
 pub fn run(filter: &str) -> Result<u8, Box<dyn Error>> {
     // Their networks are made by it.
@@ -30,23 +35,31 @@ pub fn run(filter: &str) -> Result<u8, Box<dyn Error>> {
         // Each in a run of its own: should the host be lost, one program is run again and not all.
         let log = checkout::scratch().join("fctools.log");
         let script = format!(
-            "mkdir -p /srv/jailer /tmp; export FCTOOLS_TESTDATA_PATH={}; {} --test-threads=1 {filter} 2>&1 | tee {}",
+            "mkdir -p /srv/jailer /tmp; export FCTOOLS_TESTDATA_PATH={}; \
+             {{ {} --test-threads=1 {filter} 2>&1; echo $? > /tmp/code; }} | tee {}; exit $(cat /tmp/code)",
             data.display(),
             program.display(),
             log.display()
         );
-        on_kvm(&["sh".into(), "-c".into(), script.into()])?;
+        let code = on_kvm(&["sh".into(), "-c".into(), script.into()])?;
+        if code != 0 && code != SOME_FAILED {
+            return Err(format!("{} ended with {code}, not at its end", program.display()).into());
+        }
         said += &fs::read_to_string(log)?;
     }
-    Ok(judge(&said, &expected()?, filter))
+    Ok(judge(&said, &expected()?, filter, TESTS))
 }
 
-/// Says which tests passed, and 0 if that is what was expected.
-fn judge(log: &str, expected: &BTreeMap<String, String>, filter: &str) -> u8 {
+/// Says which tests passed, and 0 if all `count` ended and that is what was expected.
+fn judge(log: &str, expected: &BTreeMap<String, String>, filter: &str, count: usize) -> u8 {
     let outcomes: BTreeMap<&str, bool> = log.lines().filter_map(outcome).collect();
     let passed = outcomes.values().filter(|passed| **passed).count();
     println!("fctools: {passed} of {} tests pass", outcomes.len());
     let mut code = u8::from(outcomes.is_empty());
+    if filter.is_empty() && outcomes.len() != count {
+        println!("fctools: {} tests ended, not {count}", outcomes.len());
+        code = 1;
+    }
     for (name, passed) in &outcomes {
         match (passed, expected.get(*name)) {
             (true, None) => {}
@@ -209,10 +222,17 @@ mod tests {
     fn test_that_should_pass_and_does_not_is_a_failure() {
         let log = "test a ... ok\ntest b ... FAILED\ntest c ... \nnoise";
         let known = |names: &[&str]| names.iter().map(|n| ((*n).into(), "why".into())).collect();
-        assert_eq!(judge(log, &known(&["b"]), ""), 0);
-        assert_eq!(judge(log, &known(&[]), ""), 1);
-        assert_eq!(judge(log, &known(&["b", "gone"]), ""), 1);
-        assert_eq!(judge(log, &known(&["b", "gone"]), "b"), 0);
-        assert_eq!(judge("", &known(&[]), ""), 1);
+        assert_eq!(judge(log, &known(&["b"]), "", 2), 0);
+        assert_eq!(judge(log, &known(&[]), "", 2), 1);
+        assert_eq!(judge(log, &known(&["b", "gone"]), "", 2), 1);
+        assert_eq!(judge(log, &known(&["b", "gone"]), "b", 2), 0);
+        assert_eq!(judge("", &known(&[]), "", 0), 1);
+    }
+
+    #[test]
+    fn run_that_ends_before_its_last_test_is_a_failure() {
+        let log = "test a ... ok\ntest b ... ok\n";
+        assert_eq!(judge(log, &BTreeMap::new(), "", 2), 0);
+        assert_eq!(judge(log, &BTreeMap::new(), "", 3), 1);
     }
 }

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::{env, fs};
 
-use crate::{checkout, progress, report};
+use crate::{checkout, packages, progress, report};
 
 /// The folder of kept inputs has one folder for each target.
 const CORPUS: &str = "tests/fuzz/corpus";
@@ -35,6 +35,8 @@ fn fuzz(seconds: u32, filter: &str) -> Result<ExitCode, Box<dyn Error>> {
     let root = checkout::root();
     env::set_current_dir(&root)?;
     let scratch = root.join("target/fuzz");
+    // libFuzzer is C++.
+    packages::install(&["g++"])?;
     let program = build(&scratch)?;
     let mut targets: Vec<_> = fs::read_dir(CORPUS)?
         .map(|entry| Ok(entry?.file_name()))
@@ -86,7 +88,7 @@ fn build(scratch: &Path) -> Result<std::path::PathBuf, Box<dyn Error>> {
         .env("RUSTFLAGS", COVERAGE)
         .status()?;
     if !built.success() {
-        return Err("the fuzz targets were not built (a C++ compiler is needed too)".into());
+        return Err("the fuzz targets were not built".into());
     }
     Ok(scratch.join(TARGET).join("release/fuzz"))
 }

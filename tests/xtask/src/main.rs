@@ -15,6 +15,7 @@ mod clocks;
 mod compat;
 mod demo;
 mod fctools;
+mod firecracker;
 mod fuzz;
 mod host;
 mod kernel;

@@ -26,10 +26,21 @@ const SECOND_BOOT: &str = "reboot::soak_snapshot_of_an_earlier_boot_goes_on";
 /// The test whose guest has more than `base`.
 const OF_SCIENCE: &str = "code::soak_figures_and_tables_of_real_packages_come_out";
 
-/// What the unit tests need.
-const PACKAGES: [&str; 1] = ["strace"];
-/// What the suite makes file systems with.
-const SUITE_PACKAGES: [&str; 1] = ["xfsprogs"];
+/// What the tests run or read on this machine, beyond what every Debian has.
+const PACKAGES: [&str; 9] = [
+    "busybox-static",
+    "e2fsprogs",
+    "iproute2",
+    "kmod",
+    "less",
+    "nodejs",
+    "python3",
+    "strace",
+    "xfsprogs",
+];
+
+/// The long test of the agent, which needs no guest.
+const OF_THE_AGENT: &str = "soak_file_of_2_gib_of_real_data_matches_with_flat_memory";
 
 /// Every test. `arguments` go to the suite.
 pub fn run(arguments: &[OsString]) -> ExitCode {
@@ -53,6 +64,10 @@ pub fn soak(filter: OsString) -> ExitCode {
                 return Ok(code);
             }
         }
+        if OF_THE_AGENT.contains(&*filter.to_string_lossy()) {
+            let agent = ["test", "--package", "pvmm-guest-agent", "--test", "agent", "--"];
+            cargo::run(&[&agent[..], &["--ignored", "--nocapture", OF_THE_AGENT]].concat())?;
+        }
         suite(&["--ignored".into(), "--nocapture".into(), filter])
     };
     finish("soak", soak())
@@ -70,7 +85,7 @@ fn finish(verb: &str, result: Result<u8, Box<dyn Error>>) -> ExitCode {
 
 /// Runs the suite where guests run and returns its exit code.
 fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
-    packages::install(&SUITE_PACKAGES)?;
+    packages::install(&PACKAGES)?;
     let programs = ["--package", "pvmm-launcher", "--package", "pvmm-jailer"];
     cargo::run(&[&["build", "--release"], &programs[..]].concat())?;
     let suite = cargo::build_test("pvmm-tests", "suite")?;
