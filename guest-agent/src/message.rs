@@ -11,7 +11,7 @@ pub use serde_bytes::ByteBuf;
 
 pub use code::{CloseSession, Language, OpenSession, RunCode, RunReport, RunStatus, SessionInfo};
 pub use detached::{Attach, Detach, Detached, Kept, ProcessId, ProcessInfo, Replay, SignalProcess};
-pub use fresh::{FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
+pub use fresh::{Counter, FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
 pub use metrics::{Limits, Metrics, OomEvent};
 
 /// `Hello`: who the client is and which versions it speaks.

@@ -128,7 +128,10 @@ impl Server {
                 let random = self.identity.random.as_ref().ok_or(ErrorKind::NotFound)?;
                 sys::add_entropy(random, &request.entropy)
             }
-            Step::Clock => sys::set_clock(request.unix_ns.unwrap_or(0)),
+            Step::Clock => {
+                let passed = request.counter.map_or(0, |it| it.ns_until(sys::time_stamp_counter()));
+                sys::set_clock(request.unix_ns.unwrap_or(0).saturating_add(passed))
+            }
             Step::Hostname => sys::set_hostname(request.hostname.as_deref().unwrap_or_default()),
             Step::MachineId => {
                 let id = request.machine_id.as_deref().map_or(&[][..], |id| id);
@@ -258,12 +261,22 @@ fn uuid(bytes: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use pvmm_guest_agent::message::Counter;
+
     use super::*;
 
     #[test]
     fn uuid_of_random_bytes_says_that_it_is_random() {
         assert_eq!(uuid(&[0xff; 16]), "ffffffff-ffff-4fff-bfff-ffffffffffff");
         assert_eq!(uuid(&[0; 16]), "00000000-0000-4000-8000-000000000000");
+    }
+
+    #[test]
+    fn time_since_a_count_is_that_of_its_rate_and_none_where_that_cannot_be() {
+        let counter = Counter { at: 1_000, khz: 2_000_000 };
+        assert_eq!(counter.ns_until(1_000 + 5_000_000), 2_500_000);
+        let wrong = [(counter, 999), (counter, u64::MAX), (Counter { at: 0, khz: 0 }, 7)];
+        assert!(wrong.iter().all(|(counter, now)| counter.ns_until(*now) == 0));
     }
 
     #[test]

@@ -18,6 +18,7 @@ mod files;
 mod firecracker;
 mod fork;
 mod generation;
+mod going_on;
 mod golden;
 mod hostile;
 mod identity;

@@ -18,7 +18,7 @@ fn shell(user: &User, vm: &str, line: &str) -> String {
 #[test]
 fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
     let user = User::new();
-    let vm = user.detached(&["--name", "web"]);
+    let vm = user.detached(&["--name", "web", "--cpus", "2"]);
     shell(&user, "web", "echo one > /root/word; echo $$ > /tmp/memory");
 
     // Two copies, each its own, with names of their own.
@@ -64,7 +64,7 @@ fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
     ok(&user, &["kill", "--signal", "KILL", &vm]);
     assert!(ok(&user, &["snapshots", "inspect", path]).contains("\"memory_mib\": 512"));
     ok(&user, &["restore", path, "--name", "back"]);
-    assert_eq!(shell(&user, "back", "cat /root/word"), "one");
+    assert_eq!(shell(&user, "back", "cat /root/word; nproc"), "one\n2");
     assert_ne!(id_of("back"), saved_id);
     ok(&user, &["kill", "--signal", "KILL", "back"]);
     let missing = user.pvmm(["restore", "no-such-snapshot"]);

@@ -172,6 +172,7 @@ impl Machine {
             checkpoint: None,
             running: false,
             broken: None,
+            clock_mark: None,
             prefault: None,
             page_server: None,
             kvm,

@@ -19,6 +19,7 @@ use crate::agent::{Agent, ReadyListener};
 use crate::boot;
 use crate::config::VmConfig;
 use crate::error::{Error, ErrorKind};
+use crate::kvm::state::ClockMark;
 use crate::kvm::vm::KvmVm;
 use crate::machine::{Ending, Held, MachineError};
 use crate::memory::{Memory, PageServer};
@@ -57,6 +58,8 @@ pub struct Vm {
     pub(crate) running: bool,
     /// Why the machine can only be ended, if that is so.
     pub(crate) broken: Option<String>,
+    /// What the guest's time stamp counter showed when the machine was last resumed.
+    pub(crate) clock_mark: Option<ClockMark>,
     /// Makes the pages of a first use ready. Left until the guest runs: a copy that never does costs no page.
     pub(crate) prefault: Option<Preparation>,
     pub(crate) kvm: KvmVm,
@@ -83,6 +86,7 @@ impl Vm {
     pub fn resume(&mut self) -> Result<(), Error> {
         self.check_whole()?;
         if !self.running {
+            self.mark_clock();
             // All of them before any runs: a machine runs as a whole or not at all.
             self.vcpus.iter_mut().try_for_each(VcpuThread::start)?;
             trace::step("vCPU threads");
@@ -107,6 +111,13 @@ impl Vm {
         let run = |vcpu: &VcpuThread| vcpu.resume(prefault.take());
         let ran = self.vcpus.iter().map(run).find_map(Result::err);
         ran.map_or(Ok(()), |error| Err(self.break_with(&error.into())))
+    }
+
+    /// Takes note of the guest's counter, so that a refresh can tell the guest the time to the instant at which
+    /// it reads it.
+    fn mark_clock(&mut self) {
+        let mark = self.vcpus.first().and_then(|vcpu| vcpu.mark_clock().ok()?.wait().ok());
+        self.clock_mark = mark;
     }
 
     /// Stops the guest: first its vCPUs, all at once, then its devices. When this returns nothing writes

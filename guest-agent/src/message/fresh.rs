@@ -39,6 +39,9 @@ pub struct Refresh {
     /// The time of day, in nanoseconds since 1970.
     #[serde(default)]
     pub unix_ns: Option<u64>,
+    /// When that was, on the guest's time stamp counter; otherwise it is when the request arrives.
+    #[serde(default)]
+    pub counter: Option<Counter>,
     #[serde(default)]
     pub hostname: Option<String>,
     /// 16 bytes.
@@ -63,6 +66,18 @@ pub struct Refresh {
     pub thaw: bool,
 }
 
+impl Counter {
+    /// The longest time that is believed to have passed.
+    const LONGEST_NS: u64 = 60_000_000_000;
+
+    /// The nanoseconds from this instant until the counter showed `now`; none if that cannot be.
+    pub fn ns_until(&self, now: u64) -> u64 {
+        let ticks = u128::from(now.saturating_sub(self.at));
+        let ns = (ticks * 1_000_000).checked_div(self.khz.into()).unwrap_or(0);
+        u64::try_from(ns).ok().filter(|ns| *ns <= Self::LONGEST_NS).unwrap_or(0)
+    }
+}
+
 impl Refresh {
     /// The steps that this asks for. Their order is a promise: nothing that draws random numbers or looks at
     /// the time comes before those are fresh, and the workload comes last.
@@ -80,6 +95,14 @@ impl Refresh {
         ];
         steps.into_iter().filter_map(|(step, wanted)| wanted.then_some(step)).collect()
     }
+}
+
+/// An instant on the guest's time stamp counter.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counter {
+    pub at: u64,
+    /// How fast it counts.
+    pub khz: u32,
 }
 
 /// A network interface as it shall be.

@@ -105,7 +105,7 @@ impl Running {
 
     fn refresh(&self, owed: Owed) -> Result<(), Refusal> {
         let failed = |error: AgentError| Refusal::bad(error.to_string());
-        let refresh = Refresh::new(self.generation).map_err(failed)?;
+        let refresh = Refresh::new(self.generation).map_err(failed)?.clock_of(&self.vm);
         let refresh = match owed {
             Owed::Copied => refresh,
             Owed::RolledBack => refresh.without_ids(),

@@ -154,7 +154,7 @@ pub fn refreshed(vm: &Vm, refresh: &Refresh, deadline: Instant) -> Result<Agent,
     let Some(path) = vm.vsock_path() else {
         return Err(Error::plain(ErrorKind::InvalidConfig, "the VM has no vsock device"));
     };
-    Ok(Agent::connect_refreshed(path, refresh, deadline)?)
+    Ok(Agent::connect_refreshed(path, &refresh.clone().clock_of(vm), deadline)?)
 }
 
 /// Does something while the guest's workload stands still, so that a copy of it is refreshed before any of

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime};
 
 use pvmm_guest_agent::limits::CONTROL_PORT;
-use pvmm_guest_agent::message::{self, Answer, ByteBuf, Outcome, Request};
+use pvmm_guest_agent::message::{self, Answer, ByteBuf, Counter, Outcome, Request};
 use pvmm_guest_agent::{Kind, encode};
 
 pub use pvmm_guest_agent::message::{Frozen, RefreshStep};
@@ -16,12 +16,15 @@ pub use pvmm_guest_agent::message::{Frozen, RefreshStep};
 use super::connection::Connection;
 use super::stream::{Event, StreamRef};
 use super::{Agent, AgentError, dial};
-use crate::{sys, trace};
+use crate::kvm::state::ClockMark;
+use crate::{Vm, sys, trace};
 
 /// What the kernel's generator is fed with.
 const ENTROPY_BYTES: usize = 256;
 /// What the way to the guest may take of a deadline that the guest is told.
 const WAY: Duration = Duration::from_millis(20);
+/// How old a mark of the guest's counter may be. Its rate is a measurement, off by up to a hundredth.
+const MARK_AGE: Duration = Duration::from_secs(2);
 
 /// What to do beside freezing.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -40,6 +43,7 @@ pub struct FreezeOptions {
 pub struct Refresh {
     wire: message::Refresh,
     sets_clock: bool,
+    mark: Option<ClockMark>,
 }
 
 /// A network interface as it shall be in the guest.
@@ -72,7 +76,7 @@ impl Refresh {
             thaw: true,
             ..message::Refresh::default()
         };
-        Ok(Self { wire, sets_clock: true })
+        Ok(Self { wire, sets_clock: true, mark: None })
     }
 
     pub fn hostname(mut self, name: impl Into<String>) -> Self {
@@ -118,6 +122,13 @@ impl Refresh {
         self
     }
 
+    /// Tells the time by the counter of this machine, so that the way to the guest does not make it late. For
+    /// a machine that was just resumed.
+    pub fn clock_of(mut self, vm: &Vm) -> Self {
+        self.mark = vm.clock_mark;
+        self
+    }
+
     /// Leaves the time of day as it is.
     pub fn without_clock(mut self) -> Self {
         self.sets_clock = false;
@@ -134,7 +145,14 @@ impl Refresh {
         let mut wire = self.wire.clone();
         if self.sets_clock {
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-            wire.unix_ns = now.ok().map(|since| since.as_nanos() as u64);
+            let now = now.ok().map(|since| since.as_nanos() as u64);
+            let is_young = |mark: &ClockMark| {
+                let age = now.unwrap_or(0).checked_sub(mark.unix_ns);
+                age.is_some_and(|age| Duration::from_nanos(age) < MARK_AGE)
+            };
+            let mark = self.mark.filter(is_young);
+            wire.unix_ns = mark.map(|mark| mark.unix_ns).or(now);
+            wire.counter = mark.map(|mark| Counter { at: mark.counter, khz: mark.khz });
         }
         wire
     }

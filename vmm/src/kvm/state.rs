@@ -343,6 +343,24 @@ fn is_state(index: u32) -> bool {
 }
 
 /// All registers that are asked for, where KVM has them. It stops at one that it lists and does not have here.
+/// One instant on a guest's time stamp counter, and what time of day it was then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ClockMark {
+    pub counter: u64,
+    pub khz: u32,
+    /// Nanoseconds since 1970.
+    pub unix_ns: u64,
+}
+
+/// Reads a parked vCPU's time stamp counter, which also counts while the vCPU does not run.
+pub fn mark_clock(vcpu: &VcpuFd, id: u32) -> Result<ClockMark, KvmError> {
+    let khz = vcpu.get_tsc_khz().map_err(|error| refused(id, "clock rate", error.into()))?;
+    let before = host_time();
+    let counter = get_msrs(vcpu, id, &[TSC])?.first().map_or(0, |(_, value)| *value);
+    let unix_ns = before + host_time().saturating_sub(before) / 2;
+    Ok(ClockMark { counter, khz, unix_ns })
+}
+
 fn get_msrs(vcpu: &VcpuFd, id: u32, indices: &[u32]) -> Result<Vec<(u32, u64)>, KvmError> {
     let mut values = Vec::with_capacity(indices.len());
     let mut left = indices;

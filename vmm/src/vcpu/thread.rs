@@ -18,7 +18,7 @@ use std::time::Duration;
 use kvm_ioctls::VcpuFd;
 
 use super::run::{self, Buses, Outcome, Stop};
-use crate::kvm::state::{self, StateShape, VcpuStateV1};
+use crate::kvm::state::{self, ClockMark, StateShape, VcpuStateV1};
 use crate::kvm::vcpu::unblock_while_running;
 use crate::kvm::vm::KvmError;
 use crate::sys;
@@ -32,6 +32,7 @@ enum Command {
     Pause(Sender<()>),
     Save(Sender<Result<Box<VcpuStateV1>, KvmError>>),
     Load(Arc<VcpuStateV1>, Sender<Result<(), KvmError>>),
+    MarkClock(Sender<Result<ClockMark, KvmError>>),
 }
 
 /// What a vCPU does once, before it first runs.
@@ -142,6 +143,13 @@ impl VcpuThread {
         Ok(Answer(reply))
     }
 
+    /// Asks a parked vCPU what its time stamp counter shows.
+    pub fn mark_clock(&self) -> Result<Answer<ClockMark>, ThreadError> {
+        let (answer, reply) = mpsc::channel();
+        self.send(Command::MarkClock(answer))?;
+        Ok(Answer(reply))
+    }
+
     /// How much processor time the vCPU has used so far.
     pub fn cpu_time(&self) -> Duration {
         self.thread.as_ref().map_or(Duration::ZERO, sys::cpu_time)
@@ -227,6 +235,9 @@ impl Own {
             Command::Load(saved, answer) => {
                 let loaded = state::load(&self.vcpu, self.id, &saved, &self.shape, None);
                 let _ = answer.send(loaded);
+            }
+            Command::MarkClock(answer) => {
+                let _ = answer.send(state::mark_clock(&self.vcpu, self.id));
             }
         }
         running
