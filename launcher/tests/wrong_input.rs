@@ -30,7 +30,7 @@ impl User {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pvmm"));
         command.args(args).stdin(Stdio::null()).current_dir(self.home.path());
         command.env("PVMM_RUNTIME_DIR", self.path("run")).env("XDG_CACHE_HOME", self.path("cache"));
-        command.env_remove("PVMM_BOOT_TIMEOUT");
+        command.env("XDG_DATA_HOME", self.path("data")).env_remove("PVMM_BOOT_TIMEOUT");
         command
     }
 
@@ -237,6 +237,9 @@ fn listings_of_nothing_are_empty_and_leave_nothing() {
     assert_eq!(user.pvmm(["ps", "-q"]).stdout, b"");
     assert_eq!(user.pvmm(["ps", "--json"]).stdout, b"[]\n");
     assert_eq!(user.pvmm(["template", "ls", "--json"]).stdout, b"[]\n");
+    assert_eq!(user.pvmm(["snapshots", "--json"]).stdout, b"[]\n");
+    let (alone, ls) = (user.pvmm(["snapshots"]), user.pvmm(["snapshots", "ls"]));
+    assert!(alone.status.success() && alone.stdout == ls.stdout, "{alone:?}");
     assert!(!user.path("run").exists());
 }
 

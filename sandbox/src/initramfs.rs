@@ -35,6 +35,17 @@ pub fn initramfs(agent: &[u8], modules: &[(String, Vec<u8>)]) -> Vec<u8> {
     cpio.out
 }
 
+/// An archive of plain files, each a name, a mode and its bytes, to stand behind an initramfs: the kernel unpacks
+/// one after the other, and of two files of one name the later stays.
+pub fn appendix(files: &[(&str, u32, &[u8])]) -> Vec<u8> {
+    let mut cpio = Cpio { out: Vec::new(), inode: 0 };
+    for (name, mode, content) in files {
+        cpio.entry(name, S_IFREG | mode, (0, 0), content);
+    }
+    cpio.entry(TRAILER, 0, (0, 0), &[]);
+    cpio.out
+}
+
 struct Cpio {
     out: Vec<u8>,
     inode: u32,
@@ -119,6 +130,13 @@ mod tests {
         assert_eq!(find("modules/b.ko").3, b"BBB");
         assert_eq!(find("modules/order").3, b"b\na\n");
         assert_eq!(find("newroot").1, 0o040_755);
+    }
+
+    #[test]
+    fn appendix_has_its_files_and_no_other() {
+        let entries = list(&appendix(&[("a/b", 0o755, b"x"), ("c", 0o644, b"")]));
+        let names: Vec<_> = entries.iter().map(|entry| (entry.0.as_str(), entry.1)).collect();
+        assert_eq!(names, [("a/b", 0o100_755), ("c", 0o100_644)]);
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! Kernels, sizes and endings of real Linux guests.
 
-use pvmm::{BootProtocol, Outcome};
+use pvmm::{BootProtocol, Initrd, Outcome};
+use pvmm_agent_image::AGENT;
+use pvmm_sandbox::initramfs::appendix;
+use pvmm_sandbox::kernel::Format;
 use pvmm_sandbox::{Kernel, Silent};
 use pvmm_tests::guest::{self, Guest};
 
@@ -52,6 +55,14 @@ fn soak_boot_of_32_vcpus_has_them_all_at_work() {
 }
 
 #[test]
+fn booted_guests_have_machine_ids_of_their_own() {
+    let id = || Guest::boot().prints("cat /etc/machine-id");
+    let (one, other) = (id(), id());
+    assert!(one.len() == 32 && one.bytes().all(|b| b.is_ascii_hexdigit()), "{one}");
+    assert_ne!(one, other);
+}
+
+#[test]
 fn boot_with_memory_above_the_hole_has_all_of_it() {
     let guest = Guest::boot_with(|config| config.memory_mib = 4096);
     let mib: u64 = guest.prints("free -m | awk '/Mem:/{print $2}'").parse().unwrap();
@@ -64,6 +75,36 @@ fn boot_of_stock_debian_kernel_answers() {
     let guest = Guest::boot_kernel(&kernel, |_| {});
     assert!(guest.prints("uname -r").ends_with("-cloud-amd64"));
     assert_eq!(guest.prints("python3 -c 'print(6*7)'"), "42");
+}
+
+/// Debian's scripts run first, load the drivers by udev, and hand over where they would mount the root.
+const HAND_OVER: &str = "mountroot() {
+    mkdir -p /dev/pvmm; cat /proc/modules > /dev/pvmm/modules
+    udevadm control --exit
+    exec /pvmm-agent
+}
+";
+
+#[test]
+fn boot_of_debians_bzimage_with_debians_initrd_answers() {
+    let stock = guest::cache().path("stock", "current");
+    let mut initrd = std::fs::read(stock.join("initrd")).unwrap();
+    initrd.resize(initrd.len().next_multiple_of(4), 0);
+    initrd.extend(appendix(&[
+        ("pvmm-agent", 0o755, AGENT),
+        ("scripts/pvmm", 0o644, HAND_OVER.as_bytes()),
+    ]));
+    let kernel = Kernel::from_path(&stock.join("vmlinuz")).unwrap();
+    assert_eq!(kernel.format, Format::BzImage);
+    let guest = Guest::boot_kernel(&kernel, |config| {
+        config.memory_mib = 512;
+        config.initrd = Some(Initrd::Bytes(initrd));
+        config.cmdline += " boot=pvmm";
+    });
+    assert_eq!(guest.prints("uname -r"), kernel.release);
+    assert_eq!(guest.prints("nproc; python3 -c 'print(6*7)'"), "2\n42");
+    // It was udev that loaded the disk's driver.
+    assert_ne!(guest.prints("grep -c virtio_blk /dev/pvmm/modules"), "0");
 }
 
 #[test]

@@ -42,5 +42,6 @@ mod snapshot;
 mod snapshot_files;
 mod soak;
 mod terminal;
+mod tools;
 mod vsock;
 mod working_set;

@@ -3,7 +3,7 @@
 #![allow(unsafe_code)] // loopback and standard descriptors have no safe calls
 
 use std::fs::{self, File};
-use std::io;
+use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
@@ -20,6 +20,7 @@ const LOWER: &str = "/.lower";
 const UPPER: &str = "/.upper";
 const ROOT: &str = "/.root";
 const DEFAULT_HOSTNAME: &str = "pvmm";
+const MACHINE_ID: &str = "/etc/machine-id";
 /// Tried in turn when the host does not name the root's filesystem.
 const ROOT_TYPES: [&str; 5] = ["ext4", "erofs", "squashfs", "xfs", "btrfs"];
 
@@ -64,10 +65,24 @@ pub fn boot() -> Result<System, BootError> {
         }
     }
     furnish()?;
+    give_machine_id();
     let _ = sys::set_hostname(words.hostname.as_deref().unwrap_or(DEFAULT_HOSTNAME));
     raise_loopback();
     sleep_deeply();
     Ok(system)
+}
+
+/// Gives a guest whose image leaves its machine-id open one of its own; a copy gets another by its refresh.
+fn give_machine_id() {
+    let named = fs::read(MACHINE_ID).is_ok_and(|id| !id.is_empty() && id != b"uninitialized\n");
+    let mut random = [0; 16];
+    let drawn = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut random));
+    if named || drawn.is_err() {
+        return;
+    }
+    // A root that cannot be written leaves it open, as the image does.
+    let id: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+    let _ = fs::write(MACHINE_ID, format!("{id}\n"));
 }
 
 /// Keeps an idle guest from waking up every half second: a copy at rest should cost neither time nor pages.

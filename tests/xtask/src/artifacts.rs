@@ -12,12 +12,16 @@ use pvmm_sandbox::{Cache, Event, Kernel, Recipe, Template};
 
 use crate::packages::{self, PackageError};
 use crate::progress;
+use crate::stock::{self, StockError};
 
 /// Programs that preparing needs and a minimal Debian may lack.
 const PACKAGES: [&str; 2] = ["e2fsprogs", "ca-certificates"];
 
 /// What the template of `prepare_science` has beyond `base`.
 const SCIENCE: [&str; 2] = ["python3-matplotlib", "python3-pandas"];
+
+/// What the template of `prepare_tools` has beyond `base`.
+const TOOLS: [&str; 2] = ["nodejs", "git"];
 
 #[derive(Debug, thiserror::Error)]
 pub enum ArtifactError {
@@ -29,6 +33,8 @@ pub enum ArtifactError {
     Kernel(#[source] KernelError),
     #[error("cannot prepare a template")]
     Template(#[source] TemplateError),
+    #[error("cannot prepare Debian's kernel and initrd")]
+    Stock(#[source] StockError),
 }
 
 /// What `pvmm run` will use when it is told nothing.
@@ -57,7 +63,19 @@ pub fn prepare_science() -> Result<Template, ArtifactError> {
         .map_err(ArtifactError::Template)
 }
 
+/// Also a template with Node and git, for the tests that run them in a guest.
+pub fn prepare_tools() -> Result<Template, ArtifactError> {
+    Recipe::new("suite-tools", &TOOLS.map(str::to_owned))
+        .and_then(|recipe| Template::ensure(&Cache::open()?, &recipe, &mut lines()))
+        .map_err(ArtifactError::Template)
+}
+
 impl Artifacts {
+    /// Also Debian's kernel image and initrd, for the test that boots them as they are.
+    pub fn with_stock_initrd(&self) -> Result<(), ArtifactError> {
+        stock::prepare(&self.cache, &mut lines()).map_err(ArtifactError::Stock)
+    }
+
     /// Also Debian's kernel, for tests that boot it beside our own.
     pub fn with_debian_kernel(&self) -> Result<Kernel, ArtifactError> {
         Kernel::debian(&self.cache, &mut lines()).map_err(ArtifactError::Kernel)

@@ -25,6 +25,7 @@ mod packages;
 mod probe;
 mod progress;
 mod report;
+mod stock;
 mod suite;
 mod sys;
 

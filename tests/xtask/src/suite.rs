@@ -92,6 +92,8 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
 
     build_kernel()?;
     let artifacts = artifacts::prepare()?;
+    artifacts::prepare_tools()?;
+    artifacts.with_stock_initrd()?;
     let stock = artifacts.with_debian_kernel()?;
     progress::step(format!("guest kernels: {}, {}", artifacts.kernel.label, stock.label));
 
