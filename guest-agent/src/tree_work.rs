@@ -6,7 +6,7 @@ use std::io::{self, BufReader, BufWriter, ErrorKind, Read, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use pvmm_guest_agent::archive::{self, ArchiveError, Holes, Unpack};
+use pvmm_guest_agent::archive::{self, ArchiveError, Holes, MAX_ENTRIES, Unpack};
 use pvmm_guest_agent::message::WriteTar;
 
 use crate::sys;
@@ -31,7 +31,7 @@ pub fn write(
 ) -> Result<u64, ArchiveError> {
     let mut counted = Counted { inner: pipe, total: 0 };
     let mut input = BufReader::with_capacity(CHUNK, &mut counted);
-    let options = Unpack { owners: request.owners, modes: 0o7777 };
+    let options = Unpack { owners: request.owners, modes: 0o7777, max_entries: MAX_ENTRIES };
     archive::unpack(&mut input, target, options, &mut |_| {})?;
     // What other programs pad an archive with.
     let failed = |source| ArchiveError { act: "receive", path: target.to_owned(), source };

@@ -16,6 +16,8 @@ const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
 /// The smallest and largest disk for what a guest writes.
 const MIN_DISK_MIB: u64 = overlay::MIN_BYTES >> 20;
 const MAX_DISK_MIB: u64 = overlay::MAX_BYTES >> 20;
+/// A copy out of a VM is never larger than what a file system holds.
+const MAX_COPY_MIB: u64 = 1 << 30;
 const MAX_NAME: usize = 63;
 
 /// `512M`, `2G`, `512` (MiB): a size in MiB.
@@ -49,6 +51,11 @@ pub fn balloon_mib(text: &str) -> Result<u64, String> {
 /// `--disk-size`: MiB.
 pub fn disk_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, MIN_DISK_MIB, MAX_DISK_MIB)
+}
+
+/// `--max-size` of a copy: MiB.
+pub fn copy_mib(text: &str) -> Result<u64, String> {
+    in_range(size_mib(text)?, 1, MAX_COPY_MIB)
 }
 
 fn in_range(mib: u64, min: u64, max: u64) -> Result<u64, String> {

@@ -143,6 +143,12 @@ pub struct Cp {
     /// Keep owners, by their numbers; out of a VM that takes root
     #[arg(short, long)]
     pub archive: bool,
+    /// Out of a VM: the most that may come, before the copy is given up
+    #[arg(long, value_name = "SIZE", default_value = "16G", value_parser = args::copy_mib)]
+    pub max_size: u64,
+    /// Out of a VM: the most files and folders that may come
+    #[arg(long, value_name = "N", default_value_t = 1_000_000)]
+    pub max_files: u64,
     /// Path here, or VM:PATH
     #[arg(value_name = "SOURCE", value_hint = ValueHint::AnyPath, value_parser = OsStringValueParser::new().try_map(|text| args::place(&text)))]
     pub source: Place,

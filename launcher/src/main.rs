@@ -11,6 +11,7 @@ mod control;
 mod drive;
 mod exit;
 mod firecracker;
+mod leftovers;
 mod log_file;
 mod logger;
 mod machine;

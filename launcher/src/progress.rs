@@ -2,6 +2,7 @@
 //!
 //! The libraries tell what they do and never print; how that looks is decided here alone.
 
+use std::cell::Cell;
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,8 @@ use crate::sys::signals;
 
 /// A step shorter than this is not worth a line.
 const WORTH_A_LINE: Duration = Duration::from_millis(500);
+/// Without a terminal, how far something is is said this often.
+const EVERY: Duration = Duration::from_secs(3);
 
 /// Shows the steps of a preparation on standard error.
 pub struct Steps {
@@ -83,10 +86,32 @@ impl Drop for Steps {
     }
 }
 
-/// Bytes on their way, as a moving count on a terminal.
+/// Bytes on their way, as a moving count on a terminal and as a line now and then elsewhere.
 pub struct Transfer {
     quiet: bool,
     bar: Option<ProgressBar>,
+    total: Cell<u64>,
+    lines: Lines,
+}
+
+/// When the next line is due.
+struct Lines {
+    said: Cell<Instant>,
+}
+
+impl Lines {
+    fn new() -> Self {
+        Self { said: Cell::new(Instant::now()) }
+    }
+
+    /// Whether a line is due now, which it then is not for a while.
+    fn due(&self) -> bool {
+        let due = self.said.get().elapsed() >= EVERY;
+        if due {
+            self.said.set(Instant::now());
+        }
+        due
+    }
 }
 
 impl Transfer {
@@ -97,13 +122,24 @@ impl Transfer {
             bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_spinner()));
             bar
         });
-        Self { quiet, bar }
+        Self { quiet, bar, total: Cell::new(0), lines: Lines::new() }
     }
 
     pub fn add(&self, bytes: u64) {
-        if let Some(bar) = &self.bar {
-            bar.inc(bytes);
+        self.total.set(self.total.get().saturating_add(bytes));
+        match &self.bar {
+            Some(bar) => bar.inc(bytes),
+            None if self.lines.due() => {
+                let copied = output::bytes(self.total.get());
+                output::remark(self.quiet, &format!("{copied} copied"));
+            }
+            None => {}
         }
+    }
+
+    /// Bytes that were copied by now.
+    pub fn total(&self) -> u64 {
+        self.total.get()
     }
 
     /// A remark that does not tear the moving line.
@@ -125,9 +161,11 @@ impl Drop for Transfer {
 
 /// How far a copy is, in bytes; nothing is shown for one that is quick.
 pub struct Counter {
+    quiet: bool,
     bar: Option<ProgressBar>,
     text: &'static str,
     start: Instant,
+    lines: Lines,
 }
 
 impl Counter {
@@ -139,15 +177,20 @@ impl Counter {
             bar.set_message(text);
             bar
         });
-        Self { bar, text, start: Instant::now() }
+        Self { quiet, bar, text, start: Instant::now(), lines: Lines::new() }
     }
 
     pub fn tell(&mut self, done: u64, total: u64) {
-        if let Some(bar) = &self.bar
-            && self.start.elapsed() >= WORTH_A_LINE
-        {
-            bar.set_length(total);
-            bar.set_position(done);
+        match &self.bar {
+            Some(bar) if self.start.elapsed() >= WORTH_A_LINE => {
+                bar.set_length(total);
+                bar.set_position(done);
+            }
+            None if self.lines.due() => {
+                let (done, total) = (output::bytes(done), output::bytes(total));
+                output::remark(self.quiet, &format!("{}: {done} of {total}", self.text));
+            }
+            _ => {}
         }
     }
 }
@@ -158,5 +201,19 @@ impl Drop for Counter {
             bar.finish_and_clear();
             log::debug!("{} took {:?}", self.text, self.start.elapsed());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn line_is_due_after_a_few_seconds_and_then_not_at_once() {
+        let lines = Lines::new();
+        assert!(!lines.due());
+        let lines = Lines { said: Cell::new(Instant::now() - EVERY) };
+        assert!(lines.due());
+        assert!(!lines.due());
     }
 }

@@ -18,6 +18,7 @@ use pvmm_sandbox::template::BASE;
 use pvmm_sandbox::{Cache, Event, Kernel, Progress, Silent, cache};
 
 use crate::exit::Failure;
+use crate::leftovers::Leftovers;
 use crate::machine;
 use crate::prepare::{self, RootfsSource, Sources};
 use crate::progress::Steps;
@@ -110,8 +111,11 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     }
     steps.event(Event::Step("baking a warm template"));
     let parts = sources.prepare(quiet)?;
+    // Before the machine has threads, which must not get the signals either.
+    let leftovers = Leftovers::watch()?;
     let room = tempdir()?;
-    let baked = bake_in(&room, shape, parts, &place);
+    leftovers.note(&room);
+    let baked = bake_in(&room, shape, parts, &place, &leftovers);
     let _ = fs::remove_dir_all(&room);
     baked?;
     // Only a name; a template without it is as good.
@@ -119,7 +123,13 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     Ok(place)
 }
 
-fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> Result<(), Failure> {
+fn bake_in(
+    room: &Path,
+    shape: &Shape,
+    parts: prepare::Parts,
+    place: &Path,
+    leftovers: &Leftovers,
+) -> Result<(), Failure> {
     let failed = |error: pvmm::Error| {
         Failure::fault(format!("cannot bake a warm template: {error}"))
             .hint("'pvmm run --cold' works without one")
@@ -180,7 +190,9 @@ fn bake_in(room: &Path, shape: &Shape, parts: prepare::Parts, place: &Path) -> R
     fs::create_dir_all(parent)
         .map_err(|error| Failure::fault(format!("cannot make {}: {error}", parent.display())))?;
     let durability = Durability::Full;
-    let options = WriteOptions { durability, replace: true, ..WriteOptions::default() };
+    let mut begun = |folder: &Path| leftovers.note(folder);
+    let begun: Option<&mut dyn FnMut(&Path)> = Some(&mut begun);
+    let options = WriteOptions { durability, replace: true, begun, ..WriteOptions::default() };
     template.write(place, options).map_err(failed)?;
     Ok(())
 }

@@ -22,6 +22,7 @@ mod going_on;
 mod golden;
 mod hostile;
 mod identity;
+mod interrupted;
 mod jail;
 mod killed;
 mod limits;

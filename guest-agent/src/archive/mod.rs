@@ -18,7 +18,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 pub use pack::pack;
-pub use unpack::{Unpack, unpack};
+pub use unpack::{MAX_ENTRIES, Unpack, unpack};
 
 /// Where a file has data and where it has none; the calls are each end's own.
 #[derive(Clone, Copy)]

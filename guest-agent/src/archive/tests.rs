@@ -10,9 +10,9 @@ use std::path::Path;
 use tar::{Builder, EntryType, Header};
 use tempfile::TempDir;
 
-use super::{ArchiveError, Holes, Unpack, pack, unpack};
+use super::{ArchiveError, Holes, MAX_ENTRIES, Unpack, pack, unpack};
 
-const PLAIN: Unpack = Unpack { owners: false, modes: 0o777 };
+const PLAIN: Unpack = Unpack { owners: false, modes: 0o777, max_entries: MAX_ENTRIES };
 
 /// Data in every other 64 KiB, without asking the filesystem.
 const EVERY_OTHER: Holes = Holes {

@@ -18,8 +18,8 @@ use crate::limits::MAX_PATH;
 
 /// What may come before an entry's own bytes: its header, long names, a map of pieces.
 const MAX_HEAD: u64 = 4 << 20;
-/// Entries of one archive.
-const MAX_ENTRIES: u64 = 1 << 22;
+/// Entries of one archive, unless told otherwise.
+pub const MAX_ENTRIES: u64 = 1 << 22;
 /// The longest file, holes included.
 const MAX_FILE: u64 = 1 << 40;
 /// Folders that may not be written to, whose modes have to wait.
@@ -34,6 +34,8 @@ pub struct Unpack {
     pub owners: bool,
     /// The mode bits that are taken.
     pub modes: u32,
+    /// More entries than these are refused with E2BIG.
+    pub max_entries: u64,
 }
 
 /// Unpacks `archive` into the directory `target`, which is made if it is missing. Tells `left_out` what is
@@ -59,7 +61,7 @@ pub fn unpack(
         let mut entry = entry.at(target, "read the archive for")?;
         budget.set(u64::MAX);
         count += 1;
-        if count > MAX_ENTRIES {
+        if count > options.max_entries {
             return Err(errno(libc::E2BIG)).at(target, "put so many files into");
         }
         into.entry(&mut entry, left_out)?;

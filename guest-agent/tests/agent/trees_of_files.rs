@@ -185,7 +185,7 @@ fn watch_that_nobody_reads_tells_what_was_lost() {
 
 #[test]
 fn tree_travels_as_an_archive_both_ways() {
-    use pvmm::agent::trees::{self, Unpack};
+    use pvmm::agent::trees::{self, MAX_ENTRIES, Unpack};
 
     let fixture = Fixture::start();
     let agent = fixture.agent();
@@ -204,7 +204,7 @@ fn tree_travels_as_an_archive_both_ways() {
     writer.finish().unwrap();
     let back = fixture.path("back");
     let mut reader = agent.open_read_tar(&there).unwrap();
-    let options = Unpack { owners: false, modes: 0o777 };
+    let options = Unpack { owners: false, modes: 0o777, max_entries: MAX_ENTRIES };
     let received = trees::unpack(&mut reader, &back, options, &mut |_| {}).unwrap();
     assert_eq!((sent, received), (306, 306));
     for copy in [&there, &back] {

@@ -3,6 +3,8 @@
 //! The VM stands still only while it hands over its memory; writing it is this process's work, with
 //! progress, while the VM runs on.
 
+use std::path::Path;
+
 use pvmm::snapshot::{Durability, Key, Manifest, WriteOptions};
 use serde::Serialize;
 
@@ -10,6 +12,7 @@ use crate::cli::{Snapshot, Snapshots, SnapshotsVerb, SyncMode};
 use crate::commands::fork::refuse;
 use crate::control;
 use crate::exit::{Failure, Outcome, io_text};
+use crate::leftovers::Leftovers;
 use crate::output::{self, Table};
 use crate::progress::Counter;
 use crate::snapshots;
@@ -23,15 +26,18 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
             .hint("choose another name, or use --replace"));
     }
     let key = args.key.as_deref().map(Key::read).transpose().map_err(|e| refuse(e.into()))?;
+    let leftovers = Leftovers::watch()?;
     let template = control::freeze(&vm)?;
     let mut counter = Counter::new(quiet, "writing the snapshot");
     let mut progress = |done, total| counter.tell(done, total);
+    let mut begun = |folder: &Path| leftovers.note(folder);
     let options = WriteOptions {
         durability: if args.sync == SyncMode::None { Durability::None } else { Durability::Full },
         replace: args.replace,
         incremental: args.incremental,
         key: key.as_ref(),
         progress: Some(&mut progress),
+        begun: Some(&mut begun),
     };
     let manifest = template.write(&dir, options).map_err(refuse)?;
     match args.json {

@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use pvmm_guest_agent::archive::{Unpack, unpack};
+use pvmm_guest_agent::archive::{MAX_ENTRIES, Unpack, unpack};
 use tar::{Builder, EntryType, Header};
 
 use crate::input::Input;
@@ -38,7 +38,7 @@ pub fn entries(bytes: &[u8]) {
     fs::create_dir(&outside).unwrap();
     fs::write(outside.join("file"), "mine").unwrap();
     let archive = archive(&mut input);
-    let options = Unpack { owners: false, modes: 0o777 };
+    let options = Unpack { owners: false, modes: 0o777, max_entries: MAX_ENTRIES };
     let result = unpack(&archive[..], &target, options, &mut |path| {
         assert!(path.starts_with(&target), "left out something elsewhere");
     });

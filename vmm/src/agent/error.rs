@@ -53,7 +53,7 @@ pub enum AgentError {
     HoldsSecrets,
     #[error("the host gives no random numbers")]
     Random(#[source] io::Error),
-    #[error("the agent has {what} more than the {limit} that are allowed")]
+    #[error("there are more than {limit} {what}, which is the limit")]
     TooLarge { what: &'static str, limit: u64 },
     #[error("the watched directory is gone")]
     WatchEnded,

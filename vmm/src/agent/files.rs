@@ -14,15 +14,16 @@ use pvmm_guest_agent::message::{
 };
 
 use super::error::{AgentError, Lost};
+use super::pace::Pace;
 use super::stream::{Event, StreamRef};
 use super::{ANSWER_TIME, Agent};
 
-/// How long a transfer may stand still because of the guest.
-pub(super) const STALL: Duration = Duration::from_secs(60);
 /// How long removing a whole tree may take.
 const REMOVE_TIME: Duration = Duration::from_secs(600);
-/// Entries of one directory that are taken.
-const MAX_ENTRIES: usize = 1 << 20;
+/// How long a written file may take to be complete once all of it was sent.
+const FINISH_TIME: Duration = Duration::from_secs(60);
+/// What a directory's listing may take for [`Agent::list`]: that of about a million ordinary entries.
+pub const LISTING_BYTES: u64 = 256 << 20;
 
 /// How a file is to be written.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -131,10 +132,20 @@ impl Agent {
 
     /// A directory's entries, sorted by name. Each name is one path component, checked here.
     pub fn list(&self, path: impl AsRef<Path>) -> Result<Vec<Entry>, AgentError> {
+        self.list_within(path, LISTING_BYTES)
+    }
+
+    /// The same with another limit on what the guest may send.
+    pub fn list_within(
+        &self,
+        path: impl AsRef<Path>,
+        max_bytes: u64,
+    ) -> Result<Vec<Entry>, AgentError> {
         let path = guest_path("path", path.as_ref())?;
         let stream = self.open(&Request::List(message::List { path }))?;
-        let mut listing = Listing::default();
-        while let Some(bytes) = next_chunk(&stream, None)? {
+        let mut listing = Listing::within(max_bytes);
+        let mut pace = Pace::default();
+        while let Some(bytes) = next_chunk(&stream, &mut pace, None)? {
             if let Err(e) = listing.push(&bytes) {
                 stream.cancel();
                 return Err(e);
@@ -204,8 +215,12 @@ pub(super) fn guest_path(field: &'static str, path: &Path) -> Result<ByteBuf, Ag
 
 /// The next bytes of a stream that only has output; `None` at its good end, which must agree
 /// about the bytes that came before.
-fn next_chunk(stream: &StreamRef, before: Option<u64>) -> Result<Option<Vec<u8>>, AgentError> {
-    match stream.next(Some(Instant::now() + STALL))? {
+fn next_chunk(
+    stream: &StreamRef,
+    pace: &mut Pace,
+    before: Option<u64>,
+) -> Result<Option<Vec<u8>>, AgentError> {
+    match next_event(stream, pace)? {
         Some(Event::Data(_, bytes)) => Ok(Some(bytes)),
         Some(Event::Done(Outcome::Ok(Answer::Transferred(total))))
             if before.is_none_or(|before| before == total) =>
@@ -219,6 +234,15 @@ fn next_chunk(stream: &StreamRef, before: Option<u64>) -> Result<Option<Vec<u8>>
             Err(AgentError::Overdue)
         }
     }
+}
+
+/// What happens next on a stream that moves bytes; `None` when the guest is too slow.
+pub(super) fn next_event(stream: &StreamRef, pace: &mut Pace) -> Result<Option<Event>, AgentError> {
+    let bytes = |event: &Event| match event {
+        Event::Data(_, bytes) => bytes.len() as u64,
+        Event::Done(_) => 0,
+    };
+    pace.wait(|deadline| stream.next(deadline), bytes)
 }
 
 fn into_io(error: AgentError) -> io::Error {
@@ -235,6 +259,7 @@ pub struct FileReader {
     chunk: Vec<u8>,
     taken: usize,
     total: u64,
+    pace: Pace,
     ended: bool,
 }
 
@@ -242,8 +267,8 @@ impl FileReader {
     pub(super) fn begin(stream: StreamRef, started: Option<Started>) -> Result<Self, AgentError> {
         let metadata = started.and_then(|started| started.metadata);
         stream.expect_much();
-        let mut reader =
-            Self { stream, metadata, chunk: Vec::new(), taken: 0, total: 0, ended: false };
+        let (chunk, pace) = (Vec::new(), Pace::default());
+        let mut reader = Self { stream, metadata, chunk, taken: 0, total: 0, pace, ended: false };
         if reader.metadata.is_none() {
             // It is over without having begun: the outcome says why.
             reader.fill()?;
@@ -263,7 +288,8 @@ impl FileReader {
             return Ok(false);
         }
         self.taken = 0;
-        self.chunk = next_chunk(&self.stream, Some(self.total))?.unwrap_or_default();
+        let chunk = next_chunk(&self.stream, &mut self.pace, Some(self.total))?;
+        self.chunk = chunk.unwrap_or_default();
         self.total += self.chunk.len() as u64;
         self.ended = self.chunk.is_empty();
         Ok(!self.ended)
@@ -292,11 +318,12 @@ impl Drop for FileReader {
 pub struct FileWriter {
     stream: StreamRef,
     sent: u64,
+    pace: Pace,
 }
 
 impl FileWriter {
     pub(super) fn begin(stream: StreamRef) -> Self {
-        Self { stream, sent: 0 }
+        Self { stream, sent: 0, pace: Pace::default() }
     }
 
     /// Completes the file; how many bytes were written.
@@ -320,7 +347,8 @@ impl FileWriter {
     }
 
     fn send(&mut self, bytes: &[u8]) -> Result<usize, AgentError> {
-        match self.stream.send_input(bytes, Some(Instant::now() + STALL))? {
+        let sent = |count: &usize| *count as u64;
+        match self.pace.wait(|deadline| self.stream.send_input(bytes, deadline), sent)? {
             Some(0) => match self.outcome(self.sent) {
                 // It ended before all was sent, and calls that well.
                 Ok(_) => Err(AgentError::WrongAnswer),
@@ -335,8 +363,9 @@ impl FileWriter {
     }
 
     fn outcome(&self, expected: u64) -> Result<u64, AgentError> {
+        let deadline = Instant::now() + FINISH_TIME;
         loop {
-            match self.stream.next(Some(Instant::now() + STALL))? {
+            match self.stream.next(Some(deadline))? {
                 Some(Event::Done(Outcome::Ok(Answer::Transferred(total)))) => {
                     return if total == expected {
                         Ok(total)
@@ -370,17 +399,34 @@ impl Drop for FileWriter {
 }
 
 /// A listing as its bytes come.
-#[derive(Default)]
 struct Listing {
     bytes: Vec<u8>,
     entries: Vec<Entry>,
+    limit: u64,
+    /// What came, and what its entries take here beside that.
+    cost: u64,
 }
 
 impl Listing {
+    fn within(limit: u64) -> Self {
+        Self { bytes: Vec::new(), entries: Vec::new(), limit, cost: 0 }
+    }
+
+    /// Many small entries cost more memory than bytes on their way, so both are charged.
+    fn charge(&mut self, bytes: usize) -> Result<(), AgentError> {
+        self.cost = self.cost.saturating_add(bytes as u64);
+        if self.cost > self.limit {
+            let limit = self.limit;
+            return Err(AgentError::TooLarge { what: "bytes in the directory's listing", limit });
+        }
+        Ok(())
+    }
+
     fn push(&mut self, bytes: &[u8]) -> Result<(), AgentError> {
         const BAD: AgentError = AgentError::Lost(Lost::Protocol("a malformed listing"));
+        self.charge(bytes.len())?;
         self.bytes.extend_from_slice(bytes);
-        let mut rest = &self.bytes[..];
+        let (mut rest, mut taken) = (&self.bytes[..], 0);
         while let Some((len, after)) = rest.split_first_chunk() {
             let len = u32::from_le_bytes(*len) as usize;
             if len > MAX_ENTRY {
@@ -391,16 +437,13 @@ impl Listing {
             if !is_component(&entry.name) {
                 return Err(BAD);
             }
-            if self.entries.len() >= MAX_ENTRIES {
-                let limit = MAX_ENTRIES as u64;
-                return Err(AgentError::TooLarge { what: "entries in the directory", limit });
-            }
             self.entries.push(entry);
+            taken += 1;
             rest = after;
         }
         let used = self.bytes.len() - rest.len();
         self.bytes.drain(..used);
-        Ok(())
+        self.charge(taken * size_of::<Entry>())
     }
 
     fn finish(mut self) -> Result<Vec<Entry>, AgentError> {

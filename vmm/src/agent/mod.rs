@@ -10,6 +10,7 @@ mod error;
 mod files;
 mod forward;
 mod interpreter;
+mod pace;
 mod ready;
 mod refresh;
 mod sparse;
@@ -34,7 +35,7 @@ pub use pvmm_guest_agent::message::{
 };
 
 pub use error::{AgentError, Lost, Refusal};
-pub use files::{FileReader, FileWriter, WriteOptions};
+pub use files::{FileReader, FileWriter, LISTING_BYTES, WriteOptions};
 pub use forward::Forward;
 pub use interpreter::{
     CodeError, CodeEvent, CodeOutput, CodeRequest, CodeRun, Interrupter, Language, MimeBundle,

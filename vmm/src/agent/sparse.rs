@@ -11,7 +11,8 @@ use pvmm_guest_agent::message::{Answer, Metadata, Outcome, ReadFile, Request};
 use pvmm_guest_agent::sparse::{Piece, Segment, SegmentDecoder};
 
 use super::error::{AgentError, Lost};
-use super::files::{STALL, guest_path};
+use super::files::{guest_path, next_event};
+use super::pace::Pace;
 use super::stream::{Event, StreamRef};
 use super::{ANSWER_TIME, Agent, FileWriter, WriteOptions};
 use crate::sys::{next_data, next_hole};
@@ -29,7 +30,8 @@ impl Agent {
         let metadata = started.and_then(|started| started.metadata);
         stream.expect_much();
         let decoder = SegmentDecoder::default();
-        let mut reader = SparseReader { stream, metadata, decoder, ended: false };
+        let (received, pace) = (0, Pace::default());
+        let mut reader = SparseReader { stream, metadata, decoder, received, pace, ended: false };
         if reader.metadata.is_none() {
             // It is over without having begun: the outcome says why.
             reader.next_bytes()?;
@@ -58,6 +60,8 @@ pub struct SparseReader {
     stream: StreamRef,
     metadata: Option<Metadata>,
     decoder: SegmentDecoder,
+    received: u64,
+    pace: Pace,
     ended: bool,
 }
 
@@ -65,6 +69,11 @@ impl SparseReader {
     /// What the file was when it was opened.
     pub fn metadata(&self) -> Option<&Metadata> {
         self.metadata.as_ref()
+    }
+
+    /// Bytes that came from the guest, in which holes are only named.
+    pub fn received(&self) -> u64 {
+        self.received
     }
 
     /// Writes the next piece into `file`; how many bytes of the file it was, none at the end. The
@@ -96,8 +105,11 @@ impl SparseReader {
         if self.ended {
             return Ok(None);
         }
-        match self.stream.next(Some(Instant::now() + STALL))? {
-            Some(Event::Data(_, bytes)) => Ok(Some(bytes)),
+        match next_event(&self.stream, &mut self.pace)? {
+            Some(Event::Data(_, bytes)) => {
+                self.received += bytes.len() as u64;
+                Ok(Some(bytes))
+            }
             Some(Event::Done(Outcome::Ok(Answer::Transferred(total))))
                 if self.decoder.finish() == Ok(total) =>
             {

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use pvmm_guest_agent::archive::{self, Holes};
-pub use pvmm_guest_agent::archive::{ArchiveError, Unpack};
+pub use pvmm_guest_agent::archive::{ArchiveError, MAX_ENTRIES, Unpack};
 use pvmm_guest_agent::message::{ReadTar, Request, WriteTar};
 
 use super::error::AgentError;

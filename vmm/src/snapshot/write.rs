@@ -49,6 +49,9 @@ pub struct WriteOptions<'a> {
     pub key: Option<&'a Key>,
     /// Told how many bytes are done, of how many.
     pub progress: Option<&'a mut dyn FnMut(u64, u64)>,
+    /// Told of the folder that is written to until it gets its name, for those who may have to end the
+    /// process meanwhile and remove it.
+    pub begun: Option<&'a mut dyn FnMut(&Path)>,
 }
 
 impl Template {
@@ -90,6 +93,9 @@ impl Contents<'_> {
             return Err(SnapshotError::Exists { dir: dir.display().to_string() }.into());
         }
         let unfinished = Unfinished::begin(dir)?;
+        if let Some(begun) = &mut options.begun {
+            begun(&unfinished.path);
+        }
         let manifest = self.write_files(&unfinished, &mut options)?;
         unfinished.publish(dir, &options)?;
         trace::step("published");

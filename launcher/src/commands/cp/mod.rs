@@ -17,6 +17,7 @@ use crate::args::Place;
 use crate::attach;
 use crate::cli::Cp;
 use crate::exit::{self, Failure, Outcome};
+use crate::output;
 use crate::progress::Transfer;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::Base;
@@ -25,11 +26,12 @@ pub fn cp(args: Cp, quiet: bool) -> Outcome {
     match (args.source, args.target) {
         (Place::Host(source), Place::Guest { vm, path }) => {
             into_guest::check(&source)?;
-            let mut copy = Copy::open(&vm, args.archive, quiet)?;
+            let mut copy = Copy::open(&vm, args.archive, Caps::NONE, quiet)?;
             into_guest::copy(&mut copy, &source, &from_root(path))?;
         }
         (Place::Guest { vm, path }, Place::Host(target)) => {
-            let mut copy = Copy::open(&vm, args.archive, quiet)?;
+            let caps = Caps { bytes: args.max_size << 20, files: args.max_files };
+            let mut copy = Copy::open(&vm, args.archive, caps, quiet)?;
             out_of_guest::copy(&mut copy, &from_root(path), &target)?;
         }
         (Place::Host(_), Place::Host(_)) => {
@@ -49,9 +51,34 @@ fn from_root(path: PathBuf) -> PathBuf {
     Path::new("/").join(path)
 }
 
+/// How much a guest may send; what it says of itself does not count.
+#[derive(Clone, Copy)]
+struct Caps {
+    bytes: u64,
+    files: u64,
+}
+
+impl Caps {
+    /// For what the user of this host sends.
+    const NONE: Self = Self { bytes: u64::MAX, files: u64::MAX };
+
+    fn too_large(self, path: &Path) -> Failure {
+        let most = output::bytes(self.bytes);
+        Failure::fault(format!("{} in the VM is more than {most}: gave up", path.display()))
+            .hint("allow more with --max-size, as in: --max-size 100G")
+    }
+
+    fn too_many(self, path: &Path) -> Failure {
+        let most = self.files;
+        Failure::fault(format!("{} in the VM has more than {most} files: gave up", path.display()))
+            .hint("allow more with --max-files")
+    }
+}
+
 /// What both directions need.
 struct Copy {
     agent: Agent,
+    caps: Caps,
     /// Files keep their owners, by number.
     owners: bool,
     signals: Signals,
@@ -59,12 +86,12 @@ struct Copy {
 }
 
 impl Copy {
-    fn open(vm: &str, owners: bool, quiet: bool) -> Result<Self, Failure> {
+    fn open(vm: &str, owners: bool, caps: Caps, quiet: bool) -> Result<Self, Failure> {
         let vm = Base::open()?.find(vm)?;
         vm.require_running()?;
         let signals = Signals::hold(&FORWARDED)?;
         let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
-        Ok(Self { agent, owners, signals, transfer: Transfer::new(quiet) })
+        Ok(Self { agent, caps, owners, signals, transfer: Transfer::new(quiet) })
     }
 
     fn stop_if_interrupted(&self) -> Result<(), Failure> {

@@ -60,6 +60,10 @@ fn file(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<
         if count == 0 {
             break;
         }
+        // Holes come for nothing, and are not counted.
+        if reader.received() > copy.caps.bytes {
+            return Err(copy.caps.too_large(from));
+        }
         at += count;
         copy.transfer.add(count);
     }

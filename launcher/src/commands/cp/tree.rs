@@ -30,10 +30,13 @@ pub fn into_guest(copy: &mut Copy, from: &Path, to: &Path) -> Result<(), Failure
 pub fn out_of_guest(copy: &mut Copy, from: &Path, to: &Path) -> Result<(), Failure> {
     let reader = copy.agent.open_read_tar(from).map_err(in_guest("read", from))?;
     let mut stream = Watched { inner: reader, copy };
-    let options = Unpack { owners: copy.owners, modes: 0o777 };
+    let options = Unpack { owners: copy.owners, modes: 0o777, max_entries: copy.caps.files };
     let mut left_out = |path: &Path| remark(copy, path);
     let unpacked = trees::unpack(&mut stream, to, options, &mut left_out);
-    unpacked.map_err(|error| refuse(copy, from, error))?;
+    unpacked.map_err(|error| match error.errno() {
+        Some(libc::E2BIG) => copy.caps.too_many(from),
+        _ => refuse(copy, from, error),
+    })?;
     // To its very end, where the guest says that this was all.
     io::copy(&mut stream, &mut io::sink()).map(drop).map_err(|source| {
         refuse(copy, from, ArchiveError { act: "read", path: to.to_owned(), source })
@@ -48,6 +51,9 @@ fn remark(copy: &Copy, path: &Path) {
 fn refuse(copy: &Copy, in_vm: &Path, error: ArchiveError) -> Failure {
     if let Err(interrupted) = copy.stop_if_interrupted() {
         return interrupted;
+    }
+    if copy.transfer.total() > copy.caps.bytes {
+        return copy.caps.too_large(in_vm);
     }
     let errno = error.errno();
     let ArchiveError { act, path, source } = error;
@@ -90,6 +96,9 @@ impl<T: Read> Read for Watched<'_, T> {
         self.check()?;
         let count = self.inner.read(buffer)?;
         self.copy.transfer.add(count as u64);
+        if self.copy.transfer.total() > self.copy.caps.bytes {
+            return Err(io::Error::from_raw_os_error(libc::EFBIG));
+        }
         Ok(count)
     }
 }

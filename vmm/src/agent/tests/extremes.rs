@@ -1,16 +1,21 @@
 //! Reports with numbers at the ends of their ranges: the host end adds, allocates and prints within bounds.
 //! The fuzz target `agent_reports` tries many more of them.
 
-use pvmm_guest_agent::Channel;
-use pvmm_guest_agent::frame::Kind;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use pvmm_guest_agent::frame::{HEADER_LEN, Kind};
 use pvmm_guest_agent::message::{
-    Answer, ExecReport, ExecStatus, Kept, Outcome, OutputCount, ProcessInfo, RunReport, RunStatus,
-    Usage,
+    Answer, Entry, ExecReport, ExecStatus, FileKind, Kept, Metadata, Outcome, OutputCount,
+    ProcessInfo, RunReport, RunStatus, Started, Usage,
 };
 use pvmm_guest_agent::session::{RecordKind, head_of};
+use pvmm_guest_agent::{Channel, encode};
 
 use super::{OK, against, report};
-use crate::agent::{CodeRequest, RunReport as Report};
+use crate::agent::{AgentError, CodeRequest, RunReport as Report};
 use crate::exec::{ExecRequest, OutputCap};
 
 const MOST: OutputCount = OutputCount { total: u64::MAX, dropped: u64::MAX };
@@ -98,5 +103,62 @@ fn displays_without_content_are_counted_against_the_cap() {
     let output = agent.run_code("s", &CodeRequest::new("x")).unwrap();
     assert!(output.truncated);
     assert!(output.displays.len() < COUNT, "{} displays were kept", output.displays.len());
+    peer.join().unwrap();
+}
+
+fn file() -> Metadata {
+    Metadata {
+        kind: FileKind::File,
+        mode: 0o644,
+        uid: 0,
+        gid: 0,
+        size: u64::MAX,
+        nlink: 1,
+        mtime_s: 0,
+        mtime_ns: 0,
+        target: None,
+    }
+}
+
+#[test]
+fn listing_without_end_is_given_up_at_its_limit() {
+    let (agent, peer) = against(|peer| {
+        let stream = peer.opened();
+        let mut name = 0u64;
+        // More than the credit at hand: the host has stopped reading long before.
+        while name < 1500 {
+            let entry = Entry { name: name.to_string().into_bytes().into(), metadata: file() };
+            let mut bytes = Vec::new();
+            encode(&mut bytes, Kind::Done, stream, &entry).unwrap();
+            let bytes = &bytes[HEADER_LEN..];
+            let len = (bytes.len() as u32).to_le_bytes();
+            peer.data(stream, Channel::Output, false, &[&len[..], bytes].concat());
+            name += 1;
+        }
+        peer.until_hung_up();
+    });
+    let limit = 64 << 10;
+    let result = agent.list_within("/x", limit);
+    assert!(matches!(result, Err(AgentError::TooLarge { limit: 65536, .. })), "{result:?}");
+    drop(agent);
+    peer.join().unwrap();
+}
+
+#[test]
+fn reader_of_a_byte_now_and_then_is_not_held_for_ever() {
+    let given_up = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&given_up);
+    let (agent, peer) = against(move |peer| {
+        let stream = peer.opened();
+        let started = Started { metadata: Some(file()), ..Started::default() };
+        peer.control(Kind::Started, stream, &started);
+        // Never silent for long, and never done.
+        while !seen.load(Ordering::SeqCst) {
+            peer.data(stream, Channel::Output, false, b"x");
+            thread::sleep(Duration::from_millis(50));
+        }
+    });
+    assert!(matches!(agent.read_file("/x", u64::MAX), Err(AgentError::Overdue)));
+    given_up.store(true, Ordering::SeqCst);
     peer.join().unwrap();
 }
