@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
 use pvmm::snapshot::{LoadOptions, WriteOptions};

@@ -37,7 +37,7 @@ fn writes_and_discards_are_noted_once_they_have_ended_until_nobody_asks() {
         image.as_file().set_len(1 << 20).unwrap();
         let block = Block::new(BlockConfig::new(image.path()).engine(engine)).unwrap();
         let mut driver = MockDriver::ready(block);
-        let mut write = |driver: &mut MockDriver, sector: u64| {
+        let write = |driver: &mut MockDriver, sector: u64| {
             let sent =
                 driver.send(0, &[Readable(&header(OUT, sector)), Readable(&[9; 512]), Writable(1)]);
             while driver.used(0).is_none() {
