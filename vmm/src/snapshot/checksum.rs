@@ -89,7 +89,12 @@ fn each_piece(
 ) -> io::Result<()> {
     let zeros = by.of(&vec![0; PIECE as usize]);
     let mut buffer = vec![0; PIECE as usize];
-    let mut data = sparse::data(file, 0..size)?.into_iter().peekable();
+    // A block device has no holes to tell of.
+    let data = match file.metadata()?.is_file() {
+        true => sparse::data(file, 0..size)?,
+        false => Vec::from([0..size]),
+    };
+    let mut data = data.into_iter().peekable();
     let mut at = 0;
     while at < size {
         let end = (at + PIECE).min(size);

@@ -41,6 +41,10 @@ const TELLING: [&str; 13] = [
 
 /// Writes a snapshot over the one that is there.
 fn write(dir: &Path) -> Result<Manifest, Error> {
+    write_with(dir, Durability::Full)
+}
+
+fn write_with(dir: &Path, durability: Durability) -> Result<Manifest, Error> {
     let region = Region { address: 0, len: 64 << 20 };
     let mut memory = Memory::map(MemoryImage::empty(vec![region])).unwrap();
     for page in [0x5000, 0x30_0000, 0x30_1000] {
@@ -62,7 +66,8 @@ fn write(dir: &Path) -> Result<Manifest, Error> {
         base: None,
         working_set: None,
     };
-    marked(|| contents.write(dir, WriteOptions { replace: true, ..Default::default() }))
+    let options = WriteOptions { replace: true, durability, ..Default::default() };
+    marked(|| contents.write(dir, options))
 }
 
 /// Does what a test is about, so that its calls are found.
@@ -174,8 +179,10 @@ impl Place {
             .unwrap();
         let mut lines = BufReader::new(victim.stdout.take().unwrap()).lines().map_while(Result::ok);
         let thread = lines.find_map(|line| Some(line.strip_prefix("victim ")?.to_owned())).unwrap();
+        let expressions = expression.split(" -e ").flat_map(|expression| ["-e", expression]);
         let mut strace = Command::new("strace")
-            .args(["-e", expression, "-p", thread.rsplit('/').next().unwrap(), "-o"])
+            .args(expressions)
+            .args(["-p", thread.rsplit('/').next().unwrap(), "-o"])
             .arg(self.log.path())
             .stderr(Stdio::piped())
             .spawn()
@@ -230,6 +237,55 @@ fn writer_killed_at_any_system_call_leaves_the_old_snapshot_or_the_new_one() {
     assert_eq!(place.names().len(), 2);
     write(&place.snap()).unwrap();
     assert_eq!(place.names(), BTreeSet::from(["snap".to_owned()]));
+}
+
+/// H16: strace says for the kernel that it took only a part of a write. What is missing then is found at the next load,
+/// and the rest was written: a writer that took the count for an error, or for all of it, would do neither.
+#[test]
+fn h16_write_that_the_host_takes_in_part_is_gone_on_with_and_what_is_lost_is_found() {
+    for name in ["pwrite64", "write"] {
+        let place = Place::new();
+        let calls = place.calls();
+        let of_name = |calls: &[(String, usize)]| calls.iter().filter(|(n, _)| n == name).count();
+        let (usual, first) = (of_name(&calls), calls.iter().find(|(n, _)| n == name).unwrap().1);
+        let written = place.run(&format!("trace=all -e inject={name}:retval=100:when={first}"));
+        assert!(written, "{name}: the rest was to be written");
+        let log = fs::read_to_string(place.log.path()).unwrap();
+        let again = log.lines().filter(|line| line.starts_with(&format!("{name}("))).count();
+        assert!(again > usual, "{name}: {again} calls, {usual} of whole writes");
+        let load = |dir: &Path| {
+            let folder = Folder::open(dir)?;
+            let everything = LoadOptions { verify: true, ..Default::default() };
+            folder.verify(&folder.state()?, &everything).map(drop)
+        };
+        assert!(load(&place.snap()).is_err(), "{name}: bytes are missing");
+    }
+}
+
+/// Not even by a load: what it has compared is on the disk before it is said to be right.
+#[test]
+fn folder_written_without_syncing_has_no_stamp_until_its_bytes_are_on_the_disk() {
+    let place = Place::empty("snapshot::crash_tests::loading_victim");
+    let dir = place.snap();
+    write_with(&dir, Durability::None).unwrap();
+    assert!(Folder::open(&dir).unwrap().state().unwrap().stamps.is_empty());
+    let calls = place.calls();
+    let position = |name: &str| calls.iter().position(|(call, _)| call.starts_with(name));
+    let last_sync = calls.iter().rposition(|(call, _)| call == "fsync").expect("a sync");
+    assert!(last_sync < position("rename").expect("a stamp"), "{calls:?}");
+    assert!(dir.join(STAMP).exists());
+    // With syncing, the writer says so itself.
+    write(&dir).unwrap();
+    assert!(!Folder::open(&dir).unwrap().state().unwrap().stamps.is_empty());
+}
+
+#[test]
+#[ignore = "run by the test above"]
+fn loading_victim() {
+    let dir = held_victim().join("snap");
+    let folder = Folder::open(&dir).unwrap();
+    let saved = folder.state().unwrap();
+    marked(|| folder.verify(&saved, &LoadOptions::default()).map(drop)).unwrap();
 }
 
 #[test]

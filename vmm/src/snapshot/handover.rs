@@ -12,19 +12,22 @@ use std::time::Duration;
 use pvmm_devices::virtio::block::io::LayeredDisk;
 use serde::{Deserialize, Serialize};
 
-use super::manifest::SectionFacts;
+use super::manifest::{SectionFacts, check_regions};
 use super::read::check_runs;
 use super::sections::{self, Saved, WorkingSetV1};
 use super::{Base, SnapshotError};
+use crate::config::MAX_MEMORY_MIB;
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vm::KvmHost;
-use crate::memory::{Layer, MemoryImage, PAGE, Region, Runs};
+use crate::memory::{Layer, MemoryImage, Region, Runs};
 use crate::packed;
 use crate::storage::FrozenStorage;
 use crate::template::Template;
 
 /// The most files that one message comes with; the kernel passes no more at once.
 pub const MAX_FILES: usize = 250;
+
+const MAX_MEMORY: u64 = MAX_MEMORY_MIB << 20;
 
 type Ranges = Vec<(u64, u64)>;
 
@@ -143,20 +146,28 @@ impl Template {
         let mut next = || files.next().ok_or_else(|| bad("a file is missing"));
         let saved = sections::decode(&message.state, &message.sections)?;
 
+        let total = |sum: u64, (_, len): &(u64, u64)| sum.checked_add(*len);
+        let size = message.regions.iter().try_fold(0, total).filter(|size| *size <= MAX_MEMORY);
+        let size = size.ok_or_else(|| bad("memory is impossibly large"))?;
+        check_regions(&message.regions, size).map_err(bad)?;
         let region = |(address, len): &(u64, u64)| Region { address: *address, len: *len };
-        let regions: Vec<_> = message.regions.iter().map(region).collect();
-        if regions.iter().any(|r| r.len == 0 || r.len % PAGE != 0 || r.address % PAGE != 0) {
-            return Err(bad("memory regions are impossible").into());
-        }
-        let mut image = MemoryImage::empty(regions);
-        let size = image.size();
+        let mut image = MemoryImage::empty(message.regions.iter().map(region).collect());
         for runs in &message.layers {
             let file = next()?;
+            // Memory that is mapped past the end of its file kills whoever touches it.
+            let len = file.metadata().map(|facts| facts.len());
+            let end = runs.last().map_or(0, |(_, end)| *end);
+            if !len.is_ok_and(|len| len >= end) {
+                return Err(bad("a layer of memory is shorter than it says").into());
+            }
             let runs = match runs.as_slice() {
                 [(0, end)] if *end == size => Runs::all(size),
                 runs => check_runs(runs, size)?,
             };
             image = image.with(Layer { file: file.into(), runs });
+        }
+        if message.base_layers > message.layers.len() {
+            return Err(bad("the base has more layers than there are").into());
         }
         let sibling = message.sibling.then(&mut next).transpose()?.map(Arc::new);
         image = image.on_base(message.base_layers).beside_file(sibling);
@@ -197,5 +208,81 @@ impl Template {
             memory_sums: None,
             pause: Duration::ZERO,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing;
+    use super::*;
+
+    /// A template of one layer of 1 MiB, with something changed.
+    fn message(change: impl FnOnce(&mut Message)) -> Vec<u8> {
+        let (state, sections) = sections::encode(&testing::saved()).unwrap();
+        let mut message = Message {
+            state,
+            sections,
+            regions: vec![(0, 1 << 20)],
+            layers: vec![vec![(0, 1 << 20)]],
+            sibling: false,
+            drives: Vec::new(),
+            taps: Vec::new(),
+            vsock_path: None,
+            base: None,
+            base_layers: 0,
+        };
+        change(&mut message);
+        rmp_serde::to_vec(&message).unwrap()
+    }
+
+    fn refused(len: u64, change: impl FnOnce(&mut Message)) -> String {
+        let file = tempfile::tempfile().unwrap();
+        file.set_len(len).unwrap();
+        let taken = Template::take_over(&message(change), vec![file.into()]);
+        taken.err().expect("should be refused").to_string()
+    }
+
+    #[test]
+    fn handed_over_regions_that_overflow_or_are_impossible_are_refused() {
+        let (page, half) = (4096, 1 << 63);
+        for regions in [
+            vec![(0, half), (half, half)],
+            vec![(0, u64::MAX - 4095), (1 << 40, page)],
+            vec![(0, 1 << 60)],
+            vec![(u64::MAX - 4095, page)],
+            vec![(0, page), (0, page)],
+            vec![(1, page)],
+            vec![(0, 0)],
+            Vec::new(),
+        ] {
+            let error = refused(1 << 20, |message| message.regions = regions.clone());
+            assert!(error.contains("hand-over"), "{regions:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn handed_over_layer_shorter_than_its_ranges_is_refused() {
+        let error = refused((1 << 20) - 1, |_| {});
+        assert!(error.contains("shorter than it says"), "{error}");
+        let error = refused(4096, |message| message.layers = vec![vec![(0, 4096), (8192, 12288)]]);
+        assert!(error.contains("shorter than it says"), "{error}");
+        let error = refused(1 << 20, |message| message.base_layers = 2);
+        assert!(error.contains("more layers"), "{error}");
+    }
+
+    #[test]
+    fn handed_over_disk_layer_shorter_than_its_ranges_is_refused() {
+        let whole = |len| {
+            let file = tempfile::tempfile().unwrap();
+            file.set_len(len).unwrap();
+            OwnedFd::from(file)
+        };
+        let bytes = message(|message| {
+            let layers = vec![None, Some(vec![(0, 8192)])];
+            message.drives = vec![DriveMessage::Layers(layers)];
+        });
+        let taken = Template::take_over(&bytes, vec![whole(1 << 20), whole(16384), whole(4096)]);
+        let error = taken.err().expect("should be refused").to_string();
+        assert!(error.contains("a layer is shorter than its ranges"), "{error}");
     }
 }

@@ -169,7 +169,7 @@ impl Manifest {
         if machine.memory_mib > MAX_MEMORY_MIB || machine.memory_mib << 20 != self.memory.size {
             return Err("memory size is impossible");
         }
-        self.check_regions()?;
+        check_regions(&self.memory.regions, self.memory.size)?;
         if self.disks.len() > MAX_DRIVES {
             return Err("there are too many disks");
         }
@@ -193,24 +193,23 @@ impl Manifest {
         }
         Ok(())
     }
+}
 
-    /// Whole pages, ascending, apart, below the end of addresses, as much as the memory is.
-    fn check_regions(&self) -> Result<(), &'static str> {
-        let (mut end, mut sum) = (0u64, 0u64);
-        let regions = &self.memory.regions;
-        if regions.is_empty() || regions.len() > MAX_REGIONS {
-            return Err("number of memory regions is impossible");
-        }
-        for (index, (address, len)) in regions.iter().enumerate() {
-            let whole = address.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && *len > 0;
-            if !whole || (index > 0 && *address < end) {
-                return Err("memory regions are not whole pages apart from each other");
-            }
-            end = address.checked_add(*len).ok_or("a memory region ends beyond all addresses")?;
-            sum = sum.checked_add(*len).ok_or("memory regions are too large")?;
-        }
-        (sum == self.memory.size).then_some(()).ok_or("memory regions do not add up")
+/// Whole pages, ascending, apart, below the end of addresses, as much as the memory is.
+pub fn check_regions(regions: &[(u64, u64)], size: u64) -> Result<(), &'static str> {
+    let (mut end, mut sum) = (0u64, 0u64);
+    if regions.is_empty() || regions.len() > MAX_REGIONS {
+        return Err("number of memory regions is impossible");
     }
+    for (index, (address, len)) in regions.iter().enumerate() {
+        let whole = address.is_multiple_of(PAGE) && len.is_multiple_of(PAGE) && *len > 0;
+        if !whole || (index > 0 && *address < end) {
+            return Err("memory regions are not whole pages apart from each other");
+        }
+        end = address.checked_add(*len).ok_or("a memory region ends beyond all addresses")?;
+        sum = sum.checked_add(*len).ok_or("memory regions are too large")?;
+    }
+    (sum == size).then_some(()).ok_or("memory regions do not add up")
 }
 
 impl Serialize for SectionFacts {

@@ -208,7 +208,7 @@ impl Folder {
         }
         // Half of the stamps would make the next one compare everything again.
         if compared && !options.without_memory {
-            self.keep(&stamps);
+            self.keep(&stamps, &files);
         }
         Ok(LargeFiles(files))
     }
@@ -219,10 +219,12 @@ impl Folder {
         bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
     }
 
-    /// So that the next restore need not compare again. A folder that cannot be written is compared each time.
-    fn keep(&self, stamps: &[Stamp]) {
+    /// So that the next restore need not compare again. A folder that cannot be written is compared each time. What
+    /// was compared is on the disk first, or a power cut could leave a stamp that is true over bytes that are not there.
+    fn keep(&self, stamps: &[Stamp], files: &[(String, File)]) {
         let hidden = self.path.join(format!(".{STAMP}-{}", std::process::id()));
         let kept = serde_json::to_vec(stamps).map_err(std::io::Error::from).and_then(|bytes| {
+            files.iter().try_for_each(|(_, file)| file.sync_all())?;
             File::create_new(&hidden)?.write_all(&bytes)?;
             fs::rename(&hidden, self.path.join(STAMP))
         });

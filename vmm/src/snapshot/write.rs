@@ -33,7 +33,8 @@ pub enum Durability {
     /// Nothing: every byte is on the disk before the snapshot has its name.
     #[default]
     Full,
-    /// The snapshot; a crash of the host may leave it empty or broken, which a restore will notice.
+    /// The snapshot; a crash of the host may leave it empty or broken, which a restore will notice: the first one
+    /// compares all of it.
     None,
 }
 
@@ -166,7 +167,12 @@ impl Contents<'_> {
         trace::step("disks written");
         let machine = self.machine.clone();
         let working_set = self.working_set.map(WorkingSetV1::of);
-        let stamps = folder.stamps(&sums)?;
+        // A stamp says that a file need not be compared. Of one that is not on the disk yet, a power cut may leave the
+        // looks and take the bytes.
+        let stamps = match progress.options.durability {
+            Durability::Full => folder.stamps(&sums)?,
+            Durability::None => Vec::new(),
+        };
         let (state, sections) =
             sections::encode(&Saved { machine, sums, runs, working_set, note: None, stamps })?;
         folder.write(STATE, &state)?;

@@ -120,6 +120,10 @@ impl LayeredDisk {
         let size = lowest.0.metadata()?.len();
         let mut frozen = Vec::with_capacity(layers.len());
         for (file, ranges) in layers {
+            let end = ranges.iter().flatten().map(|(_, end)| *end).max().unwrap_or(size);
+            if file.metadata()?.len() < end {
+                return Err(io::Error::other("a layer is shorter than its ranges"));
+            }
             let mut layer = Layer { file, present: Present::All };
             if let Some(ranges) = ranges {
                 layer.present = Present::Some(BlockMap::default());
