@@ -109,8 +109,9 @@ fn refresh_takes_its_steps_in_order_and_programs_see_them() {
     let other = Interface { mac: Some([2, 0, 0, 0, 0, 8]), ..same.clone() };
     let gone = Interface { name: "eth7".into(), ..same.clone() };
     agent.refresh(&refresh(7).interface(&other).interface(&same).interface(&gone), soon()).unwrap();
+    // Not from /sys, which is that of the network that it was mounted in.
     let kept = "ip -4 -o addr show eth0 | tr -s ' ' | cut -d' ' -f4; ip -4 route | wc -l; \
-                cat /sys/class/net/eth0/address";
+                ip -o link show eth0 | sed 's/.*ether \\([^ ]*\\).*/\\1/'";
     assert_eq!(prints(&agent, kept), "10.1.0.7/16\n2\n02:00:00:00:00:08");
     let missing = Interface { mac: Some([2, 0, 0, 0, 0, 8]), ..gone };
     assert!(agent.refresh(&refresh(7).interface(&missing), soon()).is_err());
