@@ -148,3 +148,18 @@ fn command_line(given: &str, places: &[tables::MmioDevice]) -> String {
     }
     line.trim_start().to_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn command_line_names_each_device_after_the_words_of_the_caller() {
+        let device = |address, gsi| tables::MmioDevice { address, gsi };
+        let places = [device(0xd000_0000, 6), device(0xd000_1000, 7)];
+        let expected =
+            "quiet virtio_mmio.device=4096@0xd0000000:6 virtio_mmio.device=4096@0xd0001000:7";
+        assert_eq!(command_line("quiet", &places), expected);
+        assert_eq!(command_line("", &places[..0]), "");
+    }
+}

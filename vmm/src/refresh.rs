@@ -49,7 +49,8 @@ impl Vm {
             return Err(Error::plain(ErrorKind::InvalidConfig, what));
         };
         self.resume()?;
-        match Agent::connect_refreshed(&path, refresh, deadline) {
+        let refresh = refresh.clone().clock_of(self);
+        match Agent::connect_refreshed(&path, &refresh, deadline) {
             Ok(agent) => Ok(agent),
             Err(error) => {
                 self.pause()?;
