@@ -116,7 +116,7 @@ impl Vm {
         let (memory_file, sums) = written?;
         trace::step("memory written");
         self.held.memory_sums = Some(Arc::from(sums.sums.as_slice()));
-        publish(&memory_file, state, |stamps| {
+        publish(&memory_file, kind, state, |stamps| {
             let (runs, working_set, note) = (Vec::new(), None, Some(note.to_vec()));
             let saved = Saved { machine, sums: vec![sums], runs, working_set, note, stamps };
             self.encode(&saved, disks)
@@ -231,14 +231,15 @@ pub(super) fn write_memory(
 /// the state is there, the one before it is: that does not take the new memory, whose sums are others.
 pub(super) fn publish(
     memory: &WrittenFile,
+    kind: SaveKind,
     state: &Path,
     encode: impl FnOnce(Vec<Stamp>) -> Result<Vec<u8>, SnapshotError>,
 ) -> Result<(), SnapshotError> {
     let mut state_file = WrittenFile::create(state)?;
     memory.publish()?;
-    // What a device looks like says nothing about its bytes.
+    // What a device looks like says nothing about its bytes, and a diff is not all of memory before it is merged.
     let looks = || -> io::Result<Vec<Stamp>> {
-        match memory.file().metadata()?.is_file() {
+        match kind == SaveKind::Full && memory.file().metadata()?.is_file() {
             true => Ok(vec![Stamp::of(MEMORY, memory.file())?]),
             false => Ok(Vec::new()),
         }

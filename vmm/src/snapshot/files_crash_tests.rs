@@ -27,7 +27,7 @@ fn write(dir: &Path, generation: u8, kind: SaveKind) -> Result<(), Error> {
     marked(|| {
         let (state, path) = (dir.join("vm.state"), dir.join("vm.mem"));
         let (file, sums) = files::write_memory(&memory, &path, kind, true, None)?;
-        files::publish(&file, &state, |stamps| {
+        files::publish(&file, kind, &state, |stamps| {
             let note = Some(vec![generation]);
             let saved = sections::Saved {
                 sums: vec![sums],
@@ -104,6 +104,19 @@ fn writer_of_two_files_killed_at_any_system_call_leaves_no_pair_of_two_moments()
 #[test]
 fn writer_of_differences_killed_at_any_system_call_leaves_no_pair_of_two_moments() {
     killed_everywhere(SaveKind::Diff);
+}
+
+/// A diff of its own is not all of memory, however well it looks.
+#[test]
+fn h5_diff_without_its_base_is_refused() {
+    let place = tempfile::tempdir().unwrap();
+    write(place.path(), 1, SaveKind::Diff).unwrap();
+    assert_eq!(generation(place.path()).unwrap(), 1, "all of it changed");
+    let memory = fs::File::options().write(true).open(place.path().join("vm.mem")).unwrap();
+    let (_, saved) = files::read_state(&place.path().join("vm.state")).unwrap();
+    assert!(saved.stamps.is_empty());
+    memory.write_all_at(&[0; 4096], SIZE - 4096).unwrap();
+    assert!(matches!(generation(place.path()), Err(SnapshotError::Mixed { .. })));
 }
 
 /// H5: a thousand pages of sixteen thousand, or a single one, wherever it lies.

@@ -10,7 +10,7 @@ use kvm_bindings::kvm_cpuid_entry2;
 use pvmm_devices::ioapic::IoapicStateV1;
 use pvmm_devices::legacy::SerialStateV1;
 
-use super::checksum::{FileSums, PIECE, Stamp};
+use super::checksum::{FileSums, PIECE, Stamp, Sum};
 use super::manifest::{self, FILES_FORMAT, Manifest, SectionFacts};
 use super::sections::{self, Saved, WorkingSetV1};
 use super::state::MachineState;
@@ -126,6 +126,12 @@ pub enum Change {
 /// Changes the last vCPU, the clock's rate of all, in the snapshot at `path`, a folder or a state file, with every checksum made right again.
 pub fn change(path: &Path, changes: &[Change]) {
     let (manifest, mut saved) = read(path);
+    // Sums of an early version are written as today's.
+    let early = |sums: &&mut FileSums| sums.by != Sum::default();
+    for sums in saved.sums.iter_mut().filter(early) {
+        let file = fs::File::open(path.join(&sums.file)).unwrap();
+        *sums = FileSums::of(&sums.file, &file, sums.size).unwrap();
+    }
     for change in changes {
         let vcpu = Arc::make_mut(saved.machine.vcpus.last_mut().unwrap());
         match *change {
