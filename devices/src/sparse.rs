@@ -66,6 +66,10 @@ pub fn copy(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
 /// Where the data is, if the file system can be believed. One that is stacked on others may answer for a
 /// file system that calls everything a hole; then its data is less than what the file takes.
 pub fn known_data(file: &File, range: Range<u64>) -> io::Result<Option<Vec<Range<u64>>>> {
+    // A block device has no holes, and refuses to be asked for them.
+    if !file.metadata()?.is_file() {
+        return Ok(None);
+    }
     if sys::knows_holes(file.as_fd())? {
         return extents(file, range).map(Some);
     }

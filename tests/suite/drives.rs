@@ -1,6 +1,7 @@
 //! Disks under real guests: what is written is there, whatever happens to the machine.
 
 use std::fs;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +12,7 @@ use pvmm::snapshot::WriteOptions;
 use pvmm::{CacheMode, Drive, DriveSource, EngineKind, RateLimiterConfig};
 use pvmm_tests::child::{Child, SOON, prints};
 use pvmm_tests::cli::User;
-use pvmm_tests::file_system::FileSystem;
+use pvmm_tests::file_system::{FileSystem, LoopDevice};
 use pvmm_tests::guest::Guest;
 use tempfile::NamedTempFile;
 
@@ -216,4 +217,39 @@ fn freeze_that_has_begun_lets_the_workload_go_on_before_the_copy_is_finished() {
     let template = begun.finish().unwrap();
     let child = Child::of(&template);
     assert_eq!(child.prints("stat -c %s /dev/shm/much"), (200 * MIB).to_string());
+}
+
+/// A block device that the guest writes in place is copied as a file is.
+#[test]
+fn writable_block_device_is_copied_for_a_fork() {
+    let image = image(32);
+    let device = LoopDevice::of(image.path());
+    let mut guest = Guest::boot_with(|config| config.drives.push(Drive::writable(&device.path)));
+    let write = |word: &str| {
+        format!(
+            "echo {word} | dd of=/dev/vdb bs=4096 seek=9 conv=sync,fsync oflag=direct 2>/dev/null"
+        )
+    };
+    let read = "dd if=/dev/vdb bs=4096 skip=9 count=1 iflag=direct 2>/dev/null | head -n1";
+    guest.prints(&write("before"));
+    let template = guest.vm.freeze().unwrap();
+    let agent = guest.agent_again();
+    prints(&agent, &write("after"));
+    let child = Child::of(&template);
+    assert_eq!(child.prints(read), "before");
+    assert_eq!(prints(&agent, read), "after");
+}
+
+/// The disk that a VM gets on a file system that can share blocks takes none of its own at first.
+#[test]
+fn disk_of_a_vm_with_reflink_shares_its_blocks_with_the_pristine_one() {
+    let host = FileSystem::xfs(600);
+    let cache = pvmm_sandbox::Cache::at(&host.path().join("cache")).unwrap();
+    let disk = pvmm_sandbox::overlay::create_upper(&cache, &host.path(), 256 * MIB).unwrap();
+    let open = format!("/proc/{}/fd/{}", std::process::id(), disk.as_raw_fd());
+    let said = Command::new("filefrag").args(["-v", &open]).output().unwrap();
+    let text = String::from_utf8_lossy(&said.stdout);
+    let extents: Vec<_> = text.lines().filter(|line| line.contains("..")).collect();
+    assert!(!extents.is_empty() && said.status.success(), "{said:?}");
+    assert!(extents.iter().all(|line| line.contains("shared")), "{text}");
 }

@@ -3,7 +3,7 @@
 //! A device moves bytes; freezing, forking and copying a disk is the owner's business.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -224,7 +224,7 @@ pub struct DriveCopy {
 impl DriveCopy {
     /// Copies everything, then what was written meanwhile, until that is little or has been tried often enough.
     pub fn advance(&self, file: &File) -> io::Result<()> {
-        let size = file.metadata()?.len();
+        let size = size_of(file)?;
         self.copy.set_len(size)?;
         sparse::copy(file, &self.copy, 0..size)?;
         for _ in 0..COPY_ROUNDS {
@@ -237,7 +237,7 @@ impl DriveCopy {
 
     /// Copies what was written since; the guest must be paused.
     fn finish(self, file: &File) -> io::Result<File> {
-        self.copy.set_len(file.metadata()?.len())?;
+        self.copy.set_len(size_of(file)?)?;
         self.copy_changes(file)?;
         Ok(self.copy)
     }
@@ -257,10 +257,15 @@ fn copy_of(file: &File, path: Option<&Path>, scratch: &Scratch) -> io::Result<Fi
     if let Some(copy) = shared(file, path, scratch) {
         return Ok(copy);
     }
-    let (copy, size) = (scratch.file()?, file.metadata()?.len());
+    let (copy, size) = (scratch.file()?, size_of(file)?);
     copy.set_len(size)?;
     sparse::copy(file, &copy, 0..size)?;
     Ok(copy)
+}
+
+/// The size of a file or block device. All other I/O on it is positioned.
+fn size_of(mut file: &File) -> io::Result<u64> {
+    file.seek(SeekFrom::End(0))
 }
 
 /// A copy that shares every block with the file, where the file system can do that.
