@@ -2,6 +2,7 @@
 //!
 //! The verbs share it so that they all mean the same workspace and the same cargo.
 
+use std::collections::BTreeMap;
 use std::env;
 use std::io;
 use std::path::PathBuf;
@@ -42,6 +43,19 @@ pub fn run(arguments: &[&str]) -> Result<(), CargoError> {
         return Ok(());
     }
     Err(CargoError::Failed { command: arguments.join(" "), status })
+}
+
+/// Each crate that `package` is built from, with the features that it is built with.
+pub fn features(package: &str) -> Result<BTreeMap<String, String>, CargoError> {
+    let arguments = ["tree", "--package", package, "--edges", "no-dev", "--prefix", "none"];
+    let output =
+        command(&arguments).args(["--format", "{p}\t{f}"]).output().map_err(CargoError::Run)?;
+    if !output.status.success() {
+        return Err(CargoError::Failed { command: arguments.join(" "), status: output.status });
+    }
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let lines = text.lines().filter_map(|line| line.split_once('\t'));
+    Ok(lines.map(|(name, rest)| (name.into(), rest.trim_end_matches(" (*)").into())).collect())
 }
 
 /// A cargo that works beside this program. Dropping it ends it.

@@ -33,10 +33,26 @@ pub fn run() -> ExitCode {
         }
         Err(e) => faults.push(format!("cannot look at the sources: {e}")),
     }
+    match built_twice() {
+        Ok(found) => faults.extend(found),
+        Err(e) => faults.push(report::chain(&e)),
+    }
     for fault in &faults {
         eprintln!("check: {fault}");
     }
     if faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Crates that this tool has with other features than pvmm has: each would be built for both.
+fn built_twice() -> Result<Vec<String>, cargo::CargoError> {
+    let (tool, pvmm) = (cargo::features("xtask")?, cargo::features("pvmm-launcher")?);
+    let other = tool.iter().filter_map(|(name, own)| Some((name, own, pvmm.get(name)?)));
+    Ok(other
+        .filter(|(_, own, theirs)| own != theirs)
+        .map(|(name, own, theirs)| {
+            format!("{name} is built twice: [{own}] here, [{theirs}] in pvmm")
+        })
+        .collect())
 }
 
 /// Faults in the tree, and files that are long.
@@ -154,6 +170,11 @@ mod tests {
         let text = "a\nb\n#[cfg(test)]\nmod tests {\nc\n}\n";
         assert_eq!(lines_without_tests(Path::new("src/x.rs"), text), 2);
         assert_eq!(lines_without_tests(Path::new("src/x/tests.rs"), text), 0);
+    }
+
+    #[test]
+    fn no_crate_is_built_once_for_the_tool_and_again_for_pvmm() {
+        assert_eq!(built_twice().unwrap(), Vec::<String>::new());
     }
 
     #[test]
