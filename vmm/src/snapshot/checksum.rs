@@ -90,9 +90,10 @@ fn each_piece(
     let zeros = by.of(&vec![0; PIECE as usize]);
     let mut buffer = vec![0; PIECE as usize];
     // A block device has no holes to tell of.
-    let data = match file.metadata()?.is_file() {
-        true => sparse::data(file, 0..size)?,
-        false => Vec::from([0..size]),
+    let data = if file.metadata()?.is_file() {
+        sparse::data(file, 0..size)?
+    } else {
+        std::iter::once(0..size).collect()
     };
     let mut data = data.into_iter().peekable();
     let mut at = 0;

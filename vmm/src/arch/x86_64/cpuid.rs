@@ -182,7 +182,7 @@ fn is_amd(entry: &kvm_cpuid_entry2) -> bool {
 }
 
 fn amd_topology(id: u32, topology: Topology) -> kvm_cpuid_entry2 {
-    let core = id / topology.threads_per_core & 0xff;
+    let core = (id / topology.threads_per_core) & 0xff;
     let ebx = (topology.threads_per_core - 1) << 8 | core;
     kvm_cpuid_entry2 { function: AMD_TOPOLOGY, eax: id, ebx, ..Default::default() }
 }
