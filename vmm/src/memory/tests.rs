@@ -423,7 +423,7 @@ fn sums_are_of_all_memory_and_taken_again_only_where_it_changed() {
     assert_eq!(sums, expected);
     assert_eq!(asked.get(), 2, "one for the zeros, one for the piece that is not");
     put(&memory, 0x15000, 8);
-    let changed = Runs::merged(vec![0x15000..0x16000]);
+    let changed = Runs::merged(std::iter::once(0x15000..0x16000).collect());
     let filled = memory.filled(true).unwrap();
     let again = memory.sums(piece, sum, Some(&sums), &changed, &filled).unwrap();
     let expected: Vec<_> = flat(&memory).chunks(1 << 16).map(crc32fast::hash).collect();
