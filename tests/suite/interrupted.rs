@@ -26,7 +26,7 @@ impl Small {
         let dir = TempDir::new().unwrap();
         let size = format!("size={kib}k");
         let mut mount = Command::new("mount");
-        mount.args(["-t", "tmpfs", "-o", &size, "small"]).arg(dir.path());
+        mount.args(["-n", "-t", "tmpfs", "-o", &size, "small"]).arg(dir.path());
         assert!(mount.status().unwrap().success());
         Self(dir)
     }
@@ -34,7 +34,7 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        assert!(Command::new("umount").arg(self.0.path()).status().unwrap().success());
+        assert!(Command::new("umount").arg("-n").arg(self.0.path()).status().unwrap().success());
     }
 }
 
