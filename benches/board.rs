@@ -26,6 +26,8 @@ pub enum Unit {
     Rate,
     #[serde(rename = "1/s")]
     PerSecond,
+    #[serde(rename = "")]
+    Count,
 }
 
 impl Unit {
@@ -35,6 +37,7 @@ impl Unit {
             Unit::Mib => "MiB",
             Unit::Rate => "MB/s",
             Unit::PerSecond => "1/s",
+            Unit::Count => "",
         }
     }
 }
@@ -55,7 +58,8 @@ pub type Act<'a> = (String, Box<dyn FnMut() -> Outcome<f64> + 'a>);
 pub struct Counts {
     /// Rounds whose samples are dropped.
     pub warm_ups: usize,
-    /// Samples of what takes a tenth of a second where processors are emulated, and of what takes seconds.
+    /// Samples of what takes a tenth of a second where processors are emulated, and of what takes
+    /// seconds.
     pub quick: usize,
     pub slow: usize,
     /// Children of one fork.
@@ -126,7 +130,8 @@ impl Board {
         eprintln!("bench: {:5.0} s  {what}", self.begun.elapsed().as_secs_f64());
     }
 
-    /// Takes `rounds` samples of every contender, in a new random order each round; warm-ups are dropped.
+    /// Takes `rounds` samples of every contender, in a new random order each round; warm-ups are
+    /// dropped.
     pub fn interleave(
         &mut self,
         moment: &'static str,

@@ -20,7 +20,8 @@ use crate::facts;
 pub const MEMORY_MIB: u64 = 512;
 /// How long anything about a guest may take where processors are emulated.
 pub const PATIENCE: Duration = Duration::from_secs(120);
-/// Interfaces that are made before anything is timed: the first for a parent, the others for children.
+/// Interfaces that are made before anything is timed: the first for a parent, the others for
+/// children.
 pub const TAPS: usize = 16;
 
 const CMDLINE: &str = "quiet reboot=k panic=-1 pvmm.root=/dev/vda pvmm.rootfstype=ext4 \
@@ -135,9 +136,10 @@ pub fn exec_true(agent: &Agent) -> Outcome<()> {
 /// What a shell line prints; it must succeed.
 pub fn shell(agent: &Agent, line: &str) -> Outcome<String> {
     let output = agent.exec(&ExecRequest::shell(line).timeout(PATIENCE))?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout.bytes).trim_end().to_owned()),
-        false => Err(format!("{line}: {output:?}").into()),
+    if output.status.success() {
+        Ok(String::from_utf8_lossy(&output.stdout.bytes).trim_end().to_owned())
+    } else {
+        Err(format!("{line}: {output:?}").into())
     }
 }
 

@@ -1,7 +1,7 @@
 //! `pvmm-bench`: every moment that is promised to be quick or small, measured beside its peers.
 //!
-//! One program: it is the harness, and started again with `vmm` it is the process that holds a machine.
-//! `cargo xtask bench` builds it and runs it where guests run.
+//! One program: it is the harness, and started again with `vmm` it is the process that holds a
+//! machine. `cargo xtask bench` builds it and runs it where guests run.
 
 mod board;
 mod facts;
@@ -54,8 +54,8 @@ struct Options {
     /// Where samples, report and picture go
     #[arg(long, default_value = "target/bench")]
     out: PathBuf,
-    /// Only these moments: create, load, live-fork, rollback, snapshot, fork-memory, rate, boot, exec,
-    /// overhead, throughput
+    /// Only these moments: create, load, live-fork, rollback, snapshot, fork-memory, rate, grow,
+    /// boot, exec, overhead, throughput
     moments: Vec<String>,
 }
 
@@ -116,8 +116,8 @@ fn ended(done: Outcome<()>) -> ExitCode {
     }
 }
 
-/// Moves this program to a tmpfs of its own, in a network of its own, and starts it again from there: what
-/// is timed is then neither a disk nor a share, and nothing stays behind.
+/// Moves this program to a tmpfs of its own, in a network of its own, and starts it again from
+/// there: what is timed is then neither a disk nor a share, and nothing stays behind.
 fn on_tmpfs() -> Outcome<PathBuf> {
     if let Some(place) = std::env::var_os(PLACE) {
         return Ok(PathBuf::from(place));
@@ -129,8 +129,8 @@ fn on_tmpfs() -> Outcome<PathBuf> {
         eprintln!("bench: no network and tmpfs of its own ({e}); using {}", place.display());
     }
     if facts::emulated() {
-        // An emulator translates a program anew for each address it finds it at. No processor does anything like
-        // that, and it would be most of what a new process costs, whoever's it is.
+        // An emulator translates a program anew for each address it finds it at. No processor does
+        // anything like that, and it would be most of what a new process costs, whoever's it is.
         sys::fix_addresses()?;
     }
     let program = place.join("pvmm-bench");
@@ -140,8 +140,8 @@ fn on_tmpfs() -> Outcome<PathBuf> {
 }
 
 fn run(place: &Path, options: &Options) -> Outcome<()> {
-    // The first machine on a host makes the kernel patch its own code, and so does the last one's end: a host that
-    // serves anybody has long done that.
+    // The first machine on a host makes the kernel patch its own code, and so does the last one's
+    // end: a host that serves anybody has long done that.
     let _first = kvm_ioctls::Kvm::new().and_then(|kvm| kvm.create_vm());
     let (stage, guest) = Stage::new(place)?;
     let facts = facts::of(guest);

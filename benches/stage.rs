@@ -1,4 +1,5 @@
-//! What all moments share: the guest's files on tmpfs, the contenders, and one snapshot of each kind.
+//! What all moments share: the guest's files on tmpfs, the contenders, and one snapshot of each
+//! kind.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -8,7 +9,7 @@ use std::time::Duration;
 
 use ::pvmm::agent::{Agent, Refresh};
 use ::pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
-use ::pvmm::{Template, Vm};
+use ::pvmm::{Template, Vm, next_trim};
 use serde_json::{Value, json};
 
 use crate::board::Outcome;
@@ -18,6 +19,8 @@ use crate::peers::firecracker::{Baked, Firecracker};
 use crate::peers::pvmm::{self, Pvmm};
 use crate::peers::qemu::Qemu;
 
+/// How long a guest may take to become idle before it is frozen, as in the launcher.
+pub const SETTLE_MAX: Duration = Duration::from_millis(20);
 const SETTLE: Duration = Duration::from_secs(1);
 
 pub struct Stage {
@@ -98,6 +101,7 @@ impl Stage {
         rehearse(&socket)?;
         let snapshot = self.place.join("snapshot");
         let options = WriteOptions { durability: Durability::None, ..Default::default() };
+        vm.settle(SETTLE_MAX);
         let mut template = vm.freeze()?;
         drop(vm);
         self.record(&mut template)?;
@@ -113,15 +117,17 @@ impl Stage {
     /// Lets one machine live its first exec, as the launcher does when it bakes a template.
     fn record(&self, template: &mut Template) -> Outcome<()> {
         let (socket, tap) = (self.dir()?.join("v"), guest::tap(0));
-        template.record_working_set(pvmm::overrides(socket.clone(), tap.as_deref()), |vm| {
+        let overrides = pvmm::overrides(socket.clone(), tap.as_deref());
+        template.record_working_set(overrides, next_trim(Duration::ZERO), |vm| {
             pvmm::answer(vm, &socket).map(drop)
         })?;
         Ok(())
     }
 }
 
-/// What the launcher does before it freezes a template, on all sides: a refresh, so that what it needs in the guest is
-/// there; then the workload is frozen, and the kernel has time for what it has put off.
+/// What the launcher does before it freezes a template, on all sides: a refresh, so that what it
+/// needs in the guest is there; then the workload is frozen, and the kernel has time for what it
+/// has put off.
 pub fn rehearse(socket: &Path) -> Outcome<()> {
     let control = Agent::connect_control(socket, deadline())?;
     control.refresh(&Refresh::new(0)?.without_thaw(), deadline())?;

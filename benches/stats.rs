@@ -1,7 +1,7 @@
 //! Order statistics of samples, and how far their ratio can be trusted.
 //!
-//! Times have long tails, so there is no mean here: percentiles, and a bootstrap interval for the ratio of
-//! two medians.
+//! Times have long tails, so there is no mean here: percentiles, and a bootstrap interval for the
+//! ratio of two medians.
 
 /// How often samples are drawn anew for an interval.
 const DRAWS: usize = 2000;

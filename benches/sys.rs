@@ -20,7 +20,8 @@ pub fn monotonic_ns() -> u64 {
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }
 
-/// Faults without and with a disk read, and processor time in and outside the kernel, of this process.
+/// Faults without and with a disk read, and processor time in and outside the kernel, of this
+/// process.
 pub fn usage() -> (i64, i64, Duration, Duration) {
     // SAFETY: the structure is ours and is filled in.
     let usage = unsafe {
@@ -33,7 +34,8 @@ pub fn usage() -> (i64, i64, Duration, Duration) {
     (usage.ru_minflt, usage.ru_majflt, time(usage.ru_stime), time(usage.ru_utime))
 }
 
-/// A network and a mount table of this process's own, gone with it. Called before any thread exists.
+/// A network and a mount table of this process's own, gone with it. Called before any thread
+/// exists.
 pub fn unshare() -> io::Result<()> {
     // SAFETY: no memory is passed.
     check(unsafe { libc::unshare(libc::CLONE_NEWNET | libc::CLONE_NEWNS) })?;

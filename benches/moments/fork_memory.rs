@@ -50,8 +50,8 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
         thread::sleep(REST.saturating_sub(made.elapsed()));
         Outcome::Ok(machines)
     };
-    // Two that pay for what others share: a page of the template that only one has mapped counts as its own. What this
-    // process kept for itself until here goes with the first trim.
+    // Two that pay for what others share: a page of the template that only one has mapped counts as
+    // its own. What this process kept for itself until here goes with the first trim.
     let first = rested(count..count + 2)?;
     let before = (processes::private_mib(own)?, processes::host_mib()?);
     let machines = rested(0..count)?;

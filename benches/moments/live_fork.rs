@@ -13,7 +13,7 @@ use crate::guest::{TAPS, deadline, shell, tap};
 use crate::peers::firecracker::{self, Baked, Firecracker, SOCKET};
 use crate::peers::pvmm::live;
 use crate::peers::{Machine, Peer};
-use crate::stage::{Baking, Stage};
+use crate::stage::{Baking, SETTLE_MAX, Stage};
 
 /// Fills the same 64 MiB of the guest's memory anew.
 const DIRTY: &str = "yes $RANDOM | head -c 67108864 1<> /dev/shm/dirty";
@@ -41,7 +41,8 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     for round in 0..counts.slow + 1 {
         let mut kept = Vec::new();
         {
-            // A parent that went on from a template itself, as most do: what it changed since is what is new.
+            // A parent that went on from a template itself, as most do: what it changed since is
+            // what is new.
             let socket = stage.dir()?.join("v");
             let (mut vm, _) = live(&baking.template, socket.clone(), tap(0).as_deref())?;
             for moments in [(PAUSE, ANSWERED), (AGAIN_PAUSE, AGAIN_ANSWERED)] {
@@ -93,7 +94,10 @@ fn fork(
     traced: bool,
 ) -> Outcome<(f64, f64)> {
     let begun = Instant::now();
-    let (template, steps) = trace::record(|| vm.freeze());
+    let (template, steps) = trace::record(|| {
+        vm.settle(SETTLE_MAX);
+        vm.freeze()
+    });
     let frozen = millis(begun.elapsed());
     let template = template?;
     let (machines, children_took) =
@@ -117,7 +121,8 @@ fn child(stage: &Stage, template: &Template, index: usize) -> Outcome<(Child, Du
     Ok((child?, durations(begun, &steps)))
 }
 
-/// Pause, full snapshot and resume; then a process for each child. In milliseconds: the pause, and all.
+/// Pause, full snapshot and resume; then a process for each child. In milliseconds: the pause, and
+/// all.
 fn fork_firecracker(
     stage: &Stage,
     peer: &Firecracker,

@@ -4,6 +4,7 @@ mod boot;
 mod create;
 mod exec;
 mod fork_memory;
+mod grow;
 mod live_fork;
 mod load;
 mod overhead;
@@ -19,7 +20,7 @@ use crate::stage::{Baking, Stage};
 
 /// Moments of machines that go on from another, by name.
 type Baked = fn(&Stage, &Baking, &mut Board) -> Outcome<()>;
-pub const BAKED: [(&str, Baked); 7] = [
+pub const BAKED: [(&str, Baked); 8] = [
     ("create", create::run),
     ("load", load::run),
     ("live-fork", live_fork::run),
@@ -27,6 +28,7 @@ pub const BAKED: [(&str, Baked); 7] = [
     ("snapshot", snapshot::run),
     ("fork-memory", fork_memory::run),
     ("rate", rate::run),
+    ("grow", grow::run),
 ];
 
 /// Moments of machines that were booted.

@@ -36,8 +36,8 @@ pub fn host_mib() -> Outcome<(f64, f64)> {
     Ok((of(&sizes, "MemAvailable")?, of(&sizes, "Slab")?))
 }
 
-/// What a VMM holds beside its guest's memory: the resident size of every mapping that is smaller than
-/// that. This is the rule by which Firecracker's own tests go.
+/// What a VMM holds beside its guest's memory: the resident size of every mapping that is smaller
+/// than that. This is the rule by which Firecracker's own tests go.
 pub fn beside_guest_mib(pid: u32) -> Outcome<f64> {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
     Ok(beside_guest(&smaps, MEMORY_MIB * 1024))

@@ -7,7 +7,7 @@ use pvmm::trace;
 
 use crate::board::{Board, Outcome, Unit, durations, millis, timed};
 use crate::guest::{deadline, exec_true, shell, tap};
-use crate::stage::{Baking, Stage};
+use crate::stage::{Baking, SETTLE_MAX, Stage};
 
 /// What the guest does that is then undone.
 const DIRTY: &str = "head -c 8388608 /dev/zero | tr '\\0' x > /dev/shm/undone";
@@ -16,6 +16,7 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     let (mut vm, agent) = stage.parent()?;
     let socket = vm.vsock_path().ok_or("no vsock")?.to_owned();
     drop(agent);
+    vm.settle(SETTLE_MAX);
     vm.checkpoint()?;
     let mut agent = Agent::connect(&socket, deadline())?;
     let mut peer = match (&stage.firecracker, &baking.firecracker) {

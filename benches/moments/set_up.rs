@@ -1,7 +1,7 @@
 //! What the host's part of a restore costs on any `/dev/kvm`, also one that cannot run a guest.
 //!
-//! Everything up to the first `KVM_RUN`: the same parts in the order that Firecracker uses and in ours, and
-//! then pvmm's own restore of a machine that has never run.
+//! Everything up to the first `KVM_RUN`: the same parts in the order that Firecracker uses and in
+//! ours, and then pvmm's own restore of a machine that has never run.
 #![allow(unsafe_code)] // A memory slot hands a host address to the kernel.
 
 use std::path::Path;
@@ -32,8 +32,8 @@ const PINS: u64 = 24;
 enum Order {
     /// Interrupt controller and timer, vCPU, memory, devices.
     Firecracker,
-    /// Memory, vCPU, devices; the interrupt controller is split, there is no timer, and interrupts are not
-    /// connected: whoever has one sends it.
+    /// Memory, vCPU, devices; the interrupt controller is split, there is no timer, and interrupts
+    /// are not connected: whoever has one sends it.
     Pvmm,
 }
 
@@ -170,7 +170,8 @@ fn restores(place: &Path, board: &mut Board) -> Outcome<()> {
         "pvmm, held template".to_owned(),
         Box::new(|| restore("load, held template", Some(&held))),
     )];
-    // A KVM that gives its vCPUs more features than it says it has makes snapshots that it then refuses.
+    // A KVM that gives its vCPUs more features than it says it has makes snapshots that it then
+    // refuses.
     match Template::load(&snapshot, LoadOptions::default()) {
         Ok(_) => acts.push((
             "pvmm, from its folder".to_owned(),

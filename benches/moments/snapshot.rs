@@ -10,7 +10,7 @@ use pvmm::trace;
 use crate::board::{Act, Board, Outcome, Unit, durations, millis, timed};
 use crate::guest::TAPS;
 use crate::peers::{Peer, firecracker};
-use crate::stage::{Baking, Stage};
+use crate::stage::{Baking, SETTLE_MAX, Stage};
 
 pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
     let (vm, _agent) = stage.parent()?;
@@ -22,7 +22,11 @@ pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
             let dir = stage.dir()?.join("s");
             let options = WriteOptions { durability, ..Default::default() };
             let begun = Instant::now();
-            let (written, steps) = trace::record(|| vm.borrow_mut().freeze()?.write(&dir, options));
+            let (written, steps) = trace::record(|| {
+                let mut vm = vm.borrow_mut();
+                vm.settle(SETTLE_MAX);
+                vm.freeze()?.write(&dir, options)
+            });
             let took = millis(begun.elapsed());
             written?;
             if durability == Durability::Full {

@@ -1,6 +1,7 @@
 //! Throughput: a vsock stream, TCP over a tap, a disk read and written in order and at random.
 //!
-//! One script in the guest does it all and goes by the guest's clock; its bytes end in this process.
+//! One script in the guest does it all and goes by the guest's clock; its bytes end in this
+//! process.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -17,8 +18,8 @@ use crate::peers::Machine;
 use crate::stage::Stage;
 
 const SCRIPT: &str = include_str!("throughput.py");
-/// Rounds whose samples count: each moves everything through every contender, which takes a minute where
-/// processors are emulated.
+/// Rounds whose samples count: each moves everything through every contender, which takes a minute
+/// where processors are emulated.
 const MAX_ROUNDS: usize = 7;
 const VSOCK_PORT: u32 = 5005;
 const TCP_PORT: u16 = 5006;

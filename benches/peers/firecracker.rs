@@ -1,7 +1,7 @@
 //! Firecracker, through its raw API socket, whenever `FIRECRACKER_BIN` names a binary.
 //!
-//! Its vsock convention is pvmm's, so the same agent is reached the same way. Socket paths are relative to a
-//! directory of each process's own: a snapshot keeps the path it was made with.
+//! Its vsock convention is pvmm's, so the same agent is reached the same way. Socket paths are
+//! relative to a directory of each process's own: a snapshot keeps the path it was made with.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -173,8 +173,9 @@ fn request(dir: &Path, method: &str, path: &str, body: &Value) -> Outcome<()> {
             count => answer.extend_from_slice(&chunk[..count]),
         }
     }
-    match answer.starts_with(b"HTTP/1.1 20") {
-        true => Ok(()),
-        false => Err(format!("{method} {path}: {}", String::from_utf8_lossy(&answer)).into()),
+    if answer.starts_with(b"HTTP/1.1 20") {
+        Ok(())
+    } else {
+        Err(format!("{method} {path}: {}", String::from_utf8_lossy(&answer)).into())
     }
 }

@@ -20,7 +20,8 @@ use crate::sys;
 pub trait Peer {
     fn name(&self) -> &'static str;
 
-    /// A running machine that has answered an exec, and how many milliseconds after the start it did.
+    /// A running machine that has answered an exec, and how many milliseconds after the start it
+    /// did.
     fn boot(&self, spec: &Spec) -> Outcome<(Machine, f64)>;
 }
 

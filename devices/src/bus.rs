@@ -1,14 +1,14 @@
-//! A map from guest addresses to the devices behind them.
+//! A map from guest addresses to devices.
 //!
-//! Built once before the vCPUs start and only read afterwards, so a vCPU looks a device up without
-//! a lock; each device brings whatever interior protection its registers need.
+//! It is built before the vCPUs start and only read afterwards, so a vCPU finds a device without a
+//! lock. Each device protects its own registers.
 
 use std::sync::Arc;
 
 /// A device that answers guest loads and stores in one address range.
 ///
-/// Offsets are relative to the start of the range. The data length is what the guest used: a device
-/// answers the sizes it knows, reads zeros and ignores writes of any other.
+/// Offsets are relative to the start of the range. The data length is the access size that the
+/// guest used: of a size that it does not support, a device reads zeros and ignores writes.
 pub trait BusDevice: Send + Sync {
     fn read(&self, offset: u64, data: &mut [u8]);
     fn write(&self, offset: u64, data: &[u8]);
@@ -32,7 +32,7 @@ struct Range {
 /// An address space of devices: one for memory-mapped I/O, one for ports.
 #[derive(Default)]
 pub struct Bus {
-    // Sorted by base; a handful of entries, so a binary search beats any cleverer structure.
+    // Sorted by base, for a binary search.
     ranges: Vec<Range>,
 }
 
@@ -59,7 +59,7 @@ impl Bus {
         Ok(())
     }
 
-    /// Answers a guest load; returns false, with all ones in `data`, if nothing is there.
+    /// Answers a guest load. Returns false, with all ones in `data`, if no device is there.
     pub fn read(&self, address: u64, data: &mut [u8]) -> bool {
         match self.find(address, data.len()) {
             Some((device, offset)) => {
@@ -74,7 +74,7 @@ impl Bus {
         }
     }
 
-    /// Delivers a guest store; returns false if nothing is there.
+    /// Delivers a guest store. Returns false if no device is there.
     pub fn write(&self, address: u64, data: &[u8]) -> bool {
         match self.find(address, data.len()) {
             Some((device, offset)) => {

@@ -1,9 +1,9 @@
 //! The I/O APIC: turns the lines of devices into messages for the local APICs.
 //!
-//! It lives here and not in the kernel because creating KVM's own would register it on KVM's I/O bus,
-//! and every memory slot or vCPU made after such a registration waits for a grace period. Only edge
-//! interrupts exist on this machine, so a redirection entry is nothing but what its line delivers (`lines.rs`),
-//! and no interrupt ever passes through this code.
+//! It is here and not in the kernel because creating KVM's own would register it on KVM's I/O bus,
+//! and every memory slot or vCPU created after such a registration waits for a grace period. This
+//! machine has only edge-triggered interrupts, so a redirection entry only defines the message of
+//! its line (`lines.rs`), and no interrupt ever passes through this code.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::bus::BusDevice;
 use crate::lines::{Deliver, Line, Lines, Message, PINS};
 
-/// Bytes of address space that the registers take.
+/// The size of the registers' address range.
 pub const SIZE: u64 = 0x1000;
 
 const SELECT: u64 = 0x00;
@@ -25,10 +25,10 @@ const TABLE: u8 = 0x10;
 // 82093AA: no EOI register.
 const VERSION_VALUE: u32 = 0x11;
 const MASKED: u64 = 1 << 16;
-// Delivery status and remote IRR are the chip's to set; with edge interrupts they stay clear.
+// Only the chip sets delivery status and remote IRR; with edge interrupts they stay clear.
 const READ_ONLY: u64 = 1 << 12 | 1 << 14;
 
-/// The registers, as a snapshot keeps them. Untrusted when read from a file, but any value is a legal one.
+/// The registers in a snapshot. Untrusted when read from a file, but any value is legal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct IoapicStateV1 {
     pub select: u8,
@@ -36,7 +36,7 @@ pub struct IoapicStateV1 {
     pub entries: Vec<u64>,
 }
 
-/// The chip on the memory bus.
+/// The I/O APIC on the memory bus.
 pub struct Ioapic {
     registers: Mutex<Registers>,
     lines: Arc<Lines>,
@@ -46,8 +46,8 @@ struct Registers {
     select: u8,
     id: u32,
     entries: [u64; PINS],
-    /// How many lines the guest is told of. A kernel reads and writes the entry of each while it boots, so
-    /// lines that nobody uses are not mentioned; they are there all the same.
+    /// The number of lines reported to the guest. A kernel reads and writes the entry of each while
+    /// it boots, so unused lines are not reported, although their entries exist.
     wired: usize,
 }
 
@@ -57,7 +57,7 @@ impl Ioapic {
         Self { registers: Mutex::new(registers), lines: Lines::new(deliver) }
     }
 
-    /// A line for a device.
+    /// Returns the line of a device.
     pub fn line(&self, pin: u32) -> Line {
         let mut registers = self.lock();
         registers.wired = registers.wired.max(pin as usize + 1).min(PINS);
@@ -70,7 +70,7 @@ impl Ioapic {
         IoapicStateV1 { select: registers.select, id: registers.id, entries }
     }
 
-    /// Puts saved registers back; every line delivers what they say.
+    /// Restores saved registers and sets the message of every line.
     pub fn restore(&self, state: &IoapicStateV1) {
         let mut registers = self.lock();
         registers.select = state.select;
@@ -81,7 +81,7 @@ impl Ioapic {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Registers> {
-        // Nothing panics while holding it; and the registers are legal at every instant.
+        // Nothing panics while holding the lock, and the registers are legal at every instant.
         self.registers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -129,7 +129,7 @@ impl Registers {
         }
     }
 
-    /// Which half of which redirection entry is selected.
+    /// Returns the selected redirection entry, and the shift of its selected half.
     fn half(&self) -> Option<(usize, u32)> {
         let index = usize::from(self.select.checked_sub(TABLE)?);
         let pin = index / 2;
@@ -143,8 +143,8 @@ impl Registers {
     }
 }
 
-/// What an entry delivers. Trigger mode is always edge: a level line would need an end-of-interrupt
-/// message back from the local APIC, and no device here holds a line up.
+/// Returns the message of an entry. Trigger mode is always edge: a level-triggered line would need
+/// an end-of-interrupt message back from the local APIC, and no device here holds a line asserted.
 fn message(entry: u64) -> Option<Message> {
     if entry & MASKED != 0 {
         return None;
@@ -153,7 +153,7 @@ fn message(entry: u64) -> Option<Message> {
     let delivery_mode = entry >> 8 & 0x7;
     let logical = entry >> 11 & 1;
     let destination = entry >> 56 & 0xff;
-    // Lowest priority asks for the redirection hint.
+    // Lowest priority needs the redirection hint.
     let hint = u64::from(delivery_mode == 1);
     Some(Message {
         address: (0xfee0_0000 | destination << 12 | hint << 3 | logical << 2) as u32,
@@ -165,7 +165,7 @@ fn message(entry: u64) -> Option<Message> {
 mod tests {
     use super::*;
 
-    /// A chip, and what its lines have delivered.
+    /// Creates an I/O APIC and a log of the messages that its lines deliver.
     fn ioapic() -> (Ioapic, Arc<Mutex<Vec<Message>>>) {
         let log = Arc::new(Mutex::new(Vec::new()));
         let to = log.clone();

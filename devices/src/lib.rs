@@ -1,7 +1,18 @@
 //! The devices of a pvmm machine, and the thread that runs them.
 //!
-//! They know guest memory, rings and host files, never KVM: everything here can be driven by a test
-//! that has no virtual machine at all.
+//! Devices use guest memory, rings and host files, never KVM: tests drive everything here without a
+//! virtual machine. Everything that a guest writes to registers, rings or buffers is untrusted. The
+//! crate `pvmm` builds a machine of these parts; use that one to run a guest.
+//!
+//! | module | contents |
+//! | --- | --- |
+//! | [`virtio`] | block, net, vsock, balloon and rng over virtio-mmio, and the device thread |
+//! | [`legacy`] | serial port, keyboard controller, power registers |
+//! | [`bus`] | which device a guest address belongs to |
+//! | [`ioapic`], [`lines`] | interrupt lines, and the messages that they send to vCPUs |
+//! | [`vmgenid`] | the generation identifier, which changes in a fork |
+//! | [`rate_limiter`] | limits on bytes and operations per time |
+//! | [`mod@open`], [`sparse`] | host files: opened without blocking, copied without filling holes |
 
 pub mod bus;
 pub mod ioapic;
@@ -16,7 +27,8 @@ pub mod vmgenid;
 
 pub use sys::listen_privately;
 
-/// The stack of a machine's threads, and of those beside it. They call nothing deep, and stacks that lie close together share the host's tables.
+/// The stack size of a machine's threads and of the threads that serve it. They call nothing deep,
+/// and stacks that lie close together share the host's page tables.
 pub const STACK_BYTES: usize = 512 << 10;
 
 /// Guest memory as every device sees it.

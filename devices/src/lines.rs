@@ -1,16 +1,17 @@
-//! Interrupt lines: a device raises one, and a vCPU gets the message that the I/O APIC has for it.
+//! Interrupt lines: a device raises a line, and a vCPU gets the message that the I/O APIC has set
+//! for it.
 //!
-//! A line is a number and the table of messages, nothing that the host's kernel would have to be told of: whoever
-//! raises it sends the message himself.
+//! A line is a number and the table of messages. It needs no registration with the host's kernel:
+//! the thread that raises the line sends the message.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The most lines that there can be.
+/// The maximum number of lines.
 pub const PINS: usize = 64;
 
-/// A message-signalled interrupt, as a local APIC understands it.
+/// A message-signalled interrupt, in the format of a local APIC.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message {
     pub address: u32,
@@ -18,7 +19,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// No message is zero: its address is that of the local APICs.
+    /// Encodes "no message" as zero, which no message is: its address is that of the local APICs.
     fn packed(message: Option<Self>) -> u64 {
         message.map_or(0, |it| u64::from(it.address) << 32 | u64::from(it.data))
     }
@@ -29,22 +30,22 @@ impl Message {
     }
 }
 
-/// How a message gets to a vCPU.
+/// Delivers a message to a vCPU.
 pub type Deliver = Box<dyn Fn(Message) + Send + Sync>;
 
-/// All lines of a machine: written by the I/O APIC, read by whoever raises one.
+/// All lines of a machine: written by the I/O APIC, read by the thread that raises one.
 pub struct Lines {
     messages: [AtomicU64; PINS],
     deliver: Deliver,
 }
 
 impl Lines {
-    /// Lines that deliver nothing yet.
+    /// Creates lines that deliver nothing yet.
     pub fn new(deliver: Deliver) -> Arc<Self> {
         Arc::new(Self { messages: [const { AtomicU64::new(0) }; PINS], deliver })
     }
 
-    /// From now on this line delivers this message, or nothing.
+    /// Makes a line deliver this message, or nothing, from now on.
     pub fn set(&self, pin: usize, message: Option<Message>) {
         if let Some(place) = self.messages.get(pin) {
             place.store(Message::packed(message), Ordering::SeqCst);
@@ -56,7 +57,8 @@ impl Lines {
     }
 }
 
-/// One device's end of its line. All interrupts are edges: raising it twice is two.
+/// One device's end of its line. All interrupts are edge-triggered: raising a line twice delivers
+/// two.
 #[derive(Clone)]
 pub struct Line {
     lines: Arc<Lines>,
@@ -64,7 +66,8 @@ pub struct Line {
 }
 
 impl Line {
-    /// Interrupts the guest. Lost if the guest has masked the line, as on a real chip.
+    /// Interrupts the guest. The interrupt is lost if the guest has masked the line, as on a real
+    /// chip.
     pub fn raise(&self) {
         let message = self.lines.messages.get(self.pin);
         let message = message.and_then(|place| Message::unpacked(place.load(Ordering::SeqCst)));
@@ -88,7 +91,7 @@ pub mod testing {
 
     use super::{Line, Lines, Message};
 
-    /// How often a line was raised since somebody asked.
+    /// How often a line was raised since the last `take`.
     #[derive(Clone, Debug, Default)]
     pub struct Raised(Arc<AtomicU64>);
 

@@ -1,7 +1,7 @@
-//! Opens a file that somebody named, without waiting for the other end of a pipe.
+//! Opens a file by a given path, without blocking on a FIFO.
 //!
-//! To look at a path first and open it then would leave time to put a pipe there. So a path is opened in a way that
-//! never waits, and what is open is looked at.
+//! Checking a path before opening it would leave time to replace it by a FIFO. A path is therefore
+//! opened without blocking, and the open file is checked.
 
 use std::fs::{File, FileType, OpenOptions};
 use std::io;
@@ -11,7 +11,7 @@ use std::path::Path;
 
 use crate::sys;
 
-/// What a file is opened for.
+/// The access with which a file is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     Read,
@@ -29,14 +29,15 @@ pub fn image(path: &Path, access: Access) -> io::Result<File> {
     open(path, access, 0, why, |kind| kind.is_file() || kind.is_block_device())
 }
 
-/// Opens a regular file or a folder that was found under a name that anybody could have given something else. Links are
-/// not followed.
+/// Opens a regular file or a folder at a path that others may have replaced. Symbolic links are not
+/// followed.
 pub fn found(path: &Path) -> io::Result<File> {
     let why = "is neither a regular file nor a folder";
     open(path, Access::Read, libc::O_NOFOLLOW, why, |kind| kind.is_file() || kind.is_dir())
 }
 
-/// Opens a file again that is open, to be read only. Where there is no `/proc`, as in a jail, it is the same open file.
+/// Opens an open file again, read-only. Where there is no `/proc`, as in a jail, it returns a clone
+/// of the descriptor instead.
 pub fn read_only(file: &File) -> io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     match OpenOptions::new().read(true).open(path) {
@@ -58,7 +59,7 @@ fn open(
     if !is_usable(file.metadata()?.file_type()) {
         return Err(io::Error::new(io::ErrorKind::InvalidInput, why_not));
     }
-    // From here on a read waits for the disk as it always does.
+    // From here on reads block as usual.
     sys::set_direct(&file, false)?;
     Ok(file)
 }

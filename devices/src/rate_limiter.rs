@@ -1,8 +1,8 @@
-//! Holds a device to so many bytes and so many operations per time.
+//! Limits a device's bytes and operations per time.
 //!
-//! Apart from the devices because block, net and rng share it. The arithmetic is exact and knows no clock
-//! (`bucket.rs`), so that properties can be checked over days in a second; what stands here adds the host's
-//! clock, and the time at which the device may go on.
+//! Every device that has limits uses it. The arithmetic is exact and independent of a clock
+//! (`bucket.rs`), so that tests can check properties over simulated days; this file adds the host's
+//! clock, and the time at which the device may continue.
 
 mod bucket;
 #[cfg(test)]
@@ -14,26 +14,27 @@ use serde::{Deserialize, Serialize};
 
 use bucket::Bucket;
 
-/// The longest time in which a bucket may fill: a day.
+/// The maximum refill time of a bucket: a day.
 pub const REFILL_TIME_MS_MAX: u64 = 24 * 60 * 60 * 1000;
 
-// A wait is looked at again after this long: no time far in the future has to be right.
+// A longer wait is checked again after this time, so that no time far in the future has to be
+// exact.
 const WAIT_MAX: Duration = Duration::from_secs(60 * 60);
 
-/// A bucket of tokens: full at first, and filling at an even pace.
+/// A token bucket: full at first, refilled at an even pace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BucketConfig {
-    /// How many tokens the bucket holds.
+    /// The number of tokens that the bucket holds.
     pub size: u64,
     /// Tokens to spend before those of the bucket, never refilled.
     #[serde(default)]
     pub one_time_burst: u64,
-    /// How long an empty bucket takes to fill.
+    /// The time in which an empty bucket is refilled.
     pub refill_time_ms: u64,
 }
 
-/// What a device is held to; nothing at all by default.
+/// The limits of a device; none by default.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RateLimiterConfig {
@@ -43,7 +44,7 @@ pub struct RateLimiterConfig {
     pub ops: Option<BucketConfig>,
 }
 
-/// A limit that cannot be.
+/// Why a limit is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RateLimiterError {
     #[error("{bucket}: size is 0; leave the limit out, or give at least 1")]
@@ -52,7 +53,7 @@ pub enum RateLimiterError {
     RefillTime { bucket: &'static str, refill_time_ms: u64 },
 }
 
-/// What one request costs.
+/// The cost of one request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Cost {
     pub bytes: u64,
@@ -60,7 +61,7 @@ pub struct Cost {
 }
 
 impl BucketConfig {
-    /// So many tokens each second, and as many at once.
+    /// Configures `tokens` per second, with bursts of as many.
     pub fn per_second(tokens: u64) -> Self {
         Self { size: tokens, one_time_burst: 0, refill_time_ms: 1000 }
     }
@@ -84,23 +85,23 @@ impl RateLimiterConfig {
         self.ops.map_or(Ok(()), |ops| ops.validate("ops"))
     }
 
-    /// Whether there is any limit.
+    /// Returns whether there is any limit.
     pub fn is_limited(&self) -> bool {
         self.bytes.is_some() || self.ops.is_some()
     }
 }
 
 impl Cost {
-    /// One operation that moves so many bytes.
+    /// Returns the cost of one operation that moves `bytes` bytes.
     pub fn op(bytes: u64) -> Self {
         Self { bytes, ops: 1 }
     }
 }
 
-/// Two buckets, and when they hold enough again.
+/// Two buckets, and the time at which they hold enough again.
 ///
-/// A worker asks `admit` before each request, leaves the request where it is on a no, and tries again at the time that
-/// `take_wake` says.
+/// A worker calls `admit` before each request. If it returns false, the worker leaves the request
+/// in the queue, and tries again at the time that `take_wake` returns.
 #[derive(Debug)]
 pub struct RateLimiter {
     bytes: Option<Bucket>,
@@ -110,55 +111,57 @@ pub struct RateLimiter {
 }
 
 impl RateLimiter {
-    /// A limiter with full buckets.
+    /// Creates a limiter with full buckets.
     pub fn new(config: &RateLimiterConfig) -> Self {
         let mut limiter = Self { bytes: None, ops: None, start: Instant::now(), wakes_at: None };
         limiter.configure(config);
         limiter
     }
 
-    /// Replaces the limits. The buckets start full; who waits is woken by the next `admit` or at the old
-    /// limits' time, whichever comes first.
+    /// Replaces the limits. The buckets start full; waiting requests are retried at the next
+    /// `admit` or at the old limits' time, whichever comes first.
     pub fn configure(&mut self, config: &RateLimiterConfig) {
         let now = self.start.elapsed();
         self.bytes = config.bytes.map(|bucket| Bucket::new(&bucket, now));
         self.ops = config.ops.map(|bucket| Bucket::new(&bucket, now));
     }
 
-    /// Pays for a request and says yes, or takes nothing, remembers until when and says no.
+    /// Charges a request and returns true, or charges nothing, records the time to wait for, and
+    /// returns false.
     ///
-    /// A request that costs more than a bucket holds passes when the bucket is full, and the bucket then
-    /// owes the rest.
+    /// A request that costs more than a bucket holds is admitted when the bucket is full, and the
+    /// bucket then owes the rest.
     pub fn admit(&mut self, cost: Cost) -> bool {
         let now = self.start.elapsed();
         match self.admit_at(cost, now) {
             None => true,
             Some(wait) => {
                 let at = self.start + now + wait.min(WAIT_MAX);
-                // Whoever is woken too early asks again.
+                // A wake-up that is too early only leads to another `admit`.
                 self.wakes_at = Some(self.wakes_at.map_or(at, |known| known.min(at)));
                 false
             }
         }
     }
 
-    /// Pays for what has happened already, such as a packet that came in; the buckets may then owe.
+    /// Charges for something that has happened already, such as a received packet. The buckets may
+    /// then owe tokens.
     pub fn charge(&mut self, cost: Cost) {
         let now = self.start.elapsed();
         self.each(cost, |bucket, tokens| bucket.charge(tokens, now));
     }
 
-    /// Takes back what was paid for a request that was not carried out.
+    /// Refunds the cost of a request that was not carried out.
     pub fn refund(&mut self, cost: Cost) {
         self.each(cost, Bucket::refund);
     }
 
-    /// When a request that was refused since the last call may be tried again.
+    /// Returns when a request that was refused since the last call may be tried again.
     pub fn take_wake(&mut self) -> Option<Instant> {
         self.wakes_at.take()
     }
 
-    /// None if the request passes, otherwise how long it has to wait.
+    /// Returns None if the request is admitted, otherwise how long it has to wait.
     fn admit_at(&mut self, cost: Cost, now: Duration) -> Option<Duration> {
         let wait = |bucket: &mut Option<Bucket>, tokens| {
             bucket.as_mut().and_then(|bucket| bucket.wait_for(tokens, now))

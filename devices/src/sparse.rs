@@ -1,6 +1,7 @@
-//! Files with holes: copying their data and giving ranges back, so that what is empty stays empty.
+//! Sparse files: copies their data and punches holes, so that empty ranges stay empty.
 //!
-//! Disks and memory images are mostly holes. A copy that filled them would cost what nobody ever wrote.
+//! Disks and memory images are mostly holes. A copy that filled them would take space for data that
+//! was never written.
 
 use std::fs::File;
 use std::io;
@@ -10,9 +11,9 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 
 use crate::sys::{self, Clear};
 
-/// Bytes moved at a time where the kernel cannot copy by itself.
+/// Bytes copied at a time where the kernel cannot copy by itself.
 const BUFFER: usize = 256 << 10;
-/// The unit in which zeros are looked for.
+/// The unit in which zeros are detected.
 const BLOCK: usize = 4096;
 
 /// Makes a range of a file a hole.
@@ -23,12 +24,14 @@ pub fn punch(file: &File, range: Range<u64>) -> io::Result<()> {
     retry(|| sys::fallocate(file.as_fd(), Clear::Punch, range.start, range.end - range.start))
 }
 
-/// The parts of `range` in which `file` has data, in order; all of it where that cannot be known.
+/// Returns the parts of `range` in which `file` has data, in order, or the whole range where that
+/// is unknown.
 pub fn data(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(known_data(file, range.clone())?.unwrap_or_else(|| Vec::from([range])))
 }
 
-/// The blocks of `size` bytes in which `file` has any data within `range`, in order; all of it where that cannot be known.
+/// Returns the blocks of `size` bytes in which `file` has any data within `range`, in order, or the
+/// whole range where that is unknown.
 pub fn blocks_with_data(file: &File, range: Range<u64>, size: u64) -> io::Result<Vec<Range<u64>>> {
     if !sys::knows_holes(file.as_fd())? {
         return Ok(Vec::from([range]));
@@ -48,10 +51,10 @@ pub fn blocks_with_data(file: &File, range: Range<u64>, size: u64) -> io::Result
     Ok(blocks)
 }
 
-/// Copies the data in `range` to the same place of another file, leaving out what is zero.
+/// Copies the data in `range` to the equal range of another file, leaving out zeros.
 pub fn copy(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
     let Some(parts) = known_data(from, range.clone())? else {
-        // The kernel would copy holes as zeros that take room.
+        // The kernel would copy holes as zeros that take space.
         return copy_by_hand(from, to, range);
     };
     for part in parts {
@@ -63,10 +66,11 @@ pub fn copy(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// Where the data is, if the file system can be believed. One that is stacked on others may answer for a
-/// file system that calls everything a hole; then its data is less than what the file takes.
+/// Returns where the file has data, or None if the file system's answer is not reliable. A stacked
+/// file system may answer for a lower one that reports everything as a hole; the reported data is
+/// then less than the space that the file takes.
 pub fn known_data(file: &File, range: Range<u64>) -> io::Result<Option<Vec<Range<u64>>>> {
-    // A block device has no holes, and refuses to be asked for them.
+    // A block device has no holes, and SEEK_DATA fails on it.
     if !file.metadata()?.is_file() {
         return Ok(None);
     }
@@ -76,7 +80,7 @@ pub fn known_data(file: &File, range: Range<u64>) -> io::Result<Option<Vec<Range
     let facts = file.metadata()?;
     let all = extents(file, 0..facts.size())?;
     let bytes: u64 = all.iter().map(|part| part.end - part.start).sum();
-    // What a file takes includes a little that is not data.
+    // The space that a file takes includes a little that is not data.
     let believable =
         bytes.saturating_add(bytes / 8).saturating_add(1 << 20) >= facts.blocks() * 512;
     let within = |part: Range<u64>| part.start.max(range.start)..part.end.min(range.end);
@@ -102,7 +106,7 @@ fn extents(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {
     Ok(parts)
 }
 
-/// Shares all blocks of one file with another, where the file system can.
+/// Makes one file share all blocks of another, where the file system supports it.
 pub fn clone(from: &File, to: &File) -> io::Result<()> {
     sys::clone_file(from.as_fd(), to.as_fd())
 }
@@ -123,7 +127,7 @@ fn copy_by_hand(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
     Ok(())
 }
 
-/// The parts of a buffer that are not zero, in blocks; neighbours joined.
+/// Returns the parts of a buffer that are not zero, in blocks; adjacent ones are joined.
 pub fn filled(bytes: &[u8]) -> Vec<Range<usize>> {
     const ZEROS: [u8; BLOCK] = [0; BLOCK];
     let mut parts: Vec<Range<usize>> = Vec::new();

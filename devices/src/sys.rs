@@ -1,6 +1,8 @@
-//! The system calls that the standard library does not offer; the only unsafe code of this crate.
+//! The system calls that the standard library does not offer and that several devices share; unsafe
+//! code.
 //!
-//! Each function takes owned or borrowed types, so that what makes a call sound stands next to it.
+//! Each function takes owned or borrowed types, so that the reasons why a call is sound are next to
+//! it.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -13,48 +15,48 @@ use std::path::Path;
 
 use vm_memory::VolatileSlice;
 
-// The most buffers that one call takes on Linux.
+// The maximum number of buffers of one call on Linux.
 pub const IOV_MAX: usize = 1024;
 
-/// Reads from `offset` of a file straight into guest memory; may be short.
+/// Reads from `offset` of a file straight into guest memory. May be short.
 pub fn preadv(fd: BorrowedFd, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize> {
     let guards: Vec<_> = buffers.iter().take(IOV_MAX).map(VolatileSlice::ptr_guard_mut).collect();
     let iov: Vec<_> = guards.iter().map(|guard| iovec(guard.as_ptr(), guard.len())).collect();
-    // SAFETY: every iovec describes guest memory that its guard keeps mapped and writable during the
-    // call, and `iov` outlives it. Guest memory is only ever accessed as volatile bytes, so the kernel
-    // writing there breaks no reference.
+    // SAFETY: every iovec describes guest memory that its guard keeps mapped and writable during
+    // the call, and `iov` outlives it. Guest memory is only ever accessed as volatile bytes, so the
+    // kernel writing there breaks no reference.
     let done =
         unsafe { libc::preadv(fd.as_raw_fd(), iov.as_ptr(), iov.len() as i32, to_offset(offset)?) };
     let done = length(done)?;
     let mut left = done;
     for buffer in buffers {
         let here = left.min(buffer.len());
-        // The kernel wrote behind the bitmap's back.
+        // The kernel wrote without the dirty bitmap.
         vm_memory::bitmap::Bitmap::mark_dirty(buffer.bitmap(), 0, here);
         left -= here;
     }
     Ok(done)
 }
 
-/// Writes guest memory straight to `offset` of a file; may be short.
+/// Writes guest memory straight to `offset` of a file. May be short.
 pub fn pwritev(fd: BorrowedFd, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize> {
     let guards: Vec<_> = buffers.iter().take(IOV_MAX).map(VolatileSlice::ptr_guard).collect();
     let iov: Vec<_> =
         guards.iter().map(|guard| iovec(guard.as_ptr().cast_mut(), guard.len())).collect();
-    // SAFETY: every iovec describes guest memory that its guard keeps mapped during the call, the kernel
-    // only reads it, and `iov` outlives the call.
+    // SAFETY: every iovec describes guest memory that its guard keeps mapped during the call, the
+    // kernel only reads it, and `iov` outlives the call.
     let done = unsafe {
         libc::pwritev(fd.as_raw_fd(), iov.as_ptr(), iov.len() as i32, to_offset(offset)?)
     };
     length(done)
 }
 
-/// How to free or clear a range of a file; the size of the file stays.
+/// How to clear a range of a file. The size of the file does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Clear {
-    /// Give the blocks back; they read as zero.
+    /// Deallocates the blocks; they read as zeros.
     Punch,
-    /// Keep the blocks, zeroed.
+    /// Keeps the blocks, zeroed.
     Zero,
 }
 
@@ -71,7 +73,7 @@ pub fn fallocate(fd: BorrowedFd, how: Clear, offset: u64, len: u64) -> io::Resul
     length(done as isize).map(drop)
 }
 
-/// Where the next data at or after `offset` begins, if there is any.
+/// Returns where the next data at or after `offset` begins, if there is any.
 pub fn seek_data(fd: BorrowedFd, offset: u64) -> io::Result<Option<u64>> {
     match seek(fd, offset, libc::SEEK_DATA) {
         Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
@@ -79,7 +81,7 @@ pub fn seek_data(fd: BorrowedFd, offset: u64) -> io::Result<Option<u64>> {
     }
 }
 
-/// Where the data around `offset` ends.
+/// Returns where the data around `offset` ends.
 pub fn seek_hole(fd: BorrowedFd, offset: u64) -> io::Result<u64> {
     seek(fd, offset, libc::SEEK_HOLE)
 }
@@ -90,8 +92,8 @@ fn seek(fd: BorrowedFd, offset: u64, whence: i32) -> io::Result<u64> {
     length(at as isize).map(|at| at as u64)
 }
 
-/// Whether the file system can be believed when it says where a file has holes. Some network file
-/// systems call everything a hole.
+/// Returns whether the file system reports holes reliably. Some network file systems report
+/// everything as a hole.
 pub fn knows_holes(fd: BorrowedFd) -> io::Result<bool> {
     const XFS: i64 = 0x5846_5342;
     const KNOWN: [i64; 4] =
@@ -104,8 +106,8 @@ pub fn knows_holes(fd: BorrowedFd) -> io::Result<bool> {
     Ok(KNOWN.contains(&facts.f_type))
 }
 
-/// Copies a range to the same place of another file inside the kernel; returns how far it got, which is
-/// its beginning where the kernel cannot.
+/// Copies a range to the equal range of another file inside the kernel. Returns how far it got,
+/// which is the start of the range where the kernel cannot copy.
 pub fn copy_range(
     from: BorrowedFd,
     to: BorrowedFd,
@@ -146,8 +148,8 @@ pub fn clone_file(from: BorrowedFd, to: BorrowedFd) -> io::Result<()> {
     length(done as isize).map(drop)
 }
 
-/// Takes a lock on the whole file that lives as long as its open description: shared with other
-/// readers, or alone. Does not wait.
+/// Locks the whole file, exclusively or shared with other readers, for as long as its open file
+/// description exists. Does not block.
 pub fn lock(file: &File, exclusive: bool) -> io::Result<()> {
     let kind = if exclusive { libc::F_WRLCK } else { libc::F_RDLCK };
     let range = libc::flock {
@@ -170,11 +172,12 @@ pub fn set_direct(file: &File, direct: bool) -> io::Result<()> {
     length(done as isize).map(drop)
 }
 
-/// What direct I/O on the file must be aligned to, if the host says so.
+/// Returns the alignment that direct I/O on the file requires, if the host reports it.
 pub fn direct_alignment(file: &File) -> Option<u32> {
     let mut facts = std::mem::MaybeUninit::<libc::statx>::zeroed();
     let (fd, empty, flags) = (file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH);
-    // SAFETY: the kernel reads an empty string and fills one statx structure, which outlives the call.
+    // SAFETY: the kernel reads an empty string and fills one statx structure, which outlives the
+    // call.
     let done = unsafe { libc::statx(fd, empty, flags, libc::STATX_DIOALIGN, facts.as_mut_ptr()) };
     // SAFETY: zeroed bytes are a valid statx, and the kernel writes whole fields.
     let facts = unsafe { facts.assume_init() };
@@ -183,14 +186,14 @@ pub fn direct_alignment(file: &File) -> Option<u32> {
     (known && align > 0).then_some(align)
 }
 
-/// Fills `buf` with random bytes of the host, without waiting; returns how many there were.
+/// Fills `buf` with random bytes of the host, without blocking. Returns how many it filled.
 pub fn random(buf: &mut [u8]) -> io::Result<usize> {
     // SAFETY: the kernel writes at most `buf.len()` bytes to a buffer that is borrowed exclusively.
     let done = unsafe { libc::getrandom(buf.as_mut_ptr().cast(), buf.len(), libc::GRND_NONBLOCK) };
     length(done)
 }
 
-/// A file without a name, as large as memory file systems allow.
+/// Creates a file without a name, as large as memory file systems allow.
 #[cfg(test)]
 pub fn memory_file(name: &str) -> io::Result<File> {
     use std::os::fd::{FromRawFd, OwnedFd};
@@ -198,7 +201,7 @@ pub fn memory_file(name: &str) -> io::Result<File> {
     // SAFETY: the kernel reads a string that ends in NUL and outlives the call.
     let fd = unsafe { libc::memfd_create(name.as_ptr(), libc::MFD_CLOEXEC) };
     length(fd as isize)?;
-    // SAFETY: the descriptor was just made and nobody else has it.
+    // SAFETY: the descriptor was just created and has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) }.into())
 }
 
@@ -214,8 +217,8 @@ fn length(done: isize) -> io::Result<usize> {
     usize::try_from(done).map_err(|_| io::Error::last_os_error())
 }
 
-/// Listens at a path that nothing is at. Only this user can connect, whatever the umask: the socket has that
-/// mode before it has a name.
+/// Listens at a path that does not exist yet. Only this user can connect, whatever the umask: the
+/// socket has that mode before it has a name.
 pub fn listen_privately(path: &Path) -> io::Result<UnixListener> {
     const OWNER_ONLY: libc::mode_t = 0o600;
     // SAFETY: the arguments are numbers.
@@ -223,13 +226,14 @@ pub fn listen_privately(path: &Path) -> io::Result<UnixListener> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was just made and nobody else owns it.
+    // SAFETY: the descriptor was just created and has no other owner.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: all zeros is a valid address of no family.
     let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
     let bytes = path.as_os_str().as_bytes();
-    // The last byte stays zero, as the kernel wants; an empty name would be one that the kernel picks.
+    // The last byte stays zero, as the kernel requires; with an empty name the kernel would pick
+    // one.
     if bytes.is_empty() || bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
@@ -237,7 +241,8 @@ pub fn listen_privately(path: &Path) -> io::Result<UnixListener> {
         *to = *from as libc::c_char;
     }
     let len = mem::size_of::<libc::sockaddr_un>() as libc::socklen_t;
-    // SAFETY: the descriptor is a socket of ours; `address` is a complete Unix socket address of length `len`.
+    // SAFETY: the descriptor is the socket created above; `address` is a complete Unix socket
+    // address of length `len`.
     let failed = unsafe {
         libc::fchmod(socket.as_raw_fd(), OWNER_ONLY) < 0
             || libc::bind(socket.as_raw_fd(), (&raw const address).cast(), len) < 0

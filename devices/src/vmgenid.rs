@@ -1,8 +1,8 @@
-//! The generation identifier: 16 random bytes that change when a machine lives a second time.
+//! The generation identifier: 16 random bytes that change when a machine is restored or forked.
 //!
-//! A guest cannot see that it was restored or forked; this is how it is told. The bytes lie in guest
-//! memory, where a snapshot keeps them, and an interrupt says that they are new: Linux then reseeds its
-//! random generator.
+//! A guest cannot detect by itself that it was restored or forked. The bytes are in guest memory,
+//! where a snapshot keeps them, and an interrupt notifies the guest of new ones: Linux then reseeds
+//! its random generator.
 
 use std::io;
 
@@ -11,10 +11,10 @@ use vm_memory::{Bytes, GuestAddress};
 use crate::lines::Line;
 use crate::{GuestMemory, sys};
 
-/// Bytes of the identifier.
+/// The length of the identifier.
 pub const SIZE: usize = 16;
 
-/// What kept the identifier from being made or changed.
+/// Why the identifier could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum VmGenIdError {
     #[error("the host has no random bytes for a generation identifier")]
@@ -23,7 +23,7 @@ pub enum VmGenIdError {
     Memory { address: u64, source: vm_memory::GuestMemoryError },
 }
 
-/// The identifier of one machine. The guest may overwrite the bytes; nobody here reads them.
+/// The identifier of one machine. The guest may overwrite the bytes; the host never reads them.
 #[derive(Debug)]
 pub struct VmGenId {
     memory: GuestMemory,
@@ -32,20 +32,20 @@ pub struct VmGenId {
 }
 
 impl VmGenId {
-    /// What the memory holds there stays, until it is written.
+    /// Creates the device. The bytes in guest memory stay as they are until `write` or `renew`.
     pub fn new(memory: &GuestMemory, address: GuestAddress, line: Line) -> Self {
         Self { memory: memory.clone(), address, line }
     }
 
-    /// Writes a new identifier and tells the guest. Only once the I/O APIC and the local APICs are in place:
-    /// an interrupt that comes before them is lost.
+    /// Writes a new identifier and notifies the guest. Call it only once the I/O APIC and the local
+    /// APICs are restored: an earlier interrupt is lost.
     pub fn renew(&self) -> Result<(), VmGenIdError> {
         self.write()?;
         self.line.raise();
         Ok(())
     }
 
-    /// Writes a machine's first identifier: its guest has not looked yet.
+    /// Writes the first identifier of a machine, whose guest has not read one yet.
     pub fn write(&self) -> Result<(), VmGenIdError> {
         let mut bytes = [0; SIZE];
         let got = sys::random(&mut bytes).map_err(VmGenIdError::Random)?;

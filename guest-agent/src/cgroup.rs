@@ -1,5 +1,7 @@
-//! One control group per exec, so that a whole tree can be ended whatever it does to itself.
-//! Without cgroup v2 the process group, the session and parentage have to do (`kill_relatives`).
+//! One control group per exec, so that a whole process tree can be ended whatever it does.
+//!
+//! Without cgroup v2 the process group, the session and parentage are used instead
+//! (`kill_relatives`).
 
 use std::fs::{self, File};
 use std::io;
@@ -15,23 +17,26 @@ use crate::sys;
 
 const HIERARCHY: &str = "/sys/fs/cgroup";
 const CPU_PERIOD_US: u64 = 100_000;
-/// Rounds of looking for relatives to kill; each finds what the one before let fork.
+/// Rounds of searching for relatives to kill; each finds processes that were forked during the one
+/// before.
 const KILL_ROUNDS: usize = 16;
 
-/// Between a command and what is tidied up for it: the processor is the command's, its answer's and the next one's first.
+/// The delay between a command and the cleanup after it, so that the command, its answer and the
+/// next command get the processor first.
 const TIDY_AFTER: Duration = Duration::from_secs(2);
-/// Unless so many groups are left that they would take long to remove.
+/// With this many retired groups the cleanup is not delayed, since removing them would take long.
 const LEFT_MAX: usize = 32;
 
-/// Makes and removes control groups below one directory.
+/// Creates and removes control groups below one directory.
 pub struct Cgroups {
     base: PathBuf,
     next: u64,
-    /// Made beforehand: the next exec need not wait for it.
+    /// A group made in advance, so that the next exec need not wait for it.
     spare: Option<Cgroup>,
-    /// Groups of ended execs, not removed yet, perhaps because a background process still lives in them.
+    /// Groups of ended execs that are not removed yet, for example because a background process
+    /// still runs in them.
     lingering: Vec<PathBuf>,
-    /// When to tidy up, if something was taken or has ended since the last time.
+    /// When to clean up, if a group was used or retired since the last time.
     tidy_at: Option<Instant>,
     frozen: Arc<AtomicBool>,
     /// The kernel accounts for memory, processes and processors of each group.
@@ -51,23 +56,24 @@ pub struct Cgroup {
 }
 
 impl Cgroups {
-    /// Uses `wish`, or a place below the agent's own group; `None` where cgroup v2 cannot be used.
+    /// Uses the directory `wish`, or one below the agent's own group; returns `None` where cgroup
+    /// v2 cannot be used.
     pub fn prepare(wish: Option<PathBuf>) -> Option<Self> {
         let base = wish.or_else(default_base)?;
         fs::create_dir_all(&base).ok()?;
-        // Also tells a directory of some other filesystem from a control group.
+        // This also refuses a directory of another filesystem.
         base.join("cgroup.kill").exists().then_some(())?;
         let frozen = Arc::default();
         let (spare, lingering, limits) = (None, Vec::new(), false);
         let tidy_at = Some(Instant::now());
         let mut this = Self { base, next: 0, spare, lingering, tidy_at, frozen, limits };
-        // An agent before us may have ended in mid-freeze.
+        // A previous agent may have ended in the middle of a freeze.
         let _ = this.thaw();
         this.adopt_leftovers();
         Some(this)
     }
 
-    /// Ends what an agent before us, killed in mid-work, left in our place.
+    /// Kills the processes that a killed previous agent left in the directory.
     fn adopt_leftovers(&mut self) {
         let Ok(entries) = fs::read_dir(&self.base) else { return };
         for path in entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()) {
@@ -78,7 +84,7 @@ impl Cgroups {
 
     pub fn create(&mut self) -> io::Result<Cgroup> {
         if self.is_frozen() {
-            // Who starts a process waits for its program, and that would never run.
+            // Starting a process waits for its program, which would never run.
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
         self.tidy_later();
@@ -97,7 +103,8 @@ impl Cgroups {
         }
     }
 
-    /// Lets the groups be limited. Only done on wish: accounting costs every exec a little.
+    /// Enables limits for the groups. Done only on request: accounting slows down every exec a
+    /// little.
     pub fn enable_limits(&mut self) -> io::Result<()> {
         if self.limits {
             return Ok(());
@@ -111,19 +118,19 @@ impl Cgroups {
         Ok(())
     }
 
-    /// Whether any group may be limited.
+    /// Returns whether groups can be limited.
     pub fn has_limits(&self) -> bool {
         self.limits
     }
 
-    /// Lets a group be removed once the processes in it have gone.
+    /// Retires a group, which is removed once its processes have ended.
     pub fn retire(&mut self, cgroup: Cgroup) {
         drop(cgroup.dir);
         self.lingering.push(cgroup.path);
         self.tidy_later();
     }
 
-    /// Processes have ended, and groups may be empty now.
+    /// Schedules a cleanup, because processes have ended and groups may be empty now.
     pub fn note_deaths(&mut self) {
         self.tidy_later();
     }
@@ -134,24 +141,25 @@ impl Cgroups {
         self.tidy_at = Some(self.tidy_at.map_or(at, |earlier| earlier.min(at)));
     }
 
-    /// When [`Self::tidy`] has something to do.
+    /// Returns when [`Self::tidy`] has something to do.
     pub fn tidy_at(&self) -> Option<Instant> {
         self.tidy_at
     }
 
-    /// Removes what is not needed any more and makes what will be, if it is time and nobody waits for anything else.
+    /// Removes retired groups and makes a spare one, if it is time. Call it when nothing else is
+    /// waiting.
     pub fn tidy(&mut self) {
         if self.tidy_at.is_some_and(|at| at <= Instant::now()) {
             self.tidy_now();
         }
     }
 
-    /// The same at once: what is about to stand still should be in order.
+    /// Cleans up at once, before the workload is frozen.
     pub fn tidy_now(&mut self) {
         self.tidy_at = None;
         self.sweep();
         if self.spare.is_none() {
-            // The exec that needs it will say why there is none.
+            // If this fails, the exec that needs a group reports the reason.
             self.spare = self.make().ok();
         }
     }
@@ -161,7 +169,7 @@ impl Cgroups {
             .retain(|path| remove(path).is_err_and(|e| e.raw_os_error() == Some(libc::EBUSY)));
     }
 
-    /// Whether nothing may be started, because what is started would stand still.
+    /// Returns whether the workload is frozen, so that nothing may be started.
     pub fn is_frozen(&self) -> bool {
         self.frozen.load(Ordering::Acquire)
     }
@@ -174,7 +182,7 @@ impl Cgroups {
         Freezer { base: self.base.clone(), frozen: Arc::clone(&self.frozen) }
     }
 
-    /// Stops everything as soon as it can be, without waiting for it.
+    /// Freezes the workload without waiting until it has stopped.
     pub fn hold(&mut self) {
         self.set_frozen(true);
         let _ = self.freezer().freeze();
@@ -184,7 +192,8 @@ impl Cgroups {
         self.freezer().thaw()
     }
 
-    /// Ends everything in every group and removes them, as far as they empty within the call.
+    /// Kills everything in every group and removes the groups, as far as they become empty
+    /// meanwhile.
     pub fn close(mut self) {
         let _ = fs::write(self.base.join("cgroup.kill"), "1");
         self.spare = None;
@@ -201,7 +210,7 @@ impl Cgroups {
 }
 
 impl Freezer {
-    /// Whether everything stands still, or is about to.
+    /// Returns whether the workload is frozen, or about to be.
     pub fn is_frozen(&self) -> bool {
         self.frozen.load(Ordering::Acquire)
     }
@@ -210,7 +219,7 @@ impl Freezer {
         fs::write(self.base.join("cgroup.freeze"), "1")
     }
 
-    /// Whether the last process has stopped.
+    /// Returns whether the last process has stopped.
     pub fn stands_still(&self) -> io::Result<bool> {
         let events = fs::read_to_string(self.base.join("cgroup.events"))?;
         Ok(events.lines().any(|line| line == "frozen 1"))
@@ -228,7 +237,7 @@ fn remove(path: &Path) -> io::Result<()> {
     if first.is_ok() {
         return first;
     }
-    // A process in it may have made groups of its own.
+    // A process in the group may have made groups of its own.
     for entry in fs::read_dir(path)?.flatten() {
         if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
             let _ = remove(&entry.path());
@@ -244,12 +253,12 @@ fn default_base() -> Option<PathBuf> {
 }
 
 impl Cgroup {
-    /// The directory, for a process to be born in.
+    /// Returns the directory, for starting a process in the group.
     pub fn fd(&self) -> RawFd {
         self.dir.as_raw_fd()
     }
 
-    /// Bounds what the processes in the group may use together.
+    /// Limits what the processes in the group may use together.
     pub fn limit(&self, limits: &Limits) -> io::Result<()> {
         let write = |name: &str, value: String| fs::write(self.path.join(name), value);
         if let Some(bytes) = limits.memory {
@@ -269,14 +278,15 @@ impl Cgroup {
         Ok(())
     }
 
-    /// Processes in the group that were killed for lack of memory; zero where nobody counts.
+    /// Returns how many processes in the group were killed for lack of memory; zero without
+    /// accounting.
     pub fn oom_kills(&self) -> u64 {
         let events = fs::read_to_string(self.path.join("memory.events")).unwrap_or_default();
         let count = events.lines().find_map(|line| line.strip_prefix("oom_kill "));
         count.and_then(|count| count.parse().ok()).unwrap_or(0)
     }
 
-    /// Kills every process in the group at once; none can fork its way out.
+    /// Kills every process in the group at once; none can escape by forking.
     pub fn kill(&self) {
         let _ = fs::write(self.path.join("cgroup.kill"), "1");
     }
@@ -290,14 +300,14 @@ impl Cgroup {
     }
 }
 
-/// Signals a process, its group, its session and its descendants, by looking through /proc.
+/// Signals a process, its group, its session and its descendants, which are found in /proc.
 pub fn signal_relatives(root: libc::pid_t, signal: libc::c_int) {
     for pid in relatives(root) {
         let _ = sys::kill(pid, signal);
     }
 }
 
-/// Kills them, again and again until none is left to find.
+/// Kills a process and its relatives, repeatedly until none is found.
 pub fn kill_relatives(root: libc::pid_t) {
     for _ in 0..KILL_ROUNDS {
         let found = relatives(root);
@@ -312,10 +322,10 @@ pub fn kill_relatives(root: libc::pid_t) {
 
 fn relatives(root: libc::pid_t) -> Vec<libc::pid_t> {
     let Ok(entries) = fs::read_dir("/proc") else { return vec![root] };
-    let all: Vec<Process> = entries
+    let all: Vec<ProcessStat> = entries
         .flatten()
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .filter_map(Process::read)
+        .filter_map(ProcessStat::read)
         .collect();
     let mut found: Vec<libc::pid_t> = Vec::new();
     loop {
@@ -336,19 +346,19 @@ fn relatives(root: libc::pid_t) -> Vec<libc::pid_t> {
     }
 }
 
-struct Process {
+struct ProcessStat {
     pid: libc::pid_t,
     parent: libc::pid_t,
     group: libc::pid_t,
     session: libc::pid_t,
 }
 
-impl Process {
-    /// `None` for one that is gone, or dead and waiting to be reaped.
+impl ProcessStat {
+    /// Reads a process; returns `None` for one that is gone, or dead and not reaped yet.
     fn read(pid: libc::pid_t) -> Option<Self> {
         let stat = fs::read(format!("/proc/{pid}/stat")).ok()?;
         let stat = String::from_utf8_lossy(&stat);
-        // The name is in parentheses and may hold anything, so count from its end.
+        // The name is in parentheses and may contain anything, so fields are counted from its end.
         let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
         if matches!(fields.next()?, "Z" | "X") {
             return None;

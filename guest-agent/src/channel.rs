@@ -1,5 +1,6 @@
 //! The two ends of a stream's bytes: a `Source` reads a pipe for the client, a `Sink` fills one.
-//! Processes and file work look the same from here, so there is one flow control for both.
+//!
+//! Processes and file work have one interface here, so there is one flow control for both.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -15,33 +16,33 @@ use pvmm_guest_agent::window::{ReceiveWindow, SendWindow, WindowError};
 use crate::outbox::Outbox;
 use crate::sys;
 
-/// Whether something is left to do without waiting.
+/// Whether there is more to do without waiting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Step {
+pub enum Pumped {
     More,
     Waiting,
 }
 
-/// Reads a pipe and sends what it gives.
+/// Reads a pipe and sends its bytes to the client.
 pub struct Source {
     pub channel: Channel,
     fd: Option<OwnedFd>,
     readable: bool,
     hung_up: bool,
     window: SendWindow,
-    /// Bytes of the head still to be sent; without a limit there is no end of them.
+    /// Bytes of the head that are still to be sent; unbounded without a limit.
     head_left: u64,
-    /// What comes after the head.
+    /// The bytes after the head.
     tail: Option<Tail>,
-    /// The tail on its way out, once the pipe has ended.
+    /// The tail that is being sent, once the pipe has ended.
     last: Option<Vec<u8>>,
     count: OutputCount,
-    /// End after this many bytes more, whoever still holds the pipe.
+    /// End after this many more bytes, even if a process still holds the pipe.
     stop_after: Option<u64>,
-    /// Why reading failed, if it did; the end is then not announced as one.
+    /// The error of a failed read; the channel's end is then not announced.
     errno: Option<i32>,
     ended: bool,
-    /// Its end is soon followed by other news.
+    /// The end may be sent late, because the outcome soon follows.
     end_can_wait: bool,
 }
 
@@ -64,7 +65,7 @@ impl Source {
         }
     }
 
-    /// An output of a process: it mostly ends because the process does.
+    /// Makes the source of a process's output, which mostly ends because the process does.
     pub fn of_process(channel: Channel, fd: OwnedFd, limit: Option<OutputLimit>) -> Self {
         Self { end_can_wait: true, ..Self::new(channel, fd, limit) }
     }
@@ -77,7 +78,7 @@ impl Source {
         self.count
     }
 
-    /// Why reading failed, if it did.
+    /// Returns the error of a failed read.
     pub fn errno(&self) -> Option<i32> {
         self.errno
     }
@@ -91,7 +92,8 @@ impl Source {
         self.hung_up |= hung_up;
     }
 
-    /// Takes only what is in the pipe now; says whether somebody still holds the other end.
+    /// Stops after the bytes that are in the pipe now; returns whether a process still holds the
+    /// other end.
     pub fn stop_soon(&mut self) -> bool {
         let Some(fd) = &self.fd else { return false };
         self.stop_after = Some(sys::waiting_bytes(fd));
@@ -99,15 +101,15 @@ impl Source {
         !self.hung_up
     }
 
-    /// Does one read's worth of work.
-    pub fn pump(&mut self, out: &mut Outbox, stream: u32, scratch: &mut Vec<u8>) -> Step {
+    /// Does the work of one read.
+    pub fn pump(&mut self, out: &mut Outbox, stream: u32, scratch: &mut Vec<u8>) -> Pumped {
         if self.ended {
-            return Step::Waiting;
+            return Pumped::Waiting;
         }
         let Some(fd) = self.fd.take() else { return self.send_tail(out, stream) };
         if !self.readable {
             self.fd = Some(fd);
-            return Step::Waiting;
+            return Pumped::Waiting;
         }
         let most = self.stop_after.unwrap_or(u64::MAX).min(MAX_DATA as u64);
         if most == 0 {
@@ -117,7 +119,7 @@ impl Source {
             let most = most.min(self.head_left).min(self.window.left() as u64) as usize;
             if most == 0 || !out.has_room() {
                 self.fd = Some(fd);
-                return Step::Waiting;
+                return Pumped::Waiting;
             }
             let read = out.data_from(stream, self.channel, &fd, most);
             let count = *read.as_ref().unwrap_or(&0);
@@ -141,7 +143,7 @@ impl Source {
                 }
                 self.readable = false;
                 self.fd = Some(fd);
-                Step::Waiting
+                Pumped::Waiting
             }
             Ok(count) if count > 0 => {
                 self.account(count as u64);
@@ -149,12 +151,12 @@ impl Source {
                 // was already announced does not, so then read on.
                 self.readable = count == most || self.hung_up || self.stop_after.is_some();
                 self.fd = Some(fd);
-                if self.readable { Step::More } else { Step::Waiting }
+                if self.readable { Pumped::More } else { Pumped::Waiting }
             }
             Err(e) if e.raw_os_error() == Some(libc::ECONNRESET) => {
                 self.errno = e.raw_os_error();
                 self.ended = true;
-                Step::Waiting
+                Pumped::Waiting
             }
             _ => self.close(out, stream),
         }
@@ -167,7 +169,7 @@ impl Source {
         }
     }
 
-    fn close(&mut self, out: &mut Outbox, stream: u32) -> Step {
+    fn close(&mut self, out: &mut Outbox, stream: u32) -> Pumped {
         if let Some(tail) = self.tail.take() {
             self.count.dropped = tail.forgotten();
             self.last = Some(tail.into_bytes());
@@ -175,7 +177,7 @@ impl Source {
         self.send_tail(out, stream)
     }
 
-    fn send_tail(&mut self, out: &mut Outbox, stream: u32) -> Step {
+    fn send_tail(&mut self, out: &mut Outbox, stream: u32) -> Pumped {
         while let Some(mut last) = self.last.take() {
             let count = last.len().min(self.window.left()).min(MAX_DATA);
             if last.is_empty() {
@@ -183,55 +185,56 @@ impl Source {
             }
             if count == 0 || !out.has_room() {
                 self.last = Some(last);
-                return Step::Waiting;
+                return Pumped::Waiting;
             }
             out.data(stream, self.channel, &last[..count], false);
             self.window.sent(count);
             last.drain(..count);
             self.last = Some(last);
         }
-        match self.end_can_wait {
-            true => out.end_unhurried(stream, self.channel),
-            false => out.data(stream, self.channel, &[], true),
+        if self.end_can_wait {
+            out.end_unhurried(stream, self.channel)
+        } else {
+            out.data(stream, self.channel, &[], true)
         }
         self.ended = true;
-        Step::Waiting
+        Pumped::Waiting
     }
 }
 
-/// Takes the client's bytes and fills a pipe with them.
+/// Receives the client's bytes and fills a pipe with them.
 pub struct Sink {
     fd: Option<OwnedFd>,
     buffer: Vec<u8>,
-    /// So much of the buffer is written.
+    /// How many bytes of the buffer are written.
     done: usize,
     writable: bool,
     /// The client has sent its last byte.
     ended: bool,
-    /// The client has been told that nothing more is wanted.
+    /// The client has been notified that no more input is accepted.
     refused: bool,
-    ending: Ending,
+    ending: InputEnd,
     window: ReceiveWindow,
-    /// Raised when the pipe ends because the client ended it, and for no other reason.
+    /// Set when the pipe ends because the client ended it, and for no other reason.
     commit: Option<Arc<AtomicBool>>,
 }
 
-/// How what we write to learns that no more comes.
+/// How the end of the input is signalled to the reader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Ending {
+enum InputEnd {
     Close,
-    /// Closing is not enough where reading goes on over the same socket.
+    /// Half-close: closing is not enough for a socket that is also read.
     HalfClose,
-    /// On a terminal the end is a key.
+    /// A terminal reads the end as a key.
     Key(u8),
 }
 
 const CTRL_D: u8 = 4;
 
 impl Sink {
-    /// Our side of a terminal.
+    /// Makes the sink of a terminal.
     pub fn terminal(fd: OwnedFd) -> Self {
-        Self { ending: Ending::Key(CTRL_D), ..Self::new(fd, None) }
+        Self { ending: InputEnd::Key(CTRL_D), ..Self::new(fd, None) }
     }
 
     pub fn new(fd: OwnedFd, commit: Option<Arc<AtomicBool>>) -> Self {
@@ -242,25 +245,26 @@ impl Sink {
             writable: true,
             ended: false,
             refused: false,
-            ending: Ending::Close,
+            ending: InputEnd::Close,
             window: ReceiveWindow::new(INPUT_WINDOW),
             commit,
         }
     }
 
-    /// The way to whoever writes a file, who sets `committed` apart from an end for another reason.
+    /// Makes the sink of a file writer. `committed` is set when the client ended the input, and for
+    /// no other end.
     pub fn file(fd: OwnedFd, committed: Arc<AtomicBool>) -> Self {
         let mut sink = Self::new(fd, Some(committed));
         sink.window.grow_to(FILE_WINDOW);
         sink
     }
 
-    /// A connected socket that is also read.
+    /// Makes the sink of a connected socket that is also read.
     pub fn socket(fd: OwnedFd) -> Self {
-        Self { ending: Ending::HalfClose, ..Self::new(fd, None) }
+        Self { ending: InputEnd::HalfClose, ..Self::new(fd, None) }
     }
 
-    /// Everything was written, or nothing more can be.
+    /// Returns whether everything was written, or nothing more can be.
     pub fn is_closed(&self) -> bool {
         self.fd.is_none()
     }
@@ -273,7 +277,7 @@ impl Sink {
         self.writable = true;
     }
 
-    /// Takes one data frame.
+    /// Accepts one data frame.
     pub fn accept(
         &mut self,
         bytes: &[u8],
@@ -293,12 +297,12 @@ impl Sink {
         Ok(())
     }
 
-    /// Writes what is buffered, as far as the pipe takes it.
+    /// Writes the buffered bytes, as far as the pipe accepts them.
     pub fn pump(&mut self, out: &mut Outbox, stream: u32) {
         let mut buffer = std::mem::take(&mut self.buffer);
         self.done += self.write(&buffer[self.done..], out, stream);
-        // What is left moves only when that is less than what has gone, so that
-        // moving never costs more than writing did.
+        // The rest is moved only when it is smaller than what was written, so that moving never
+        // costs more than writing did.
         if self.done > buffer.len() / 2 {
             buffer.drain(..self.done);
             self.done = 0;
@@ -309,14 +313,14 @@ impl Sink {
                 commit.store(true, Ordering::Release);
             }
             match (self.fd.take(), self.ending) {
-                (Some(fd), Ending::HalfClose) => sys::tcp::end_writing(&fd),
-                (Some(fd), Ending::Key(key)) => drop(sys::write_once(&fd, &[key])),
+                (Some(fd), InputEnd::HalfClose) => sys::tcp::end_writing(&fd),
+                (Some(fd), InputEnd::Key(key)) => drop(sys::write_once(&fd, &[key])),
                 _ => {}
             }
         }
     }
 
-    /// Writes and returns what is off our hands, which includes what nobody will read.
+    /// Writes bytes and returns how many are done, including bytes that nobody will read.
     fn write(&mut self, bytes: &[u8], out: &mut Outbox, stream: u32) -> usize {
         let mut done = 0;
         while let Some(fd) = &self.fd {

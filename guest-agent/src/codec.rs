@@ -1,5 +1,6 @@
-//! Control payloads to and from messages: MessagePack with a bound on depth and size.
-//! Both ends decode hostile bytes with this one function.
+//! Encodes and decodes control payloads: MessagePack with bounds on depth and size.
+//!
+//! Both ends decode untrusted bytes with this one function.
 
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -7,7 +8,7 @@ use serde::de::DeserializeOwned;
 use crate::frame::{HEADER_LEN, Header, Kind};
 use crate::limits::MAX_DEPTH;
 
-/// What is wrong with a control payload.
+/// Errors of a control payload.
 #[derive(Debug, thiserror::Error)]
 pub enum MessageError {
     #[error("a control payload is not what its frame kind says")]
@@ -20,7 +21,7 @@ pub enum MessageError {
     TooLarge { len: usize, most: usize },
 }
 
-/// Reads a control payload.
+/// Decodes a control payload.
 pub fn decode<T: DeserializeOwned>(payload: &[u8]) -> Result<T, MessageError> {
     let mut rest = payload;
     let mut reader = rmp_serde::Deserializer::new(&mut rest);
@@ -29,7 +30,7 @@ pub fn decode<T: DeserializeOwned>(payload: &[u8]) -> Result<T, MessageError> {
     if rest.is_empty() { Ok(message) } else { Err(MessageError::Trailing(rest.len())) }
 }
 
-/// Appends a whole control frame to `out`, or leaves it as it was.
+/// Appends a whole control frame to `out`, or leaves `out` unchanged.
 pub fn encode<T: Serialize>(
     out: &mut Vec<u8>,
     kind: Kind,

@@ -1,9 +1,9 @@
-//! One client's connection: its socket, what has come half-way, what waits to be sent.
+//! The connection of one client: its socket, partly received frames, frames to be sent.
+//!
 //! It knows its streams only by number; the jobs behind them belong to the server.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
-use std::time::Instant;
 
 use pvmm_guest_agent::limits::MAX_DATA;
 use pvmm_guest_agent::message::{Code, Goodbye};
@@ -12,8 +12,16 @@ use pvmm_guest_agent::{Decoder, Kind};
 use crate::outbox::Outbox;
 use crate::sys;
 
-/// Two packets of the guest's kernel: for less, the call that sets the mark is not worth its while.
+/// Two packets of the guest's kernel: below this, setting the low-water mark costs more than it
+/// saves.
 const WORTH_WAITING: usize = 8 << 10;
+
+/// A stream of a connection.
+#[derive(Debug, Clone, Copy)]
+pub struct StreamId {
+    pub connection: u64,
+    pub number: u32,
+}
 
 pub struct Connection {
     pub socket: OwnedFd,
@@ -22,19 +30,18 @@ pub struct Connection {
     pub readable: bool,
     pub writable: bool,
     pub hung_up: bool,
-    /// The socket becomes readable when it has so many bytes.
+    /// The number of bytes at which the socket becomes readable.
     pub low_water: usize,
     /// Something waits for room among the frames to be sent.
     pub pressed: bool,
-    /// The hello has come and was answered.
+    /// The hello was received and answered.
     pub greeted: bool,
-    /// It came to the control port.
+    /// The client connected to the control port.
     pub control: bool,
-    /// Open streams and their jobs.
+    /// The open streams and their jobs.
     pub streams: BTreeMap<u32, u64>,
     /// The highest stream number that was opened; numbers only rise.
     pub last_stream: u32,
-    pub deadline: Option<Instant>,
 }
 
 impl Connection {
@@ -52,26 +59,25 @@ impl Connection {
             control: false,
             streams: BTreeMap::new(),
             last_stream: 0,
-            deadline: None,
         }
     }
 
-    /// Has the socket wait for the rest of a frame that has begun: a large one comes in many packets, and
-    /// waking up for each of them costs more than all else.
+    /// Makes the socket wait for the rest of a partly received frame: a large frame comes in many
+    /// packets, and waking up for each of them costs more than everything else.
     pub fn await_rest(&mut self) {
         let wanted = match self.decoder.missing() {
             few if few < WORTH_WAITING => 1,
             many => many.min(MAX_DATA),
         };
         if wanted != self.low_water {
-            // What came below the old mark has made no edge.
+            // Bytes that came below the old mark have made no edge.
             self.readable |= wanted < self.low_water;
             self.low_water = wanted;
             sys::set_low_water(&self.socket, wanted as u32);
         }
     }
 
-    /// Says why and sends what can be sent at once; the connection is over.
+    /// Sends a goodbye with the reason, as far as it can be sent at once. The connection ends.
     pub fn say_goodbye(&mut self, code: Code, message: &str) {
         let goodbye = Goodbye { code, message: message.to_owned() };
         self.out.control(Kind::Goodbye, 0, &goodbye);

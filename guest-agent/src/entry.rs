@@ -1,5 +1,6 @@
-//! Where the C library hands over to us.
-//! The standard library's own start aborts when descriptors 0 to 2 are closed and there is no
+//! The entry point that the C library calls.
+//!
+//! The standard library's own entry aborts when descriptors 0 to 2 are closed and there is no
 //! /dev/null, which is how a kernel without a console starts its first process.
 #![allow(unsafe_code)] // the symbol `main` has a fixed meaning
 #![cfg_attr(test, allow(dead_code))] // under test, the harness is what starts

@@ -1,17 +1,18 @@
 //! Frames: a fixed header of twelve bytes, then a payload whose size the header bounds.
+//!
 //! All checks that need no state are made here, before a byte of payload is stored.
 
 use crate::limits::{MAX_CONTROL, MAX_DATA, MAX_SMALL};
 
-/// Bytes of a frame's header.
+/// The length of a frame's header in bytes.
 pub const HEADER_LEN: usize = 12;
-/// Flag of `Data`: nothing follows on this channel. Of `Credit`: the receiver wants no more.
+/// Flag of `Data`: nothing follows on this channel. Of `Credit`: the receiver accepts no more.
 pub const END: u8 = 0x80;
 const CHANNEL_MASK: u8 = 0x03;
 /// Kinds from here on are extensions, which a peer that does not know them skips.
 const FIRST_EXTENSION: u8 = 0x80;
 
-/// What a frame is.
+/// The kind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Client: the first frame of a connection.
@@ -93,7 +94,7 @@ impl Kind {
     }
 }
 
-/// Which of a stream's byte channels a `Data` or `Credit` frame speaks of.
+/// The byte channel of a stream that a `Data` or `Credit` frame is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Channel {
     /// Client to agent: standard input, or the contents of a file being written.
@@ -124,7 +125,7 @@ impl Channel {
     }
 }
 
-/// What is wrong with a frame. Every one of these ends the connection.
+/// Errors of a frame. Each of them ends the connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
     #[error("frame kind {0} is unknown")]
@@ -141,7 +142,7 @@ pub enum FrameError {
     EmptyData,
 }
 
-/// A frame's header, already checked.
+/// A checked frame header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     pub len: u32,
@@ -157,7 +158,7 @@ impl Header {
         Self { len: len as u32, stream, kind, flags }
     }
 
-    /// The header as it travels.
+    /// Encodes the header.
     pub fn to_bytes(self) -> [u8; HEADER_LEN] {
         let mut bytes = [0; HEADER_LEN];
         bytes[0..4].copy_from_slice(&self.len.to_le_bytes());
@@ -167,7 +168,7 @@ impl Header {
         bytes
     }
 
-    /// Reads and checks a header.
+    /// Decodes and checks a header.
     pub fn parse(bytes: &[u8; HEADER_LEN]) -> Result<Self, FrameError> {
         let len = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
         let stream = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
@@ -208,13 +209,13 @@ impl Header {
         Ok(())
     }
 
-    /// The channel of a `Data` or `Credit` frame.
+    /// Returns the channel of a `Data` or `Credit` frame.
     pub fn channel(&self) -> Channel {
         // `check` has refused the one value that is no channel.
         Channel::from_flags(self.flags).unwrap_or(Channel::Input)
     }
 
-    /// Whether the END flag is set.
+    /// Returns whether the END flag is set.
     pub fn ends(&self) -> bool {
         self.flags & END != 0
     }
@@ -228,13 +229,13 @@ pub struct Frame<'a> {
 }
 
 impl Frame<'_> {
-    /// The bytes granted by a `Credit` frame.
+    /// Returns the bytes granted by a `Credit` frame.
     pub fn credit(&self) -> u32 {
         self.payload.first_chunk().map_or(0, |bytes| u32::from_le_bytes(*bytes))
     }
 }
 
-/// The bytes of a `Credit` frame.
+/// Encodes a `Credit` frame.
 pub fn credit_frame(stream: u32, channel: Channel, bytes: u32, end: bool) -> [u8; HEADER_LEN + 4] {
     let flags = channel.bits() | if end { END } else { 0 };
     let mut frame = [0; HEADER_LEN + 4];
@@ -243,20 +244,20 @@ pub fn credit_frame(stream: u32, channel: Channel, bytes: u32, end: bool) -> [u8
     frame
 }
 
-/// Cuts a byte stream into frames.
+/// Splits a byte stream into frames.
 ///
-/// Frames that lie whole in the input are lent from there; only a frame cut by the end of the
-/// input is copied, and the copy grows with the bytes that came, not with the length announced.
+/// Frames that lie whole in the input are borrowed from it; only a frame cut by the end of the
+/// input is copied, and the copy grows with the received bytes, not with the announced length.
 #[derive(Debug, Default)]
 pub struct Decoder {
     stash: Vec<u8>,
-    /// The stash was lent out as a frame by the last call and is to be emptied by the next.
+    /// The stash was lent out as a frame by the last call; the next call clears it.
     lent: bool,
 }
 
 impl Decoder {
-    /// Takes the next frame off the front of `input`; `None` when more bytes are needed, with
-    /// `input` then used up.
+    /// Takes the next frame off the front of `input`. Returns `None` when more bytes are needed;
+    /// `input` is then empty.
     pub fn next<'f, 'i: 'f>(
         &'f mut self,
         input: &mut &'i [u8],
@@ -287,23 +288,23 @@ impl Decoder {
         Ok(Some(Frame { header, payload: &self.stash[HEADER_LEN..whole] }))
     }
 
-    /// Whether a frame has begun and not ended.
+    /// Returns whether a frame is partly received.
     pub fn in_frame(&self) -> bool {
         !self.lent && !self.stash.is_empty()
     }
 
-    /// Bytes that a frame which has begun still needs, as far as is known.
+    /// Returns how many bytes a partly received frame still needs, as far as is known.
     pub fn missing(&self) -> usize {
         if !self.in_frame() {
             return 0;
         }
-        // A header is only believed once all of it was checked.
+        // A header is used only once all of it was checked.
         let header = self.stash.first_chunk().and_then(|header| Header::parse(header).ok());
         let whole = HEADER_LEN + header.map_or(0, |header| header.len as usize);
         whole.saturating_sub(self.stash.len())
     }
 
-    /// Bytes held for a frame that has not ended.
+    /// Returns the bytes held for a partly received frame.
     pub fn held(&self) -> usize {
         if self.lent { 0 } else { self.stash.len() }
     }

@@ -1,5 +1,6 @@
-//! Where clients come from: the vsock port, or a Unix socket where there is no vsock.
-//! Who may talk to the agent is decided here and nowhere else.
+//! The agent's listening sockets: a vsock port, or a Unix socket where there is no vsock.
+//!
+//! Only this module decides who may talk to the agent.
 
 use std::fs;
 use std::io;
@@ -12,7 +13,7 @@ use pvmm_guest_agent::limits::HOST_CID;
 
 use crate::sys;
 
-/// Where clients come from.
+/// A listening socket.
 pub enum Listener {
     Vsock(OwnedFd),
     Unix(OwnedFd),
@@ -21,7 +22,7 @@ pub enum Listener {
 impl Listener {
     /// Listens on the agent's vsock port.
     pub fn vsock(port: u32) -> io::Result<Self> {
-        sys::vsock_listen(port).map(Self::Vsock)
+        sys::vsock::listen(port).map(Self::Vsock)
     }
 
     /// Listens on a Unix socket that only this user can reach.
@@ -37,12 +38,12 @@ impl Listener {
         fd
     }
 
-    /// The next client; `None` in place of one that is not the host.
+    /// Accepts the next client; returns `None` for a client that is not the host.
     pub fn accept(&self) -> io::Result<Option<OwnedFd>> {
         match self {
-            // A process in the guest must not become root by talking to us.
+            // A process in the guest must not become root by connecting to the agent.
             Self::Vsock(fd) => {
-                sys::vsock_accept(fd).map(|(socket, cid)| (cid == HOST_CID).then_some(socket))
+                sys::vsock::accept(fd).map(|(socket, cid)| (cid == HOST_CID).then_some(socket))
             }
             Self::Unix(fd) => sys::unix_accept(fd).map(Some),
         }

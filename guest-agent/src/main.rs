@@ -1,27 +1,30 @@
-//! The agent that runs in the guest: first process or service, one static program.
+//! The agent that runs in the guest, as first process or as a service: one static program.
+//!
 //! It is small because every guest carries it and every snapshot holds its pages.
 #![cfg_attr(not(test), no_main)]
 
+mod agent;
 mod cgroup;
 mod channel;
+mod check;
 mod connection;
+mod deadlines;
 mod detached;
 mod entry;
-mod exec;
 mod file_work;
-mod files;
-mod forward;
-mod freeze;
-
 mod init;
 mod interpreter;
 mod job;
+mod jobs;
+mod launch;
 mod listener;
 mod metrics;
+mod mounts;
 mod netlink;
 mod oom;
 mod outbox;
 mod pool;
+mod process;
 mod refresh;
 mod requests;
 mod ring;
@@ -39,18 +42,19 @@ use std::path::PathBuf;
 
 use pvmm_guest_agent::limits::AGENT_PORT;
 
+use crate::agent::Settings;
 use crate::cgroup::Cgroups;
 use crate::listener::Listener;
-use crate::server::{Server, Settings};
+use crate::server::Server;
 
 const USAGE: &str = "usage: pvmm-agent serve [--listen vsock:PORT|unix:PATH] \
                      [--control vsock:PORT|unix:PATH] [--cgroup DIR|none]";
-/// Descriptors for every stream of every connection.
+/// The limit of open files: enough for every stream of every connection.
 const OPEN_FILES: u64 = 65536;
 
-/// The program; its exit code.
+/// Runs the program and returns its exit code.
 fn run() -> i32 {
-    // Whatever a guest's commands do to its processors, somebody must answer for it.
+    // Before anything else: the agent must answer whatever load the guest's commands cause.
     sys::put_before_commands();
     if std::process::id() == 1 {
         init::run();
@@ -82,7 +86,7 @@ fn serve(arguments: Vec<String>) -> Result<(), String> {
             _ => return Err(USAGE.into()),
         }
     }
-    // The control port first: whoever finds the other one finds both.
+    // The control port comes first, so that a client that can reach the other port can reach both.
     let control_listener = control.as_deref().map(open_listener).transpose()?;
     let listener = open_listener(&listen)?;
     sys::share_one_heap();

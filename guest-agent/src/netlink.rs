@@ -1,5 +1,7 @@
-//! Network interfaces made as the host wants them, through the kernel's route netlink.
-//! Written out here because a refresh must not start programs, and a guest may have none to start.
+//! Configures network interfaces as the host requests, through the kernel's route netlink.
+//!
+//! It is implemented here because a refresh must not start programs, and a guest may have none to
+//! start.
 #![allow(unsafe_code)] // a netlink socket and one name look-up
 
 use std::ffi::CString;
@@ -12,15 +14,15 @@ use pvmm_guest_agent::message::Interface;
 use crate::sys::{self, check};
 
 const HEADER: usize = 16;
-/// Bytes of the kernel's answers that are read at once; it makes none longer.
+/// Bytes of the kernel's answers that are read at once; no answer is longer.
 const ANSWER: usize = 32 << 10;
-/// Old default routes taken off one interface, in one family.
+/// The most old default routes that are removed from one interface, per family.
 const MAX_ROUTES: usize = 16;
 const ONLINK: u32 = 4;
 const NO_DUPLICATE_CHECK: u8 = 2;
 const LINK_SCOPE: u8 = 253;
 
-/// An address and how many of its bits name the network.
+/// An address and the length of its network prefix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Prefixed {
     pub address: IpAddr,
@@ -28,7 +30,7 @@ pub struct Prefixed {
 }
 
 impl Prefixed {
-    /// Reads `ADDRESS/PREFIX`.
+    /// Parses `ADDRESS/PREFIX`.
     pub fn parse(text: &str) -> Option<Self> {
         let (address, prefix) = text.split_once('/')?;
         let address: IpAddr = address.parse().ok()?;
@@ -48,13 +50,13 @@ impl Prefixed {
     }
 }
 
-/// Makes an interface what `wish` says: hardware address and MTU, up, these addresses and no
-/// others, these default routes and no others, no neighbour remembered. If addresses are to be
-/// kept, routes are too, and only the link-local address follows a new hardware address.
+/// Configures an interface as `wish` says: hardware address and MTU, up, exactly these addresses,
+/// exactly these default routes, no cached neighbours. If addresses are to be kept, routes are too,
+/// and only the link-local address is changed for a new hardware address.
 pub fn configure(wish: &Interface) -> Result<()> {
     let mut netlink = Netlink::open()?;
     let index = match interface_index(&wish.name) {
-        // Nothing is to change but the neighbours, and they went with it.
+        // Only the neighbours would change, and they are gone with the interface.
         Err(_) if wish.keep_addresses && wish.mac.is_none() && wish.mtu.is_none() => return Ok(()),
         index => index?,
     };
@@ -90,10 +92,10 @@ fn interface_index(name: &str) -> Result<u32> {
     }
 }
 
-/// A request being written: header, fixed part, attributes.
-struct Request(Vec<u8>);
+/// A request that is being built: header, fixed part, attributes.
+struct NetlinkMessage(Vec<u8>);
 
-impl Request {
+impl NetlinkMessage {
     fn new(kind: u16, flags: libc::c_int, fixed: &[u8]) -> Self {
         let mut bytes = vec![0; HEADER];
         bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
@@ -120,7 +122,7 @@ struct Netlink {
 impl Netlink {
     fn open() -> Result<Self> {
         let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC;
-        // SAFETY: takes no pointer; the descriptor is new and ours.
+        // SAFETY: takes no pointer; the descriptor is new and owned here.
         let socket = unsafe {
             let fd = check(libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_ROUTE))?;
             OwnedFd::from_raw_fd(fd)
@@ -128,8 +130,8 @@ impl Netlink {
         Ok(Self { socket, sequence: 0 })
     }
 
-    /// Sends a request and hands every part of the answer to `each`, to its end.
-    fn exchange(&mut self, request: Request, mut each: impl FnMut(&[u8])) -> Result<()> {
+    /// Sends a request and passes every part of the answer to `each`.
+    fn exchange(&mut self, request: NetlinkMessage, mut each: impl FnMut(&[u8])) -> Result<()> {
         let mut bytes = request.0;
         self.sequence += 1;
         let len = bytes.len() as u32;
@@ -163,7 +165,7 @@ impl Netlink {
         }
     }
 
-    fn act(&mut self, request: Request) -> Result<()> {
+    fn act(&mut self, request: NetlinkMessage) -> Result<()> {
         self.exchange(request, |_| {})
     }
 
@@ -174,7 +176,7 @@ impl Netlink {
             let flag = libc::IFF_UP as u32;
             fixed[8..12].copy_from_slice(&(if up { flag } else { 0 }).to_ne_bytes());
             fixed[12..].copy_from_slice(&flag.to_ne_bytes());
-            Request::new(libc::RTM_NEWLINK, libc::NLM_F_ACK, &fixed)
+            NetlinkMessage::new(libc::RTM_NEWLINK, libc::NLM_F_ACK, &fixed)
         };
         let full = || {
             let mut request = up(true);
@@ -187,7 +189,7 @@ impl Netlink {
             request
         };
         match self.act(full()) {
-            // Some drivers take a new address only while the link is down.
+            // Some drivers accept a new address only while the link is down.
             Err(e) if e.raw_os_error() == Some(libc::EBUSY) => {
                 self.act(up(false))?;
                 self.act(full())
@@ -203,7 +205,7 @@ impl Netlink {
         mac: Option<[u8; 6]>,
         keep: bool,
     ) -> Result<()> {
-        let dump = Request::new(libc::RTM_GETADDR, libc::NLM_F_DUMP, &[0; 8]);
+        let dump = NetlinkMessage::new(libc::RTM_GETADDR, libc::NLM_F_DUMP, &[0; 8]);
         let mut present: Vec<(Prefixed, bool)> = Vec::new();
         self.exchange(dump, |part| {
             if number(part, 4) == Some(index) && part.len() >= 8 {
@@ -215,7 +217,7 @@ impl Netlink {
             }
         })?;
         for (old, local) in present {
-            // The one that every IPv6 interface has follows its hardware address.
+            // The link-local address of an IPv6 interface is derived from its hardware address.
             let local = local && old.address.is_ipv6();
             if local {
                 let Some(mac) = mac else { continue };
@@ -223,7 +225,8 @@ impl Netlink {
             } else if keep {
                 continue;
             }
-            // Also one that stays: as a second one it would go with the first.
+            // Addresses that stay are removed as well: a secondary address would be removed with
+            // its primary.
             match self.act(address_request(libc::RTM_DELADDR, 0, index, &old)) {
                 Err(e) if e.raw_os_error() != Some(libc::EADDRNOTAVAIL) => return Err(e),
                 _ => {}
@@ -238,7 +241,7 @@ impl Netlink {
 
     fn forget_neighbours(&mut self, index: u32) -> Result<()> {
         const KEPT: u16 = 0x40 | 0x80; // needs no look-up; set by hand
-        let dump = Request::new(libc::RTM_GETNEIGH, libc::NLM_F_DUMP, &[0; 12]);
+        let dump = NetlinkMessage::new(libc::RTM_GETNEIGH, libc::NLM_F_DUMP, &[0; 12]);
         let mut known = Vec::new();
         self.exchange(dump, |part| {
             if number(part, 4) != Some(index) || part.len() < 12 {
@@ -251,7 +254,7 @@ impl Netlink {
             }
         })?;
         for (fixed, address) in known {
-            let delete = Request::new(libc::RTM_DELNEIGH, libc::NLM_F_ACK, &fixed);
+            let delete = NetlinkMessage::new(libc::RTM_DELNEIGH, libc::NLM_F_ACK, &fixed);
             match self.act(delete.attribute(libc::NDA_DST, &address)) {
                 Err(e) if e.raw_os_error() != Some(libc::ENOENT) => return Err(e),
                 _ => {}
@@ -266,11 +269,11 @@ impl Netlink {
             fixed[0] = family as u8;
             fixed[4] = libc::RT_TABLE_MAIN;
             fixed[6] = libc::RT_SCOPE_NOWHERE;
-            let delete = Request::new(libc::RTM_DELROUTE, libc::NLM_F_ACK, &fixed)
+            let delete = NetlinkMessage::new(libc::RTM_DELROUTE, libc::NLM_F_ACK, &fixed)
                 .attribute(libc::RTA_OIF, &index.to_ne_bytes());
             match self.act(delete) {
                 Ok(()) => {}
-                // None left, or a kernel without that family.
+                // No route is left, or the kernel lacks that family.
                 Err(e) if matches!(e.raw_os_error(), Some(libc::ESRCH | libc::EOPNOTSUPP)) => {
                     break;
                 }
@@ -287,25 +290,25 @@ impl Netlink {
         fixed[5] = libc::RTPROT_STATIC;
         fixed[6] = libc::RT_SCOPE_UNIVERSE;
         fixed[7] = libc::RTN_UNICAST;
-        // A gateway outside the prefix is fine: the link has two ends.
+        // A gateway outside the prefix is allowed: the link is point-to-point.
         fixed[8..].copy_from_slice(&ONLINK.to_ne_bytes());
         let flags = libc::NLM_F_ACK | libc::NLM_F_CREATE | libc::NLM_F_REPLACE;
-        let route = Request::new(libc::RTM_NEWROUTE, flags, &fixed)
+        let route = NetlinkMessage::new(libc::RTM_NEWROUTE, flags, &fixed)
             .attribute(libc::RTA_GATEWAY, &octets(gateway))
             .attribute(libc::RTA_OIF, &index.to_ne_bytes());
         self.act(route)
     }
 }
 
-fn address_request(kind: u16, flags: libc::c_int, index: u32, it: &Prefixed) -> Request {
+fn address_request(kind: u16, flags: libc::c_int, index: u32, it: &Prefixed) -> NetlinkMessage {
     let mut fixed = [family(it.address), it.prefix, 0, 0, 0, 0, 0, 0];
     if it.address.is_ipv6() && kind == libc::RTM_NEWADDR {
-        // The address is the host's choice: nobody else has it, and it is needed at once.
+        // The host chose the address: it is unique, and it is needed at once.
         fixed[2] = NO_DUPLICATE_CHECK;
     }
     fixed[4..].copy_from_slice(&index.to_ne_bytes());
     let bytes = octets(it.address);
-    let request = Request::new(kind, flags | libc::NLM_F_ACK, &fixed)
+    let request = NetlinkMessage::new(kind, flags | libc::NLM_F_ACK, &fixed)
         .attribute(libc::IFA_LOCAL, &bytes)
         .attribute(libc::IFA_ADDRESS, &bytes);
     match it.broadcast().filter(|_| kind == libc::RTM_NEWADDR) {
@@ -314,7 +317,7 @@ fn address_request(kind: u16, flags: libc::c_int, index: u32, it: &Prefixed) -> 
     }
 }
 
-/// The address an IPv6 interface makes of its hardware address.
+/// Returns the link-local IPv6 address of a hardware address.
 fn link_local(mac: [u8; 6]) -> Ipv6Addr {
     let [a, b, c, d, e, f] = mac;
     let high = [0xfe, 0x80, 0, 0, 0, 0, 0, 0];
@@ -347,14 +350,14 @@ fn number(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(four))
 }
 
-/// The first message of an answer and the rest.
+/// Splits the first message off an answer.
 fn split_message(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let len = number(bytes, 0)? as usize;
     let message = bytes.get(..len).filter(|_| len >= HEADER)?;
     Some((message, bytes.get(len.next_multiple_of(4)..).unwrap_or_default()))
 }
 
-/// One attribute's value, among those that begin at `start`.
+/// Returns the value of one attribute, among those that begin at `start`.
 fn attribute(bytes: &[u8], start: usize, wanted: u16) -> Option<&[u8]> {
     let mut rest = bytes.get(start..)?;
     loop {

@@ -1,5 +1,6 @@
-//! Who was killed for lack of memory, from the kernel's own log.
-//! The log is only read when somebody asks, so that it costs a guest at rest nothing.
+//! Finds the processes that were killed for lack of memory, in the kernel's log.
+//!
+//! The log is read only on demand, so that it costs an idle guest nothing.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -11,18 +12,18 @@ use crate::sys;
 
 /// Longest record of the kernel's log.
 const RECORD: usize = 8 << 10;
-/// Records read at once: more than the log holds.
+/// The most records read at once: more than the log holds.
 const MOST_RECORDS: usize = 1 << 16;
 
 pub struct OomLog {
-    /// `None` where we may not read the log.
+    /// `None` where the log may not be read.
     log: Option<OwnedFd>,
     events: VecDeque<OomEvent>,
     total: u64,
 }
 
 impl OomLog {
-    /// Begins with what is logged from now on.
+    /// Opens the log; only later records are read.
     pub fn open() -> Self {
         let log = sys::open(c"/dev/kmsg", libc::O_RDONLY | libc::O_NONBLOCK, 0).ok();
         if let Some(log) = &log {
@@ -31,12 +32,12 @@ impl OomLog {
         Self { log, events: VecDeque::new(), total: 0 }
     }
 
-    /// Processes killed by now.
+    /// Returns the number of processes killed so far.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// The last ones, newest last.
+    /// Returns the last kills, newest last.
     pub fn events(&self) -> impl Iterator<Item = &OomEvent> {
         self.events.iter()
     }
@@ -45,7 +46,7 @@ impl OomLog {
         self.events.iter().any(|event| event.pid == pid)
     }
 
-    /// Reads what was logged since the last time.
+    /// Reads the records since the last call.
     pub fn catch_up(&mut self) {
         let Some(log) = &self.log else { return };
         let mut record = Vec::new();
@@ -62,7 +63,7 @@ impl OomLog {
                         self.events.push_back(event);
                     }
                 }
-                // Overtaken by the log: what is left of it follows.
+                // Some records were overwritten; the rest follows.
                 Err(e) if e.raw_os_error() == Some(libc::EPIPE) => {}
                 Err(_) => return,
             }
@@ -70,11 +71,11 @@ impl OomLog {
     }
 }
 
-/// Reads a record `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` about a victim.
+/// Parses a record `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS;TEXT` about a killed process.
 fn parse(record: &str) -> Option<OomEvent> {
     let (head, text) = record.split_once(';')?;
     let mut numbers = head.split(',');
-    // Processes can write to the log too, but not in the kernel's name, whose facility is zero.
+    // Processes can write to the log too, but not with the kernel's facility, which is zero.
     let priority: u32 = numbers.next()?.parse().ok()?;
     if priority >= 8 {
         return None;
@@ -86,7 +87,7 @@ fn parse(record: &str) -> Option<OomEvent> {
     }
     let (_, victim) = text.split_once("Killed process ")?;
     let (pid, rest) = victim.split_once(" (")?;
-    // The name may hold anything, so it ends at the last parenthesis before the figures.
+    // The name may contain anything, so it ends at the last parenthesis before the figures.
     let (name, _) = rest.split_once(") total-vm")?;
     let name = name.chars().take(16).collect();
     Some(OomEvent { pid: pid.parse().ok()?, name, at_us, by_limit })

@@ -1,4 +1,5 @@
-//! What a connection has to send: frames one after another in one buffer with a bound.
+//! The frames that a connection has to send, in one bounded buffer.
+//!
 //! Pipes are read straight into it, so that output is copied once on its way to the socket.
 
 use std::io;
@@ -11,14 +12,14 @@ use serde::Serialize;
 
 use crate::sys;
 
-/// Above this, no more output is read from pipes.
+/// Above this size, no more output is read from pipes.
 const OUTPUT_MARK: usize = 128 << 10;
-/// Above this, the client's own frames are not read either: each may need an answer.
+/// Above this size, the client's own frames are not read either: each may need an answer.
 const ANSWER_MARK: usize = 256 << 10;
-/// How long a frame that nobody waits for may lie until others go with it. A short command is over by then, and
-/// is told of in one packet instead of four.
+/// How long a frame that no client waits for may be held back to be sent with others. A short
+/// command is over by then, and is reported in one packet instead of four.
 const LINGER: Duration = Duration::from_millis(50);
-/// An empty buffer keeps no more than this.
+/// The most capacity that an empty buffer keeps.
 const KEEP: usize = 256 << 10;
 
 /// Frames waiting to be sent.
@@ -26,9 +27,9 @@ const KEEP: usize = 256 << 10;
 pub struct Outbox {
     buffer: Vec<u8>,
     sent: usize,
-    /// Somebody waits for what is in the buffer.
+    /// A client waits for what is in the buffer.
     awaited: bool,
-    /// When it is sent even if nobody does.
+    /// When the buffer is sent even if no client waits for it.
     due: Option<Instant>,
 }
 
@@ -41,24 +42,24 @@ impl Outbox {
         self.pending() == 0
     }
 
-    /// Whether there is something that should be sent now.
+    /// Returns whether something should be sent now.
     pub fn is_due(&self) -> bool {
         !self.is_empty() && (self.awaited || self.due.is_none_or(|due| due <= Instant::now()))
     }
 
-    /// When what can wait is sent at the latest; `None` if nothing waits.
+    /// Returns when held-back frames are sent at the latest; `None` if there are none.
     pub fn due(&self) -> Option<Instant> {
         self.due
     }
 
-    /// Adds a control frame that can wait for others to go with it.
+    /// Adds a control frame that may be held back to be sent with others.
     pub fn control_unhurried<T: Serialize>(&mut self, kind: Kind, stream: u32, message: &T) {
-        // As in `control`.
+        // A frame that cannot be encoded is left out, as in `control`.
         let _ = encode(&mut self.buffer, kind, stream, message);
         self.linger();
     }
 
-    /// Says that no more comes on a channel, which can wait for what else there is to say.
+    /// Adds the end of a channel, which may be held back to be sent with others.
     pub fn end_unhurried(&mut self, stream: u32, channel: Channel) {
         let header = Header::new(Kind::Data, stream, channel.bits() | END, 0);
         self.buffer.extend_from_slice(&header.to_bytes());
@@ -69,18 +70,18 @@ impl Outbox {
         self.due.get_or_insert_with(|| Instant::now() + LINGER);
     }
 
-    /// Whether output may be added.
+    /// Returns whether output may be added.
     pub fn has_room(&self) -> bool {
         self.pending() < OUTPUT_MARK
     }
 
-    /// Whether the client has left so much unread that it must not be listened to.
+    /// Returns whether the client has left so much unread that its frames must not be read.
     pub fn is_clogged(&self) -> bool {
         self.pending() >= ANSWER_MARK
     }
 
-    /// Adds a control frame. One that cannot be encoded is too large: the caller bounds what it
-    /// says, so nothing is lost by leaving it out.
+    /// Adds a control frame and returns whether it could be encoded. One that cannot is too large;
+    /// callers bound their messages, so none is lost.
     pub fn control<T: Serialize>(&mut self, kind: Kind, stream: u32, message: &T) -> bool {
         self.awaited = true;
         encode(&mut self.buffer, kind, stream, message).is_ok()
@@ -100,7 +101,7 @@ impl Outbox {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// Adds a data frame of what one read of `fd` gives; nothing at its end.
+    /// Adds a data frame with the bytes of one read of `fd`; nothing at its end.
     pub fn data_from(
         &mut self,
         stream: u32,
@@ -122,7 +123,7 @@ impl Outbox {
         read
     }
 
-    /// Sends as much as the socket takes; whether all is sent.
+    /// Sends as much as the socket accepts, and returns whether all is sent.
     pub fn flush(&mut self, socket: &OwnedFd) -> io::Result<bool> {
         while !self.is_empty() {
             match sys::write_once(socket, &self.buffer[self.sent..]) {

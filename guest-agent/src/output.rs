@@ -1,7 +1,8 @@
-//! The end of an output whose middle is dropped: a ring that keeps the last bytes.
-//! Both ends cap output the same way, the agent before the wire and the host after it.
+//! The tail of an output whose middle is dropped: a ring that keeps the last bytes.
+//!
+//! Both ends cap output with it, the agent before the wire and the host after it.
 
-/// Keeps the last `cap` bytes of what is pushed.
+/// Keeps the last `cap` bytes that are pushed.
 #[derive(Debug)]
 pub struct Tail {
     ring: Vec<u8>,
@@ -11,12 +12,12 @@ pub struct Tail {
 }
 
 impl Tail {
-    /// An empty tail; memory is taken as bytes come.
+    /// Makes an empty tail; memory is allocated as bytes come.
     pub fn new(cap: usize) -> Self {
         Self { ring: Vec::new(), next: 0, cap, pushed: 0 }
     }
 
-    /// Appends bytes, forgetting the oldest.
+    /// Appends bytes, dropping the oldest.
     pub fn push(&mut self, bytes: &[u8]) {
         self.pushed += bytes.len() as u64;
         let mut bytes = &bytes[bytes.len().saturating_sub(self.cap)..];
@@ -31,12 +32,12 @@ impl Tail {
         }
     }
 
-    /// Bytes pushed and no longer held.
+    /// Returns the number of bytes that were pushed and dropped.
     pub fn forgotten(&self) -> u64 {
         self.pushed - self.ring.len() as u64
     }
 
-    /// The bytes held, oldest first.
+    /// Returns the bytes held, oldest first.
     pub fn into_bytes(mut self) -> Vec<u8> {
         self.ring.rotate_left(self.next);
         self.ring

@@ -1,5 +1,7 @@
-//! Threads for file work, made when there is some and gone when it is done.
-//! A disk, a FIFO or a network filesystem may block; the loop and every exec must not wait for it.
+//! Threads for file work, started on demand and ended when it is done.
+//!
+//! A disk, a FIFO or a network filesystem may block; the event loop and every exec must not wait
+//! for it.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,32 +11,30 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread;
 
 use pvmm_guest_agent::limits::MAX_FILE_WORKERS;
-use pvmm_guest_agent::message::{Code, Failure, Metadata, Outcome};
+use pvmm_guest_agent::message::{Code, Metadata, Outcome};
 
 use crate::sys;
 
-/// Enough for a path walk and a buffer on the heap.
+/// Enough for a path walk; buffers are on the heap.
 const STACK_BYTES: usize = 128 << 10;
 
-/// What a worker tells the loop.
-pub enum Report {
-    /// ReadFile: the file is open and this is what it is.
-    Started(u64, Metadata),
-    /// Watch: what happens from now on is told.
-    Begun(u64),
+/// A report of a worker to the event loop.
+pub enum WorkerReport {
+    /// A file is open and has this metadata, or changes are reported from now on.
+    Started(u64, Option<Metadata>),
     Done(u64, Outcome),
 }
 
-/// A worker's way to the loop.
+/// A worker's connection to the event loop.
 #[derive(Clone)]
 pub struct Reporter {
-    sender: Sender<Report>,
+    sender: Sender<WorkerReport>,
     wake: Arc<OwnedFd>,
 }
 
 impl Reporter {
-    pub fn send(&self, report: Report) {
-        // The receiver lives as long as the loop; without it nobody needs to know.
+    pub fn send(&self, report: WorkerReport) {
+        // The receiver lives as long as the event loop; without it the report is not needed.
         let _ = self.sender.send(report);
         let _ = sys::write_once(&self.wake, &1u64.to_ne_bytes());
     }
@@ -44,7 +44,7 @@ type Task = Box<dyn FnOnce(&Reporter) + Send>;
 
 pub struct Pool {
     reporter: Reporter,
-    reports: Receiver<Report>,
+    reports: Receiver<WorkerReport>,
     waiting: VecDeque<(u64, Task)>,
     working: usize,
 }
@@ -61,7 +61,7 @@ impl Pool {
         })
     }
 
-    /// Readable when there are reports.
+    /// Returns a descriptor that is readable when there are reports.
     pub fn wake(&self) -> &OwnedFd {
         &self.reporter.wake
     }
@@ -70,15 +70,16 @@ impl Pool {
         let _ = sys::read_onto(&self.reporter.wake, &mut Vec::new(), 8);
     }
 
-    /// Does the task, which must report `Done` for this job once, now or when a thread is free.
+    /// Runs the task, now or when a thread is free. The task must report `Done` for this job
+    /// exactly once.
     pub fn submit(&mut self, job: u64, task: Task) {
         self.waiting.push_back((job, task));
         self.start_waiting();
     }
 
-    pub fn next_report(&mut self) -> Option<Report> {
+    pub fn next_report(&mut self) -> Option<WorkerReport> {
         let report = self.reports.try_recv().ok()?;
-        if matches!(report, Report::Done(..)) {
+        if matches!(report, WorkerReport::Done(..)) {
             self.working -= 1;
             self.start_waiting();
         }
@@ -92,13 +93,9 @@ impl Pool {
             let thread = thread::Builder::new().stack_size(STACK_BYTES);
             self.working += 1;
             if let Err(e) = thread.spawn(move || task(&reporter)) {
-                let failure = Failure {
-                    code: Code::Io,
-                    errno: e.raw_os_error(),
-                    path: None,
-                    message: "no thread can be made for file work".into(),
-                };
-                self.reporter.send(Report::Done(job, Outcome::Failed(failure)));
+                let why = "no thread can be made for file work";
+                let outcome = Outcome::failed(Code::Io, e.raw_os_error(), why);
+                self.reporter.send(WorkerReport::Done(job, outcome));
             }
         }
     }

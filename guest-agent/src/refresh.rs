@@ -1,5 +1,6 @@
-//! What makes a copied guest its own, step by step in a fixed order, before its workload goes on.
-//! It is on the way of every restore, so it starts no program and waits for nothing.
+//! Refreshes a fork, step by step in a fixed order, before its workload continues.
+//!
+//! Every restore waits for it, so it starts no program and waits for nothing.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Read, Write};
@@ -11,30 +12,27 @@ use pvmm_guest_agent::limits::{
     MAX_ADDRESSES, MAX_ENTROPY, MAX_HOSTNAME, MAX_INTERFACE_NAME, MAX_INTERFACES, MAX_SECRETS,
     MIN_ENTROPY,
 };
-use pvmm_guest_agent::message::{
-    ByteBuf, FailedStep, Interface, Refresh, RefreshStep as Step, Refreshed,
-};
+use pvmm_guest_agent::message::{ByteBuf, FailedStep, Interface, Refresh, RefreshStep, Refreshed};
 
-use crate::init::mounts;
+use crate::cgroup::Cgroups;
 use crate::netlink::{self, Prefixed};
-use crate::server::Server;
-use crate::sys;
+use crate::{mounts, sys};
 
-/// Where programs find what is theirs alone; in memory, so that no disk carries it.
+/// The directory with the fork's own data; in memory, so that no disk contains it.
 const PLACE: &str = "/run/pvmm";
 const SECRETS: &str = "/run/pvmm/secrets";
 const MACHINE_ID: &str = "/etc/machine-id";
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 const RESOLVER: &str = "/etc/resolv.conf";
 
-/// What the last refresh left for later execs.
+/// What the last refresh set for later execs.
 #[derive(Default)]
 pub struct Identity {
     pub generation: u64,
     pub env: Vec<(ByteBuf, ByteBuf)>,
-    /// A secret was delivered, ever.
+    /// A secret was delivered at some time.
     pub had_secrets: bool,
-    /// Open from the start, so that a refresh need not look for it.
+    /// Opened at the start, so that a refresh need not look it up.
     random: Option<OwnedFd>,
 }
 
@@ -44,7 +42,7 @@ impl Identity {
     }
 }
 
-/// Refuses what can never work, before the first step is taken.
+/// Refuses a request that can never work, before the first step.
 pub fn check(request: &Refresh) -> Result<(), &'static str> {
     if !(MIN_ENTROPY..=MAX_ENTROPY).contains(&request.entropy.len()) {
         return Err("entropy is not 32 to 512 bytes");
@@ -102,14 +100,14 @@ fn check_interface(interface: &Interface) -> Result<(), &'static str> {
     Ok(())
 }
 
-impl Server {
-    /// Takes every step that the request asks for. When one fails, none follows it and the workload
-    /// stands still, whatever it did before.
-    pub(crate) fn refresh(&mut self, request: &Refresh) -> Refreshed {
+impl Identity {
+    /// Carries out every requested step. When one fails, none follows it and the workload is
+    /// frozen, whatever it did before.
+    pub fn refresh(&mut self, request: &Refresh, cgroups: &mut Option<Cgroups>) -> Refreshed {
         let mut report = Refreshed::default();
         for step in request.steps() {
-            if let Err(error) = self.take_step(step, request) {
-                if let Some(cgroups) = &mut self.settings.cgroups {
+            if let Err(error) = self.take_step(step, request, cgroups) {
+                if let Some(cgroups) = cgroups {
                     cgroups.hold();
                 }
                 let message: String = error.to_string().chars().take(200).collect();
@@ -122,28 +120,36 @@ impl Server {
         report
     }
 
-    fn take_step(&mut self, step: Step, request: &Refresh) -> io::Result<()> {
+    fn take_step(
+        &mut self,
+        step: RefreshStep,
+        request: &Refresh,
+        cgroups: &mut Option<Cgroups>,
+    ) -> io::Result<()> {
         match step {
-            Step::Entropy => {
-                let random = self.identity.random.as_ref().ok_or(ErrorKind::NotFound)?;
-                sys::add_entropy(random, &request.entropy)
+            RefreshStep::Entropy => {
+                let random = self.random.as_ref().ok_or(ErrorKind::NotFound)?;
+                sys::system::add_entropy(random, &request.entropy)
             }
-            Step::Clock => {
-                let passed = request.counter.map_or(0, |it| it.ns_until(sys::time_stamp_counter()));
-                sys::set_clock(request.unix_ns.unwrap_or(0).saturating_add(passed))
+            RefreshStep::Clock => {
+                let passed =
+                    request.counter.map_or(0, |it| it.ns_until(sys::system::time_stamp_counter()));
+                sys::system::set_clock(request.unix_ns.unwrap_or(0).saturating_add(passed))
             }
-            Step::Hostname => sys::set_hostname(request.hostname.as_deref().unwrap_or_default()),
-            Step::MachineId => {
+            RefreshStep::Hostname => {
+                sys::system::set_hostname(request.hostname.as_deref().unwrap_or_default())
+            }
+            RefreshStep::MachineId => {
                 let id = request.machine_id.as_deref().map_or(&[][..], |id| id);
                 show(MACHINE_ID, format!("{}\n", hex(id)).as_bytes())
             }
-            Step::BootId => {
+            RefreshStep::BootId => {
                 let id = request.boot_id.as_deref().map_or(&[][..], |id| id);
                 show(BOOT_ID, format!("{}\n", uuid(id)).as_bytes())
             }
-            Step::Addresses => configure_network(request),
-            Step::Generation => {
-                self.identity.generation = request.generation;
+            RefreshStep::Addresses => configure_network(request),
+            RefreshStep::Generation => {
+                self.generation = request.generation;
                 let path = format!("{PLACE}/generation");
                 let text = format!("{}\n", request.generation);
                 write(&path, text.as_bytes()).or_else(|_| {
@@ -151,20 +157,20 @@ impl Server {
                     write(&path, text.as_bytes())
                 })
             }
-            Step::Env => {
-                self.identity.env.clone_from(&request.env);
+            RefreshStep::Env => {
+                self.env.clone_from(&request.env);
                 self.deliver_secrets(&request.secrets)
             }
-            Step::Thaw => match &mut self.settings.cgroups {
+            RefreshStep::Thaw => match cgroups {
                 Some(cgroups) => cgroups.thaw(),
                 None => Ok(()),
             },
-            Step::Other => Ok(()),
+            RefreshStep::Other => Ok(()),
         }
     }
 
     fn deliver_secrets(&mut self, secrets: &[(String, ByteBuf)]) -> io::Result<()> {
-        if self.identity.had_secrets {
+        if self.had_secrets {
             match fs::remove_dir_all(SECRETS) {
                 Err(e) if e.kind() != ErrorKind::NotFound => return Err(e),
                 _ => {}
@@ -173,7 +179,7 @@ impl Server {
         if secrets.is_empty() {
             return Ok(());
         }
-        self.identity.had_secrets = true;
+        self.had_secrets = true;
         make_place(SECRETS, 0o700)?;
         for (name, value) in secrets {
             let path = format!("{SECRETS}/{name}");
@@ -197,23 +203,24 @@ fn configure_network(request: &Refresh) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a path show these bytes: by writing them, or where that cannot be, by mounting a file of
-/// ours over it. Whatever the workload put in that place, what counts is what is read afterwards.
+/// Makes a path contain these bytes: by writing them, or where that fails, by mounting a file over
+/// it. The workload may have put anything there, so the contents are read back and compared.
 fn show(path: &str, bytes: &[u8]) -> io::Result<()> {
     if write(path, bytes).is_err() {
         mount_over(path, bytes)?;
     }
     let mut shown = vec![0; bytes.len() + 1];
     let count = open_plain(OpenOptions::new().read(true), path)?.read(&mut shown)?;
-    match shown.get(..count) == Some(bytes) {
-        true => Ok(()),
-        false => Err(io::Error::other(format!("{path} does not change"))),
+    if shown.get(..count) == Some(bytes) {
+        Ok(())
+    } else {
+        Err(io::Error::other(format!("{path} does not change")))
     }
 }
 
 fn mount_over(path: &str, bytes: &[u8]) -> io::Result<()> {
     if fs::metadata(path).is_err_and(|e| e.kind() == ErrorKind::NotFound) {
-        // A link that leads nowhere: nothing can be mounted there, but a file can take its place.
+        // A dangling link: nothing can be mounted there, but a file can replace it.
         fs::remove_file(path)?;
         return write(path, bytes);
     }
@@ -225,7 +232,7 @@ fn mount_over(path: &str, bytes: &[u8]) -> io::Result<()> {
     mounts::bind(&ours, path)
 }
 
-/// Writes a file in its place: one that was as long before keeps its page of memory.
+/// Writes a file in place: one of equal length keeps its page of memory.
 fn write(path: &str, bytes: &[u8]) -> io::Result<()> {
     let mut options = OpenOptions::new();
     let mut file = open_plain(options.write(true).create(true).truncate(false), path)?;
@@ -233,7 +240,7 @@ fn write(path: &str, bytes: &[u8]) -> io::Result<()> {
     file.set_len(bytes.len() as u64)
 }
 
-/// Opens a file and nothing that could keep us waiting.
+/// Opens a regular file, without ever blocking.
 fn open_plain(options: &mut OpenOptions, path: &str) -> io::Result<File> {
     let file = options.custom_flags(libc::O_NONBLOCK | libc::O_NOCTTY).open(path)?;
     if file.metadata()?.is_file() { Ok(file) } else { Err(ErrorKind::InvalidInput.into()) }
@@ -247,7 +254,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// A random UUID made of sixteen random bytes.
+/// Makes a random UUID of sixteen random bytes.
 fn uuid(bytes: &[u8]) -> String {
     let mut bytes = bytes.to_vec();
     if let [.., version, _, variant, _, _, _, _, _, _, _] = &mut bytes[..] {

@@ -1,5 +1,7 @@
-//! The newest bytes of an output that nobody may be reading: kept up to a cap, counted from the first.
-//! Offsets never change, so a client can come back for what it has not seen and learn what is lost.
+//! Keeps the newest bytes of a detached process's output, up to a cap, with offsets from the first
+//! byte.
+//!
+//! Offsets never change, so a client can continue where it stopped and learn what is lost.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -42,7 +44,7 @@ impl Ring {
     }
 }
 
-/// One client's place in a ring.
+/// The position of one client in a ring.
 pub struct Cursor {
     at: u64,
     lost: u64,
@@ -51,10 +53,10 @@ pub struct Cursor {
 }
 
 impl Cursor {
-    /// At `from`, which may lie ahead, or where the ring begins if that is later.
+    /// Starts at `from`, which may lie ahead, or at the beginning of the ring if that is later.
     pub fn new(ring: Option<&Ring>, from: u64) -> Self {
         let at = ring.map_or(0, |ring| from.max(ring.from));
-        // A process with a terminal has one output; its other one is over.
+        // A process with a terminal has one output; the other has ended.
         let ended = ring.is_none();
         Self { at, lost: at.saturating_sub(from), window: SendWindow::new(OUTPUT_WINDOW), ended }
     }
@@ -71,12 +73,12 @@ impl Cursor {
         self.window.grant(bytes)
     }
 
-    /// Bytes that this client asked for and was not given.
+    /// Returns the number of bytes that the client requested and that were lost.
     pub fn lost(&self) -> u64 {
         self.lost
     }
 
-    /// Sends what is there, as far as window and outbox go.
+    /// Sends the available bytes, as far as window and outbox allow.
     pub fn pump(&mut self, ring: &Ring, out: &mut Outbox, stream: u32) {
         if self.at < ring.from {
             self.lost += ring.from - self.at;

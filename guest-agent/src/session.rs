@@ -1,20 +1,22 @@
-//! Records: what an interpreter session has to say, on the output channel of a `RunCode` stream.
-//! A driver writes them, the agent passes them on, a client reads them; none of the three trusts it.
+//! Records: the events of an interpreter session, on the output channel of a `RunCode` stream.
 //!
-//! A record is its length (u32, little-endian, of all that follows), its kind (one byte) and its body.
-//! Frames may cut them anywhere.
+//! A driver writes them, the agent forwards them, a client reads them; the agent and the client do
+//! not trust them.
+//!
+//! A record is its length (u32, little-endian, of all that follows), its kind (one byte) and its
+//! body. Frames may cut records anywhere.
 
-/// Longest record: what follows the length.
+/// Longest record, without its length field.
 pub const MAX_RECORD: usize = 16 << 20;
 /// Bytes of a record's length and kind.
 pub const RECORD_HEAD: usize = 5;
 
-/// In the kind of a driver's record: it waits for a byte that says that the record was taken.
+/// Flag in the kind of a driver's record: the driver waits for an acknowledgement.
 pub const ACK: u8 = 0x80;
-/// That byte.
+/// The byte that acknowledges a record.
 pub const TAKEN: u8 = 6;
 
-/// What a record's body is.
+/// The kind of a record's body.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordKind {
     /// Bytes of standard output.
@@ -25,7 +27,7 @@ pub enum RecordKind {
     Display,
     /// Parts: the value of the last expression, by MIME type.
     Result,
-    /// Parts: `name`, `value` and `traceback` of what the code threw.
+    /// Parts: `name`, `value` and `traceback` of an exception.
     Error,
     /// Driver to agent: the code has ended.
     Done,
@@ -60,7 +62,7 @@ impl RecordKind {
     }
 }
 
-/// Reads a record's length and kind; the length of its body.
+/// Decodes a record's head, and returns the length of its body and its kind.
 pub fn record_head(head: [u8; RECORD_HEAD]) -> Option<(usize, RecordKind)> {
     let [a, b, c, d, kind] = head;
     let len = u32::from_le_bytes([a, b, c, d]) as usize;
@@ -70,7 +72,7 @@ pub fn record_head(head: [u8; RECORD_HEAD]) -> Option<(usize, RecordKind)> {
     Some((len - 1, RecordKind::from_byte(kind)?))
 }
 
-/// Writes a record's length and kind; the body is at most `MAX_RECORD - 1` bytes.
+/// Encodes a record's head; the body must have at most `MAX_RECORD - 1` bytes.
 pub fn head_of(kind: RecordKind, body: usize) -> [u8; RECORD_HEAD] {
     let [a, b, c, d] = (body as u32 + 1).to_le_bytes();
     [a, b, c, d, kind.byte()]
@@ -79,7 +81,7 @@ pub fn head_of(kind: RecordKind, body: usize) -> [u8; RECORD_HEAD] {
 /// Most parts of one record.
 const MAX_PARTS: usize = 64;
 
-/// Reads parts: each a key (u16 length, UTF-8) and a value (u32 length), one after another.
+/// Decodes parts: each a key (u16 length, UTF-8) and a value (u32 length), one after another.
 pub fn parts(mut body: &[u8]) -> Option<Vec<(String, Vec<u8>)>> {
     let mut parts = Vec::new();
     while !body.is_empty() {

@@ -1,17 +1,18 @@
-//! Segments: a file's bytes and its holes, one after another, so that a sparse file stays sparse.
-//! Both ends read them from the other, and neither believes a length before it has checked it.
+//! Segments: a file's data and holes, one after another, so that a sparse file stays sparse.
+//!
+//! Each end checks every length that it receives from the other before it uses it.
 
-/// Bytes of a segment's head: its kind and its length.
+/// The length of a segment's head: its kind and its length field.
 pub const SEGMENT_HEAD: usize = 9;
-/// No file is longer, as the kernel counts.
+/// The longest file that the kernel supports.
 pub const MAX_FILE: u64 = i64::MAX as u64;
 
-/// A run of a file.
+/// A range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Segment {
-    /// So many bytes follow.
+    /// This many bytes follow.
     Data(u64),
-    /// So many bytes are zeroes that take no space.
+    /// This many bytes are a hole: zeros that take no space.
     Hole(u64),
 }
 
@@ -45,19 +46,19 @@ impl Segment {
     }
 }
 
-/// What a decoder found.
+/// The next decoded data or hole.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Piece<'a> {
     Data(&'a [u8]),
     Hole(u64),
 }
 
-/// The segments are not what they should be.
+/// The segments are malformed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("malformed segments")]
 pub struct SegmentError;
 
-/// Takes segments apart, in whatever pieces they come.
+/// Decodes segments from chunks of any size.
 #[derive(Debug, Default)]
 pub struct SegmentDecoder {
     head: Vec<u8>,
@@ -66,7 +67,8 @@ pub struct SegmentDecoder {
 }
 
 impl SegmentDecoder {
-    /// The next piece of `bytes`, which shrink by what was used; `None` when they are used up.
+    /// Decodes the next piece of `bytes` and advances `bytes` behind it; returns `None` when all
+    /// are used.
     pub fn next<'a>(&mut self, bytes: &mut &'a [u8]) -> Result<Option<Piece<'a>>, SegmentError> {
         while !bytes.is_empty() {
             if self.data_left > 0 {
@@ -95,7 +97,7 @@ impl SegmentDecoder {
         Ok(None)
     }
 
-    /// How long the file is; an error where a segment was cut.
+    /// Returns the length of the file; fails if a segment is incomplete.
     pub fn finish(&self) -> Result<u64, SegmentError> {
         if self.data_left > 0 || !self.head.is_empty() { Err(SegmentError) } else { Ok(self.total) }
     }

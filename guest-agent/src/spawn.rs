@@ -1,6 +1,8 @@
 //! Starts one process, from a plan in which every string is already a C string.
-//! The child shares our memory until it executes (as posix_spawn does), so that starting costs no
-//! copy of page tables, dirties no pages, and a failed step is simply written down for us to read.
+//!
+//! The child shares the agent's memory until it executes (as posix_spawn does), so that starting
+//! costs no copy of page tables, dirties no pages, and a failed step is simply stored for the agent
+//! to read.
 #![allow(unsafe_code)] // clone3 with a stack of our own; the child runs on raw system calls
 
 use std::arch::asm;
@@ -14,7 +16,7 @@ use pvmm_guest_agent::message::Stage;
 const STACK_BYTES: usize = 32 << 10;
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 
-/// Who the process runs as.
+/// The user and groups of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Credentials {
     pub uid: u32,
@@ -24,24 +26,24 @@ pub struct Credentials {
 
 /// Everything the child needs.
 pub struct Plan {
-    /// Paths to try in turn, as a search along PATH gives them.
+    /// Paths to try in order, as a search in PATH gives them.
     pub programs: Vec<CString>,
     pub argv: Vec<CString>,
     pub env: Vec<CString>,
     pub cwd: CString,
     pub credentials: Option<Credentials>,
-    /// What becomes descriptors 0, 1 and 2; all above 2.
+    /// The descriptors that become 0, 1 and 2; all must be above 2.
     pub stdio: [RawFd; 3],
-    /// What becomes descriptor 3; above 3.
+    /// The descriptor that becomes 3; must be above 3.
     pub control: Option<RawFd>,
-    /// They are a terminal, which becomes the one of the new session.
+    /// The standard descriptors are a terminal, which becomes that of the new session.
     pub terminal: bool,
     pub open_files: libc::rlimit,
-    /// Directory of the control group to be born in.
+    /// Directory of the control group to start the process in.
     pub cgroup: Option<RawFd>,
 }
 
-/// The step that failed, and why.
+/// The step that failed, and its error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SpawnError {
     pub stage: Stage,
@@ -53,8 +55,8 @@ pub struct Spawner {
     stack: Vec<u128>,
 }
 
-/// What parent and child share; the child only reads it, but for the last three fields.
-struct Shared<'a> {
+/// What parent and child share; the child only reads it, except for the last three fields.
+struct SpawnArguments<'a> {
     plan: &'a Plan,
     argv: Vec<*const libc::c_char>,
     env: Vec<*const libc::c_char>,
@@ -77,7 +79,7 @@ impl Spawner {
         let argv = pointers(&plan.argv);
         let mut script_argv = vec![c"/bin/sh".as_ptr(), ptr::null()];
         script_argv.extend(&argv[1.min(argv.len() - 1)..]);
-        let mut shared = Shared {
+        let mut shared = SpawnArguments {
             plan,
             argv,
             env: pointers(&plan.env),
@@ -89,7 +91,7 @@ impl Spawner {
         match shared.errno.load(Ordering::Acquire) {
             0 => Ok(pid),
             errno => {
-                // The child has exited by itself; it must not turn up among the reaped.
+                // The child has exited by itself; it must not appear among the reaped processes.
                 let mut status = 0;
                 // SAFETY: `status` lives through the call.
                 while unsafe { libc::waitpid(pid, &mut status, 0) } < 0
@@ -103,10 +105,10 @@ impl Spawner {
 
     fn clone_child(
         &mut self,
-        shared: *mut Shared<'_>,
+        shared: *mut SpawnArguments<'_>,
         cgroup: Option<RawFd>,
     ) -> Result<libc::pid_t, SpawnError> {
-        // SAFETY: clone_args is plain data for which zeroes are a value.
+        // SAFETY: clone_args is plain data for which zeroes are a valid value.
         let mut args: libc::clone_args = unsafe { std::mem::zeroed() };
         args.flags = (libc::CLONE_VM | libc::CLONE_VFORK) as u64;
         args.exit_signal = libc::SIGCHLD as u64;
@@ -119,9 +121,9 @@ impl Spawner {
         let result: i64;
         // SAFETY: CLONE_VFORK stops this thread until the child has executed or exited, so `args`,
         // the stack and `shared` outlive the child's use of them, and nobody else uses that stack:
-        // `self` is borrowed mutably. The child starts at the aligned top of its own stack with
-        // the registers of this thread, calls `child`, which never returns, and so touches no
-        // frame of ours. No signal handler can run in it: the agent installs none.
+        // `self` is borrowed mutably. The child starts at the aligned top of its own stack with the
+        // registers of this thread, calls `child`, which never returns, and so touches no frame of
+        // this thread. No signal handler can run in it: the agent installs none.
         unsafe {
             asm!(
                 "syscall",
@@ -136,7 +138,7 @@ impl Spawner {
                 in("rdi") &raw const args,
                 in("rsi") size_of::<libc::clone_args>(),
                 in("r12") shared,
-                in("r13") child as extern "C" fn(*mut Shared<'_>) -> !,
+                in("r13") child as extern "C" fn(*mut SpawnArguments<'_>) -> !,
                 lateout("rcx") _,
                 lateout("r11") _,
             );
@@ -154,8 +156,8 @@ fn stage(index: u8) -> Stage {
     STAGES.get(index as usize).copied().unwrap_or(Stage::Other)
 }
 
-/// The child's whole life before its program. It allocates nothing and takes no lock.
-extern "C" fn child(shared: *mut Shared<'_>) -> ! {
+/// Runs in the child until its program is executed. It allocates nothing and takes no lock.
+extern "C" fn child(shared: *mut SpawnArguments<'_>) -> ! {
     // SAFETY: the parent waits, so this is the only use of `shared`; all pointers in it are to
     // terminated arrays of C strings that the parent keeps alive.
     unsafe {
@@ -181,7 +183,7 @@ extern "C" fn child(shared: *mut Shared<'_>) -> ! {
         libc::syscall(libc::SYS_close_range, first_unused, u32::MAX, 0u32);
         libc::setrlimit(libc::RLIMIT_NOFILE, &plan.open_files);
         if let Some(who) = &plan.credentials {
-            // Raw calls: the C library would make every thread of the agent change its user.
+            // Raw system calls: the C library would change the user of every thread of the agent.
             let (uid, gid) = (who.uid, who.gid);
             let groups = who.groups.as_ptr();
             if libc::syscall(libc::SYS_setgroups, who.groups.len(), groups) < 0
@@ -204,8 +206,8 @@ extern "C" fn child(shared: *mut Shared<'_>) -> ! {
 /// Tries each program path the way execvp does.
 ///
 /// # Safety
-/// Only for the child, with the pointers of `shared` as `child` needs them.
-unsafe fn execute(shared: &mut Shared<'_>) -> ! {
+/// Must be called only in the child, with the pointers of `shared` as `child` needs them.
+unsafe fn execute(shared: &mut SpawnArguments<'_>) -> ! {
     let mut denied = false;
     for program in &shared.plan.programs {
         // SAFETY: terminated arrays of C strings, kept alive by the parent.
@@ -225,7 +227,7 @@ unsafe fn execute(shared: &mut Shared<'_>) -> ! {
                     fail(shared, 3)
                 }
             }
-            // A candidate that is there but may not be run is remembered over ones not there.
+            // A candidate that exists but may not be executed takes precedence over missing ones.
             *libc::__errno_location() = if denied { libc::EACCES } else { errno };
         }
     }
@@ -233,12 +235,12 @@ unsafe fn execute(shared: &mut Shared<'_>) -> ! {
     unsafe { fail(shared, 3) }
 }
 
-/// Writes down the failed step with the current errno and ends the child.
+/// Stores the failed step with the current errno and ends the child.
 ///
 /// # Safety
-/// Only for the child: it ends the calling process.
-unsafe fn fail(shared: &Shared<'_>, stage: u8) -> ! {
-    // SAFETY: errno is readable; _exit runs nothing of ours.
+/// Must be called only in the child: it ends the calling process.
+unsafe fn fail(shared: &SpawnArguments<'_>, stage: u8) -> ! {
+    // SAFETY: errno is readable; _exit runs no code of the agent.
     unsafe {
         shared.stage.store(stage, Ordering::Release);
         shared.errno.store((*libc::__errno_location()).max(1), Ordering::Release);

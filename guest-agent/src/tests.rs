@@ -1,5 +1,6 @@
 //! Tests of the codec, the windows and the tail ring.
-//! Hostile bytes are the rule here: whatever comes, nothing panics and nothing grows.
+//!
+//! Most inputs are hostile: whatever comes, nothing panics and nothing grows.
 
 use proptest::prelude::*;
 
@@ -173,7 +174,7 @@ fn message_with_trailing_bytes_is_refused() {
 
 #[test]
 fn g7_message_nested_too_deep_is_refused() {
-    // In a field that nobody knows, so that only the skipping has to go deep.
+    // In an unknown field, so that only skipping it has to go deep.
     let nested = |depth: usize| {
         let mut bytes = vec![0x82, 0xa6];
         bytes.extend_from_slice(b"status\x81\xa6exited\x81\xa4code\x00");
@@ -296,7 +297,7 @@ proptest! {
         let _ = decode::<Request>(&bytes);
         let _ = decode::<Outcome>(&bytes);
         let _ = decode::<crate::message::Welcome>(&bytes);
-        let _ = decode::<crate::message::Entry>(&bytes);
+        let _ = decode::<crate::message::DirEntry>(&bytes);
     }
 
     #[test]
@@ -312,7 +313,7 @@ proptest! {
         prop_assert_eq!(tail.into_bytes(), &all[all.len() - kept..]);
     }
 
-    /// Both ends of a window, with frames on their way, for any order of steps.
+    /// Both ends of a window, with frames in flight, for any order of steps.
     #[test]
     fn windows_of_both_ends_agree(
         steps in prop::collection::vec((any::<bool>(), 1usize..60), 0..200),

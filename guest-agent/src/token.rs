@@ -1,5 +1,6 @@
-//! Names for what the loop waits on, as the 64 bits that epoll hands back.
-//! Numbers are never reused, so an event that comes too late finds nobody.
+//! Identifiers for what the event loop waits on, as the 64 bits that epoll returns.
+//!
+//! Numbers are never reused, so an event that comes too late finds nothing.
 
 /// What an event or deadline is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,5 +1,6 @@
-//! Whole trees in and out of the guest, as tar archives through a pipe.
-//! One request for a tree, where a request for each file would wait for an answer each time.
+//! Transfers whole trees to and from the guest, as tar archives through a pipe.
+//!
+//! One request serves a tree, where a request for each file would wait for an answer each time.
 
 use std::fs::{self, File};
 use std::io::{self, BufReader, BufWriter, ErrorKind, Read, Write};
@@ -11,18 +12,18 @@ use pvmm_guest_agent::message::WriteTar;
 
 use crate::sys;
 
-/// What goes through the pipe at once.
+/// Bytes written to the pipe at once.
 const CHUNK: usize = 64 << 10;
 const HOLES: Holes = Holes { next_data: sys::next_data, next_hole: sys::next_hole };
 
-/// Sends the tree at `root`; how many bytes its archive has.
+/// Sends the tree at `root` and returns the size of its archive.
 pub fn read(root: &Path, pipe: File) -> Result<u64, ArchiveError> {
     let mut counted = Counted { inner: pipe, total: 0 };
     archive::pack(root, BufWriter::with_capacity(CHUNK, &mut counted), HOLES, None)?;
     Ok(counted.total)
 }
 
-/// Unpacks what comes through the pipe; how many bytes that was. Fails unless the client ended it.
+/// Unpacks the archive from the pipe and returns its size. Fails unless the client ended the input.
 pub fn write(
     request: &WriteTar,
     target: &Path,
@@ -33,25 +34,23 @@ pub fn write(
     let mut input = BufReader::with_capacity(CHUNK, &mut counted);
     let options = Unpack { owners: request.owners, modes: 0o7777, max_entries: MAX_ENTRIES };
     archive::unpack(&mut input, target, options, &mut |_| {})?;
-    // What other programs pad an archive with.
+    // Skip the padding that other programs add to an archive.
     let failed = |source| ArchiveError { act: "receive", path: target.to_owned(), source };
     io::copy(&mut input, &mut io::sink()).map_err(failed)?;
-    match committed.load(Ordering::Acquire) {
-        true => Ok(counted.total),
-        false => Err(failed(ErrorKind::BrokenPipe.into())),
+    if committed.load(Ordering::Acquire) {
+        Ok(counted.total)
+    } else {
+        Err(failed(ErrorKind::BrokenPipe.into()))
     }
 }
 
-/// Whether there is a tree to send.
+/// Checks that there is a directory to send.
 pub fn check(root: &Path) -> io::Result<fs::Metadata> {
     let facts = fs::metadata(root)?;
-    match facts.is_dir() {
-        true => Ok(facts),
-        false => Err(io::Error::from_raw_os_error(libc::ENOTDIR)),
-    }
+    if facts.is_dir() { Ok(facts) } else { Err(io::Error::from_raw_os_error(libc::ENOTDIR)) }
 }
 
-/// A pipe that knows how much went through it.
+/// A pipe that counts the bytes through it.
 struct Counted {
     inner: File,
     total: u64,

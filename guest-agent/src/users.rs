@@ -1,5 +1,6 @@
-//! Looks users and groups up in /etc/passwd and /etc/group.
-//! The C library's own look-up loads shared objects, which a static program must not do.
+//! Looks up users and groups in /etc/passwd and /etc/group.
+//!
+//! The C library's own lookup loads shared objects, which a static program must not do.
 
 use std::fs;
 use std::io::Read;
@@ -9,9 +10,9 @@ use crate::spawn::Credentials;
 
 const PASSWD: &str = "/etc/passwd";
 const GROUP: &str = "/etc/group";
-/// No account file is read beyond this.
+/// The most bytes that are read of an account file.
 const MAX_FILE: u64 = 4 << 20;
-/// As many supplementary groups as the kernel lets one process have.
+/// The most supplementary groups that the kernel allows a process.
 const MAX_GROUPS: usize = 65536;
 
 /// A user that a process can run as.
@@ -22,12 +23,12 @@ pub struct User {
     pub home: String,
 }
 
-/// Finds `name`, `uid`, `name:group` or `uid:gid`; `None` when a name is not known.
+/// Finds `name`, `uid`, `name:group` or `uid:gid`; returns `None` when a name is not known.
 pub fn find(spec: &str) -> Option<User> {
     find_in(&account_file(PASSWD), &account_file(GROUP), spec)
 }
 
-/// Who the agent is. Without groups, for nobody needs to be made a member of them.
+/// Returns the agent's own user. Without groups, since none need to be set for it.
 pub fn find_own() -> Option<User> {
     find_in(&account_file(PASSWD), "", &crate::sys::user_id().to_string())
 }
@@ -38,7 +39,7 @@ fn find_in(passwd: &str, group: &str, spec: &str) -> Option<User> {
         None => (spec, None),
     };
     let number = user.parse::<u32>().ok().filter(|uid| *uid != u32::MAX);
-    let entry = passwd.lines().filter_map(Entry::parse).find(|entry| match number {
+    let entry = passwd.lines().filter_map(PasswdEntry::parse).find(|entry| match number {
         Some(uid) => entry.uid == uid,
         None => entry.name == user,
     });
@@ -61,14 +62,14 @@ fn find_in(passwd: &str, group: &str, spec: &str) -> Option<User> {
     })
 }
 
-struct Entry<'a> {
+struct PasswdEntry<'a> {
     name: &'a str,
     uid: u32,
     gid: u32,
     home: &'a str,
 }
 
-impl<'a> Entry<'a> {
+impl<'a> PasswdEntry<'a> {
     fn parse(line: &'a str) -> Option<Self> {
         let mut fields = line.split(':');
         let name = fields.next()?;
@@ -79,7 +80,7 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// (name, gid, members) of every group.
+/// Returns name, gid and members of every group.
 fn groups(file: &str) -> impl Iterator<Item = (&str, u32, &str)> {
     file.lines().filter_map(|line| {
         let mut fields = line.split(':');
@@ -106,10 +107,10 @@ fn groups_of(file: &str, user: &str, primary: u32) -> Vec<u32> {
 
 fn account_file(path: &str) -> String {
     let mut text = Vec::new();
-    // Not blocking: a FIFO in that place must not stop the agent.
+    // Not blocking: a FIFO in that place must not block the agent.
     let file = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path);
     if let Ok(file) = file {
-        // What could be read is used; an absent file only means that names are not known.
+        // Whatever could be read is used; a missing file only means that names are not known.
         let _ = file.take(MAX_FILE).read_to_end(&mut text);
     }
     String::from_utf8_lossy(&text).into_owned()

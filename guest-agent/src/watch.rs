@@ -1,5 +1,6 @@
-//! Watching a directory, or a whole tree, for changes: inotify, with new directories followed.
-//! It runs on a thread of the pool and ends with its client; what the kernel lost is told.
+//! Watches a directory, or a whole tree, for changes: inotify, with new directories followed.
+//!
+//! It runs on a thread of the pool and ends with its client; lost events are reported.
 
 use std::collections::HashMap;
 use std::fs;
@@ -16,40 +17,40 @@ use crate::sys;
 use crate::sys::inotify::{self, Inotify, RawEvent};
 use crate::sys::session::{Interest, wait};
 
-/// Watchers there are now; each holds a thread.
+/// The current number of watchers; each holds a thread.
 static WATCHERS: AtomicUsize = AtomicUsize::new(0);
-/// Events of the kernel read at once.
+/// Bytes of kernel events read at once.
 const READ_BYTES: usize = 64 << 10;
 
-/// A place among the watchers, given back when it is dropped.
-struct Place;
+/// A slot among the watchers, released when it is dropped.
+struct WatcherSlot;
 
-impl Place {
+impl WatcherSlot {
     fn take() -> io::Result<Self> {
         let taken = WATCHERS.fetch_add(1, Ordering::AcqRel);
-        let place = Self;
+        let slot = Self;
         if taken >= MAX_WATCHERS {
             Err(io::Error::from_raw_os_error(libc::EAGAIN))
         } else {
-            Ok(place)
+            Ok(slot)
         }
     }
 }
 
-impl Drop for Place {
+impl Drop for WatcherSlot {
     fn drop(&mut self) {
         WATCHERS.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-/// Watches until the client is gone or the root is; how many events were told.
+/// Watches until the client or the root is gone, and returns how many events were sent.
 pub fn watch(
     request: &Watch,
     root: &Path,
     pipe: fs::File,
     begun: impl FnOnce(),
 ) -> io::Result<u64> {
-    let _place = Place::take()?;
+    let _slot = WatcherSlot::take()?;
     let mut watcher = Watcher {
         inotify: Inotify::new()?,
         root: root.to_owned(),
@@ -67,14 +68,15 @@ struct Watcher {
     inotify: Inotify,
     root: PathBuf,
     recursive: bool,
-    /// Each watched directory, by the kernel's number, below the root.
+    /// The watched directories, by the kernel's watch number, relative to the root.
     folders: HashMap<i32, PathBuf>,
     out: fs::File,
     told: u64,
 }
 
 impl Watcher {
-    /// Watches a directory and, if asked, those below; tells what is there where that is news.
+    /// Watches a directory and, if requested, those below; with `tell`, reports what exists in
+    /// them.
     fn add(&mut self, below: &Path, tell: bool) -> io::Result<()> {
         if self.folders.len() >= MAX_WATCHED {
             return Err(io::Error::from_raw_os_error(libc::ENOSPC));
@@ -90,12 +92,12 @@ impl Watcher {
             let is_directory = entry.file_type().is_ok_and(|kind| kind.is_dir());
             let name = below.join(entry.file_name());
             if tell {
-                // Made before the watch was: nobody else would say so.
+                // Created before the watch was, so no event reports it.
                 self.tell(Change::Created, &name, is_directory, 0)?;
             }
             if is_directory {
                 match self.add(&name, tell) {
-                    // Gone again already.
+                    // Already removed again.
                     Err(e)
                         if matches!(e.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {}
                     other => other?,
@@ -130,7 +132,7 @@ impl Watcher {
         }
     }
 
-    /// Passes an event on; whether it was the end of the root.
+    /// Forwards an event, and returns whether the root is gone.
     fn take(&mut self, event: &RawEvent<'_>) -> io::Result<bool> {
         if event.mask & libc::IN_Q_OVERFLOW != 0 {
             self.tell(Change::Overflow, Path::new(""), false, 0)?;
@@ -163,7 +165,7 @@ impl Watcher {
             _ => return Ok(false),
         };
         if own && !at_root {
-            // A directory's own changes are told by the one it is in.
+            // The parent's watch reports a directory's own changes.
             return Ok(false);
         }
         self.tell(change, &name, is_directory, event.cookie)?;
@@ -184,7 +186,7 @@ impl Watcher {
         }
     }
 
-    /// What was moved away is no longer below the root, under whatever name it goes on.
+    /// Removes the watches of a directory that was moved away: it is no longer below the root.
     fn forget_below(&mut self, name: &Path) {
         let gone: Vec<i32> = self
             .folders

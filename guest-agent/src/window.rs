@@ -1,5 +1,6 @@
-//! Credit windows: how many bytes may still be sent on a channel, and who gives more.
-//! Both ends count the same way here, so that a slow stream never blocks another.
+//! Credit windows: how many bytes may still be sent on a channel, and when more are granted.
+//!
+//! Both ends count with this code, so that a slow stream never blocks another.
 
 use crate::limits::MAX_WINDOW;
 
@@ -12,7 +13,7 @@ pub enum WindowError {
     Overflow { grant: u32, left: u32 },
 }
 
-/// The sender's count.
+/// The sender's side of a window.
 #[derive(Debug, Clone, Copy)]
 pub struct SendWindow {
     left: u32,
@@ -23,12 +24,12 @@ impl SendWindow {
         Self { left: initial }
     }
 
-    /// Bytes that may be sent now.
+    /// Returns the number of bytes that may be sent now.
     pub fn left(&self) -> usize {
         self.left as usize
     }
 
-    /// Accounts for bytes sent; the caller has kept to `left`.
+    /// Accounts for sent bytes; the caller must not exceed `left`.
     pub fn sent(&mut self, bytes: usize) {
         self.left = self.left.saturating_sub(bytes as u32);
     }
@@ -43,11 +44,11 @@ impl SendWindow {
     }
 }
 
-/// The receiver's count.
+/// The receiver's side of a window.
 #[derive(Debug, Clone, Copy)]
 pub struct ReceiveWindow {
     size: u32,
-    /// What the size becomes with the first grant.
+    /// The size after the first grant.
     grown: u32,
     left: u32,
     owed: u32,
@@ -58,12 +59,12 @@ impl ReceiveWindow {
         Self { size: initial, grown: initial, left: initial, owed: 0 }
     }
 
-    /// Lets the first grant widen the window to `size`: who sends little never needs it.
+    /// Lets the first grant enlarge the window to `size`: a sender of little never needs it.
     pub fn grow_to(&mut self, size: u32) {
         self.grown = size.max(self.size);
     }
 
-    /// Accounts for bytes that came.
+    /// Accounts for received bytes.
     pub fn received(&mut self, bytes: usize) -> Result<(), WindowError> {
         if bytes > self.left as usize {
             return Err(WindowError::Overrun { sent: bytes, left: self.left });
@@ -72,7 +73,7 @@ impl ReceiveWindow {
         Ok(())
     }
 
-    /// Accounts for bytes that were passed on; says what to grant once that is worth a frame.
+    /// Accounts for consumed bytes; returns the bytes to grant once that is worth a frame.
     pub fn consumed(&mut self, bytes: usize) -> Option<u32> {
         self.owed += bytes as u32;
         if self.owed < self.size / 2 {

@@ -1,4 +1,5 @@
-//! The command line, checked before anything is made: names that become paths cannot lead anywhere else.
+//! The command line, validated before anything is created, so that names that become paths cannot
+//! lead elsewhere.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -28,66 +29,65 @@ Usage: pvmm-jailer --id ID --exec-file FILE --uid UID --gid GID [OPTIONS] [-- AR
 ARGUMENTS go to the program, after --id and the times that it is told.
 ";
 
-/// How many files a jailed program may have open, if nobody says otherwise.
+/// The default limit of open files of a jailed program.
 const NO_FILE: u64 = 2048;
 
-/// What is asked for.
+/// The operation that a command line asks for.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Request {
+pub enum JailerCommand {
     Help,
     Version,
     Run(Box<Options>),
 }
 
-/// A jail to make.
+/// The settings of a jail.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Options {
     pub id: String,
-    /// The program, links followed.
+    /// The program's path, with symbolic links resolved.
     pub exec_file: PathBuf,
     pub uid: u32,
     pub gid: u32,
-    /// Whether the numbers may be 0, which leave the program much of what a jail is to take away. True of a
-    /// command line, for Firecracker's takes them and callers rely on that.
+    /// Whether uid and gid may be 0, with which the program keeps much of what a jail should take
+    /// away. True for a command line, because Firecracker's jailer accepts them and callers rely on
+    /// that.
     pub allows_root: bool,
-    /// Exists, links followed.
+    /// An existing folder, with symbolic links resolved.
     pub chroot_base: PathBuf,
     pub netns: Option<PathBuf>,
-    /// Files of a control group and what is written there.
+    /// Files of a control group, and the values to write there.
     pub cgroups: Vec<(String, String)>,
     pub cgroup_version: u8,
-    /// Relative, and without a way up.
+    /// A relative path without `..`.
     pub parent_cgroup: PathBuf,
     pub file_size: Option<u64>,
     pub no_file: u64,
     pub daemonize: bool,
     pub new_pid_ns: bool,
-    /// For the program.
+    /// Arguments for the program.
     pub arguments: Vec<OsString>,
 }
 
 impl Options {
-    /// What the program is called, which names folders too.
+    /// Returns the program's file name, which is also used in folder names.
     pub fn exec_name(&self) -> &OsStr {
         self.exec_file.file_name().unwrap_or_default()
     }
 
-    /// A line to say if the program keeps root's user or group, or why it does not.
+    /// Returns a warning if the program keeps root's user or group, or an error if that is not
+    /// allowed.
     pub(crate) fn as_root(&self) -> Result<Option<&'static str>, JailError> {
         let line = match (self.uid, self.gid) {
             (0, _) => "--uid 0: the program keeps root's rights; give it a user of its own",
             (_, 0) => "--gid 0: the program keeps root's group; give it a group of its own",
             _ => return Ok(None),
         };
-        match self.allows_root {
-            true => Ok(Some(line)),
-            false => Err(JailError::plain(line)),
-        }
+        if self.allows_root { Ok(Some(line)) } else { Err(JailError::plain(line)) }
     }
 }
 
-/// Reads a command line, without the name of this program.
-pub fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Request, JailError> {
+/// Parses a command line, without the name of this program.
+pub fn parse(words: impl IntoIterator<Item = OsString>) -> Result<JailerCommand, JailError> {
     let mut words = words.into_iter();
     let mut given = Given::default();
     while let Some(word) = words.next() {
@@ -101,8 +101,8 @@ pub fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Request, JailE
                 given.arguments = words.collect();
                 break;
             }
-            "--help" | "-h" => return Ok(Request::Help),
-            "--version" | "-V" => return Ok(Request::Version),
+            "--help" | "-h" => return Ok(JailerCommand::Help),
+            "--version" | "-V" => return Ok(JailerCommand::Version),
             "--daemonize" if joined.is_none() => once(&mut given.daemonize, name)?,
             "--new-pid-ns" if joined.is_none() => once(&mut given.new_pid_ns, name)?,
             _ => {
@@ -118,10 +118,10 @@ pub fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Request, JailE
             }
         }
     }
-    given.check().map(|options| Request::Run(Box::new(options)))
+    given.check().map(|options| JailerCommand::Run(Box::new(options)))
 }
 
-/// Values as they were written.
+/// The values as they were given.
 #[derive(Default)]
 struct Given {
     id: Vec<String>,
@@ -214,9 +214,10 @@ impl Given {
 }
 
 fn once(flag: &mut bool, name: &str) -> Result<(), JailError> {
-    match std::mem::replace(flag, true) {
-        false => Ok(()),
-        true => Err(JailError::plain(format!("{name} is given twice"))),
+    if std::mem::replace(flag, true) {
+        Err(JailError::plain(format!("{name} is given twice")))
+    } else {
+        Ok(())
     }
 }
 
@@ -231,43 +232,45 @@ fn unknown(word: &OsStr) -> JailError {
 
 fn number(text: &str, name: &str) -> Result<u32, JailError> {
     let bad = |_| JailError::plain(format!("{name} {text}: is not a number of a user or group"));
-    // All ones means "leave it" to the kernel, and would leave the program with this one's privileges.
+    // The kernel takes all ones as "unchanged", which would leave the program with this process's
+    // privileges.
     match text.parse::<u32>().map_err(bad)? {
         u32::MAX => Err(JailError::plain(format!("{name} {text}: nobody has that number"))),
         number => Ok(number),
     }
 }
 
-/// The id becomes a folder's name, so it can be nothing else.
+/// Validates the id, which becomes a folder's name.
 fn check_id(id: &str) -> Result<(), JailError> {
     let sane = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
-    match (1..=64).contains(&id.len()) && id.bytes().all(sane) {
-        true => Ok(()),
-        false => Err(JailError::plain("--id: use 1 to 64 letters, digits and hyphens")),
+    if (1..=64).contains(&id.len()) && id.bytes().all(sane) {
+        Ok(())
+    } else {
+        Err(JailError::plain("--id: use 1 to 64 letters, digits and hyphens"))
     }
 }
 
 fn check_program(path: &str) -> Result<PathBuf, JailError> {
     let found = fs::canonicalize(path)
         .map_err(|error| JailError::new(format!("--exec-file {path}"), error))?;
-    match found.is_file() && found.file_name().is_some_and(|name| name.to_str().is_some()) {
-        true => Ok(found),
-        false => Err(JailError::plain(format!("--exec-file {path}: is not a file"))),
+    if found.is_file() && found.file_name().is_some_and(|name| name.to_str().is_some()) {
+        Ok(found)
+    } else {
+        Err(JailError::plain(format!("--exec-file {path}: is not a file")))
     }
 }
 
-/// A path that stays below where it begins.
+/// Validates a relative path that does not leave its base.
 fn check_inner(path: &str, name: &str) -> Result<PathBuf, JailError> {
     let path = Path::new(path);
     let inner = path.components().all(|part| matches!(part, Component::Normal(_)));
-    // Components skip a dot in the middle, which is harmless, and one in front, which is odd.
-    match inner && path.components().next().is_some() {
-        true => Ok(path.to_owned()),
-        false => {
-            let path = path.display();
-            let what = format!("{name} {path}: write a relative path without . and ..");
-            Err(JailError::plain(what))
-        }
+    // `components` skips a dot in the middle, which is harmless, and reports one at the start.
+    if inner && path.components().next().is_some() {
+        Ok(path.to_owned())
+    } else {
+        let path = path.display();
+        let what = format!("{name} {path}: write a relative path without . and ..");
+        Err(JailError::plain(what))
     }
 }
 
@@ -280,9 +283,10 @@ fn check_cgroup(text: &str) -> Result<(String, String), JailError> {
     let (controller, _) = file.split_once('.').ok_or_else(bad)?;
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-');
     let sane = !controller.is_empty() && file.bytes().all(plain) && !file.contains("..");
-    match sane && !value.is_empty() && !value.contains(['=', '\n', '\0']) {
-        true => Ok((file.to_owned(), value.to_owned())),
-        false => Err(bad()),
+    if sane && !value.is_empty() && !value.contains(['=', '\n', '\0']) {
+        Ok((file.to_owned(), value.to_owned()))
+    } else {
+        Err(bad())
     }
 }
 
@@ -292,7 +296,7 @@ mod tests {
 
     const PROGRAM: &str = "/proc/self/exe";
 
-    fn parse(line: &str) -> Result<Request, JailError> {
+    fn parse(line: &str) -> Result<JailerCommand, JailError> {
         super::parse(line.split_whitespace().map(OsString::from))
     }
 
@@ -302,7 +306,7 @@ mod tests {
 
     fn options(more: &str) -> Options {
         match parse(&format!("{} {more}", least())).unwrap() {
-            Request::Run(options) => *options,
+            JailerCommand::Run(options) => *options,
             other => panic!("{other:?}"),
         }
     }
@@ -318,8 +322,8 @@ mod tests {
         assert_eq!((options.cgroup_version, options.no_file, options.file_size), (1, 2048, None));
         assert_eq!(options.parent_cgroup.as_os_str(), options.exec_name());
         assert!(!options.daemonize && !options.new_pid_ns && options.arguments.is_empty());
-        assert_eq!(parse("--id x --version").unwrap(), Request::Version);
-        assert_eq!(parse("--help").unwrap(), Request::Help);
+        assert_eq!(parse("--id x --version").unwrap(), JailerCommand::Version);
+        assert_eq!(parse("--help").unwrap(), JailerCommand::Help);
     }
 
     #[test]
@@ -348,7 +352,7 @@ mod tests {
         assert!(with(1, 0, true).unwrap().unwrap().starts_with("--gid 0"));
         assert!(with(0, 0, false).is_err() && with(1, 0, false).is_err());
         let line = least().replace("--uid 123", "--uid 0");
-        assert!(matches!(parse(&line), Ok(Request::Run(options)) if options.allows_root));
+        assert!(matches!(parse(&line), Ok(JailerCommand::Run(options)) if options.allows_root));
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! Control groups: `<hierarchy>/<parent>/<id>`, made, filled in and entered before the jail hides them.
+//! Control groups `<hierarchy>/<parent>/<id>`: created, configured and entered before the jail
+//! hides them.
 
 use std::fs;
 use std::io;
@@ -9,7 +10,7 @@ use crate::error::JailError;
 
 const MOUNTS: &str = "/proc/mounts";
 
-/// Groups that were made. Dropped before [`Groups::keep`], they go again, as far as they are empty.
+/// The created control groups. Empty ones are removed on drop, unless [`Groups::keep`] is called.
 #[derive(Default)]
 pub struct Groups {
     made: Vec<PathBuf>,
@@ -36,13 +37,14 @@ impl Groups {
 impl Drop for Groups {
     fn drop(&mut self) {
         for folder in self.made.iter().rev() {
-            // This process may still be in it; then it goes with whoever cleans up after jails.
+            // It fails if this process is still in the group; then the caller removes it with the
+            // jail.
             let _ = fs::remove_dir(folder);
         }
     }
 }
 
-/// Puts this process into the groups that are asked for.
+/// Moves this process into the requested control groups.
 pub fn enter(options: &Options) -> Result<Groups, JailError> {
     let mounts =
         || fs::read_to_string(MOUNTS).map_err(|error| failed("read", MOUNTS.as_ref(), error));
@@ -56,7 +58,7 @@ pub fn enter(options: &Options) -> Result<Groups, JailError> {
     Ok(groups)
 }
 
-/// Without values there is no group to make: a parent that the caller has set up is entered itself.
+/// Enters the parent group that the caller has set up: without values there is no group to create.
 fn move_to_parent(unified: &Path, options: &Options) -> Result<(), JailError> {
     let parent = unified.join(&options.parent_cgroup);
     if !parent.exists() {
@@ -82,7 +84,7 @@ fn enter_unified(unified: &Path, options: &Options, groups: &mut Groups) -> Resu
     }
     groups.make(&group)?;
     for (file, value) in &options.cgroups {
-        // Each group on the way must hand the controller down; the topmost first.
+        // Each group on the path must delegate the controller; the topmost first.
         let way: Vec<_> =
             parent.ancestors().take_while(|folder| folder.starts_with(unified)).collect();
         for folder in way.into_iter().rev() {
@@ -111,7 +113,8 @@ fn enter_each(mounts: &str, options: &Options, groups: &mut Groups) -> Result<()
     Ok(())
 }
 
-/// Some files are empty in a new group, and must have their parent's value before they can have another.
+/// Copies the parent's value into files that are empty in a new group; they need one before they
+/// can be set.
 fn inherit(hierarchy: &Path, group: &Path, file: &str) -> Result<(), JailError> {
     let read = |folder: &Path| fs::read_to_string(folder.join(file));
     let way: Vec<_> = group.ancestors().take_while(|folder| *folder != hierarchy).collect();
@@ -119,7 +122,7 @@ fn inherit(hierarchy: &Path, group: &Path, file: &str) -> Result<(), JailError> 
     for folder in way.into_iter().rev() {
         let here = read(folder).map_err(|error| failed("read", &folder.join(file), error))?;
         if here.trim().is_empty() && !above.trim().is_empty() {
-            // Another jail may be doing the same; what counts is that it is not empty afterwards.
+            // Another jailer may do this at once; the file only has to be non-empty afterwards.
             let _ = fs::write(folder.join(file), &above);
         }
         above = read(folder).unwrap_or(here);
@@ -131,14 +134,14 @@ fn controller(file: &str) -> &str {
     file.split_once('.').map_or(file, |(controller, _)| controller)
 }
 
-/// Where control groups of version 2 are.
+/// Returns the mount point of the version 2 hierarchy.
 fn unified(mounts: &str) -> Result<PathBuf, JailError> {
     let mut mounts = parse(mounts).filter(|mount| mount.kind == "cgroup2");
     let missing = || JailError::plain("--cgroup-version 2: no such hierarchy is mounted here");
     mounts.next().map(|mount| mount.folder).ok_or_else(missing)
 }
 
-/// Where the groups of a controller of version 1 are.
+/// Returns the mount point of a version 1 controller's hierarchy.
 fn hierarchy_of(controller: &str, mounts: &str) -> Result<PathBuf, JailError> {
     let has = |mount: &Mount| mount.options.split(',').any(|option| option == controller);
     let mut mounts = parse(mounts).filter(|mount| mount.kind == "cgroup").peekable();
@@ -159,7 +162,7 @@ fn parse(mounts: &str) -> impl Iterator<Item = Mount<'_>> {
     mounts.lines().filter_map(|line| {
         let mut fields = line.split(' ').skip(1);
         let (folder, kind, options) = (fields.next()?, fields.next()?, fields.next()?);
-        // The kernel writes a blank in a name like this.
+        // The kernel escapes a space in a path this way.
         Some(Mount { folder: folder.replace("\\040", " ").into(), kind, options })
     })
 }

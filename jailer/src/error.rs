@@ -1,9 +1,9 @@
-//! What failed, in one line that says what to do.
+//! Errors of the jailer, in one line that says what to do.
 
 use std::fmt;
 use std::io;
 
-/// Why there is no jail.
+/// Why a jail could not be made.
 #[derive(Debug)]
 pub struct JailError {
     act: String,
@@ -19,7 +19,7 @@ impl JailError {
         Self { act: act.into(), source: None }
     }
 
-    /// For `map_err`.
+    /// Returns a function for `map_err`.
     pub(crate) fn io(act: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::new(act, source)
     }

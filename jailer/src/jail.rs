@@ -1,7 +1,9 @@
-//! The root folder of a jail: `<base>/<name of the program>/<id>/root`, with the program and the devices it needs.
+//! The root folder of a jail: `<base>/<name of the program>/<id>/root`, with the program and the
+//! devices that it needs.
 //!
-//! Callers put images and sockets into that folder before and after, so one that is there is used as it is. The
-//! program is copied, not linked: two monitors never share the memory of one file.
+//! Callers put images and sockets into that folder before and after, so an existing one is used.
+//! The program is copied, not linked, so that two monitor processes never share the memory of one
+//! file.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io;
@@ -12,13 +14,13 @@ use crate::arguments::Options;
 use crate::error::JailError;
 use crate::sys;
 
-/// Folders of the jail, each before those in it; all of them the program's own.
+/// The folders of the jail, parents first; the program's user owns all of them.
 const FOLDERS: [&str; 4] = ["/", "/dev", "/dev/net", "/run"];
 const FOLDER_MODE: u32 = 0o700;
-/// The folders around the root, and how many of them there are with it below the base.
+/// The mode of the folders around the root, and the number of levels below the base.
 const OUTER_MODE: u32 = 0o755;
 const LEVELS: usize = 3;
-/// Where the old root is for a moment.
+/// The temporary mount point of the old root.
 const OLD_ROOT: &str = "old_root";
 const MISC: u32 = 10;
 
@@ -27,29 +29,29 @@ struct Node {
     path: &'static str,
     major: u32,
     minor: u32,
-    /// Without it there is no use in going on.
+    /// Whether a failure to create it is fatal.
     needed: bool,
 }
 
-/// Numbers that the kernel has given away for good.
+/// The kernel's permanently assigned device numbers.
 const NODES: [Node; 3] = [
     Node { path: "/dev/net/tun", major: MISC, minor: 200, needed: true },
     Node { path: "/dev/kvm", major: MISC, minor: 232, needed: true },
     Node { path: "/dev/urandom", major: 1, minor: 9, needed: false },
 ];
 
-/// A jail from outside, while it is made. Dropped before it is entered, it goes again.
+/// A jail under construction, seen from outside. Removed on drop, unless it has been entered.
 pub struct Jail {
     root: PathBuf,
     program: PathBuf,
     owner: (u32, u32),
-    /// What was not there before, innermost last.
+    /// Created files and folders, innermost last.
     made: Vec<PathBuf>,
     entered: bool,
 }
 
 impl Jail {
-    /// Makes the folder and copies the program into it.
+    /// Creates the folder and copies the program into it. Fails if the jail has been used before.
     pub fn create(options: &Options) -> Result<Self, JailError> {
         let root = options.chroot_base.join(options.exec_name()).join(&options.id).join("root");
         let program = root.join(options.exec_name());
@@ -69,8 +71,8 @@ impl Jail {
         Ok(jail)
     }
 
-    /// Makes the folders below the base that are missing. None of them may be a link: it could lead to
-    /// any folder of the host, which then became the program's.
+    /// Creates the missing folders below the base. None may be a symbolic link: it could lead to
+    /// any folder of the host, which the program would then own.
     fn make_root(&mut self) -> Result<(), JailError> {
         let root = self.root.clone();
         let mut folders: Vec<_> = root.ancestors().take(LEVELS).collect();
@@ -82,7 +84,7 @@ impl Jail {
                     fs::set_permissions(folder, Permissions::from_mode(OUTER_MODE))
                         .map_err(|e| failed("set the mode of", folder, e))?;
                 }
-                // The caller's, or of another jail of the same program.
+                // It belongs to the caller, or to other jails of this program.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 Err(error) => return Err(failed("make", folder, error)),
             }
@@ -100,7 +102,7 @@ impl Jail {
         let mode = source.metadata().map_err(|e| failed("look at", from, e))?.mode();
         let existed = self.program.symlink_metadata().is_ok();
         let mut options = OpenOptions::new();
-        // A link could lead out of the jail.
+        // A symbolic link could lead out of the jail.
         options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
         let mut copy = options
             .mode(mode & 0o777)
@@ -121,9 +123,9 @@ impl Jail {
             .map_err(|e| failed("write", &self.program, e))
     }
 
-    /// Makes the folder this process's root, in a mount namespace of its own from which nothing else is seen.
+    /// Makes the folder this process's root, in a new mount namespace without any other mount.
     pub fn enter(mut self) -> Result<Inside, JailError> {
-        // Known only outside.
+        // Read now: /proc is not visible in the jail.
         let userfault = userfault_minor();
         let at = |act: &str| format!("{}: cannot {act}", self.root.display());
         let step = |act: &'static str, done: io::Result<()>| {
@@ -150,21 +152,21 @@ impl Drop for Jail {
     fn drop(&mut self) {
         if !self.entered {
             for path in self.made.iter().rev() {
-                // What somebody else has put there stays, and so does the folder around it.
+                // A folder with files of others is not empty and stays.
                 let _ = fs::remove_dir(path).or_else(|_| fs::remove_file(path));
             }
         }
     }
 }
 
-/// The jail from inside, where everything else is gone.
+/// The jail seen from inside, after it has become the root.
 pub struct Inside {
     owner: (u32, u32),
     userfault: Option<u32>,
 }
 
 impl Inside {
-    /// Makes folders and device nodes, all of them the program's own.
+    /// Creates folders and device nodes, all owned by the program's user.
     pub fn furnish(&self) -> Result<(), JailError> {
         for folder in FOLDERS {
             self.make_folder(Path::new(folder)).map_err(|e| failed("make", folder.as_ref(), e))?;
@@ -187,7 +189,7 @@ impl Inside {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }
-        // A link that somebody put there must not hand out what it leads to.
+        // A symbolic link here must not give away what it points to.
         let mut options = OpenOptions::new();
         options.read(true).custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW);
         let folder = options.open(folder)?;
@@ -203,7 +205,7 @@ impl Inside {
     }
 }
 
-/// The number that the kernel has given to the userfaultfd device, if it has one.
+/// Returns the minor number of the userfaultfd device, if the kernel has one.
 fn userfault_minor() -> Option<u32> {
     minor_of("userfaultfd", &fs::read_to_string("/proc/misc").ok()?)
 }
@@ -231,7 +233,7 @@ mod tests {
         );
         let words = line.split_whitespace().map(Into::into);
         match crate::arguments::parse(words).unwrap() {
-            crate::arguments::Request::Run(options) => *options,
+            crate::arguments::JailerCommand::Run(options) => *options,
             other => panic!("{other:?}"),
         }
     }
@@ -285,7 +287,7 @@ mod tests {
         let error = Jail::create(&options(&base, &program)).err().unwrap().to_string();
         assert!(error.contains("has other names"), "{error}");
         assert_eq!(fs::read(&victim).unwrap(), b"precious");
-        // Nor is the root itself.
+        // The root itself must not be a link either.
         fs::remove_dir_all(&root).unwrap();
         std::os::unix::fs::symlink(place.path(), &root).unwrap();
         assert!(Jail::create(&options(&base, &program)).is_err());

@@ -1,16 +1,21 @@
-//! A jail for one monitor: everything that needs a privilege is done here, before the monitor runs without any.
+//! A jail for one monitor process: does everything that needs privileges, before the monitor runs
+//! without any.
 //!
-//! | file | what it answers |
+//! The binary calls [`forget_caller`], parses its command line with [`arguments::parse`], and calls
+//! [`run`]. If that succeeds, the process has become the program or has left it running in another.
+//!
+//! | file | responsibility |
 //! | --- | --- |
-//! | `arguments.rs` | what can be asked for, checked |
+//! | `arguments.rs` | the command line, validated |
 //! | `jail.rs` | the root folder: its layout, the copied program, the device nodes |
 //! | `cgroup.rs` | control groups, of version 1 or 2 |
-//! | `process.rs` | what becomes of this process: limits, session, process namespace, user, the program |
+//! | `process.rs` | this process: limits, session, PID namespace, user, exec of the program |
 //! | `sys.rs` | the system calls |
 //!
-//! The order is that of Firecracker's jailer, whose layout and command line this keeps: program copied →
-//! network joined → limits → control groups → new root → folders and nodes → detached → program run. Whatever
-//! further confines the program belongs after the last step that needs a privilege, in `process.rs`.
+//! The order of steps is that of Firecracker's jailer, whose layout and command line are kept:
+//! program copied → network joined → limits → control groups → new root → folders and nodes →
+//! detached → program run. Further confinement of the program belongs after the last step that
+//! needs a privilege, in `process.rs`.
 
 pub mod arguments;
 mod cgroup;
@@ -28,15 +33,16 @@ use jail::Jail;
 /// The umask of the jailer and of the program.
 const UMASK: u32 = 0o077;
 
-/// Lets go of what the caller had open or has set: none of it is the jailed program's business. Its
-/// environment and its signals go when the program is run.
+/// Closes inherited descriptors and sets the umask, because the caller's must not reach the
+/// program. Environment and signals are reset when the program is executed.
 pub fn forget_caller() -> Result<(), JailError> {
     sys::set_umask(UMASK);
     sys::close_from(3).map_err(JailError::io("cannot close what the caller left open"))
 }
 
-/// Builds the jail and becomes the program in it. Returns only if the program runs as another process, or if
-/// something failed; then what was made for the jail is gone again, up to the moment when it became the root.
+/// Builds the jail and executes the program in it. Returns only if the program runs in another
+/// process, or on failure; what was created for the jail is then removed, unless it had already
+/// become the root.
 pub fn run(options: Options, started: Started) -> Result<(), JailError> {
     if let Some(line) = options.as_root()? {
         eprintln!("pvmm-jailer: {line}");
@@ -48,7 +54,7 @@ pub fn run(options: Options, started: Started) -> Result<(), JailError> {
     }
     process::limit(&options)?;
     let groups = cgroup::enter(&options)?;
-    // For those who want no output: there is no such device in the jail.
+    // Opened now for `--daemonize`: there is no /dev/null in the jail.
     let nowhere = options.daemonize.then(process::open_nowhere).transpose()?;
     let inside = jail.enter()?;
     groups.keep();

@@ -1,17 +1,18 @@
-//! `pvmm-jailer`: the command line of Firecracker's jailer, around any monitor that answers to its flags.
+//! `pvmm-jailer`: the command line of Firecracker's jailer, for any monitor with Firecracker's
+//! flags.
 
 use std::process::ExitCode;
 
-use pvmm_jailer::arguments::{self, Request};
+use pvmm_jailer::arguments::{self, JailerCommand};
 
 fn main() -> ExitCode {
     let started = pvmm_jailer::Started::now();
     let done = pvmm_jailer::forget_caller().and_then(|()| {
         let request = arguments::parse(std::env::args_os().skip(1))?;
         match request {
-            Request::Help => print!("{}", arguments::HELP),
-            Request::Version => println!("Jailer v{}", env!("CARGO_PKG_VERSION")),
-            Request::Run(options) => pvmm_jailer::run(*options, started)?,
+            JailerCommand::Help => print!("{}", arguments::HELP),
+            JailerCommand::Version => println!("Jailer v{}", env!("CARGO_PKG_VERSION")),
+            JailerCommand::Run(options) => pvmm_jailer::run(*options, started)?,
         }
         Ok(())
     });

@@ -1,4 +1,5 @@
-//! What becomes of this process once the jail stands: limits, a session of its own, and then the program.
+//! The last steps of this process once the jail is ready: limits, a new session, exec of the
+//! program.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::fs::{File, OpenOptions, Permissions};
@@ -11,7 +12,7 @@ use crate::arguments::Options;
 use crate::error::JailError;
 use crate::sys::{self, Clock, Forked};
 
-/// When the jailer began, which the program is told.
+/// When the jailer started; passed to the program.
 #[derive(Clone, Copy, Debug)]
 pub struct Started {
     wall_us: u64,
@@ -24,7 +25,7 @@ impl Started {
     }
 }
 
-/// Limits what this process, and so the program, may use.
+/// Sets the resource limits of this process, which the program inherits.
 pub fn limit(options: &Options) -> Result<(), JailError> {
     if let Some(bytes) = options.file_size {
         sys::limit(libc::RLIMIT_FSIZE, bytes).map_err(|error| {
@@ -36,13 +37,13 @@ pub fn limit(options: &Options) -> Result<(), JailError> {
         .map_err(|error| JailError::new(format!("cannot limit open files to {count}"), error))
 }
 
-/// Where the output of a detached program goes.
+/// Opens /dev/null, for the output of a detached program.
 pub fn open_nowhere() -> Result<File, JailError> {
     let nowhere = OpenOptions::new().read(true).write(true).open("/dev/null");
     nowhere.map_err(JailError::io("cannot open /dev/null"))
 }
 
-/// Becomes the program, in this process or in another one. The root is the jail by now.
+/// Executes the program, in this process or in a child. The root must already be the jail.
 pub fn become_program(
     options: &Options,
     started: Started,
@@ -50,7 +51,8 @@ pub fn become_program(
 ) -> Result<(), JailError> {
     let mut cpu_us = sys::time_us(Clock::Process).saturating_sub(started.cpu_us);
     if let Some(nowhere) = nowhere {
-        // Once to lead no group, and once more to lead no session: such a process never gets a terminal.
+        // The first fork is so that the child leads no process group, the second so that it leads
+        // no session: then it can never acquire a terminal.
         if let Forked::Parent(_) = fork()? {
             return Ok(());
         }
@@ -70,7 +72,7 @@ pub fn become_program(
         write_pid(&program, std::process::id())?;
         return Err(execute(options, &program, started, cpu_us));
     }
-    // Whoever leads a session takes it with it when it ends, and this process ends at once.
+    // A session ends with its leader, and this process exits at once.
     let leads = options.daemonize || !sys::leads_session();
     match sys::fork_with_pids().map_err(JailError::io("cannot make a process namespace"))? {
         Forked::Parent(pid) => write_pid(&program, pid),
@@ -89,7 +91,7 @@ fn fork() -> Result<Forked, JailError> {
     sys::fork().map_err(JailError::io("cannot detach"))
 }
 
-/// Where callers look for the process that they want to watch or end.
+/// Writes the pid file, where callers look for the process to watch or end.
 fn write_pid(program: &Path, pid: u32) -> Result<(), JailError> {
     let path = PathBuf::from(format!("{}.pid", program.display()));
     let mut options = OpenOptions::new();
@@ -101,7 +103,7 @@ fn write_pid(program: &Path, pid: u32) -> Result<(), JailError> {
     written.map_err(|error| JailError::new(format!("{}: cannot write it", path.display()), error))
 }
 
-/// Gives up every privilege and runs the program; returns only if that failed.
+/// Drops all privileges and executes the program; returns only on failure.
 fn execute(options: &Options, program: &Path, started: Started, cpu_us: u64) -> JailError {
     let words = words(options, program, started, cpu_us);
     let run = || -> std::io::Result<()> {
@@ -119,7 +121,8 @@ fn execute(options: &Options, program: &Path, started: Started, cpu_us: u64) -> 
     }
 }
 
-/// The command line of the program: what Firecracker's jailer passes, then the caller's own.
+/// Builds the program's command line: what Firecracker's jailer passes, then the caller's
+/// arguments.
 fn words(options: &Options, program: &Path, started: Started, cpu_us: u64) -> Vec<OsString> {
     let own_cpu_us = sys::time_us(Clock::Process);
     let mut words: Vec<OsString> = vec![program.into()];
@@ -145,7 +148,8 @@ mod tests {
         let line = "--id one --exec-file /proc/self/exe --uid 1 --gid 1 --chroot-base-dir /tmp \
                     -- --api-sock /run/a.sock";
         let words = line.split_whitespace().map(Into::into);
-        let Ok(crate::arguments::Request::Run(options)) = crate::arguments::parse(words) else {
+        let Ok(crate::arguments::JailerCommand::Run(options)) = crate::arguments::parse(words)
+        else {
             panic!("refused");
         };
         let words = self::words(&options, Path::new("/firecracker"), Started::now(), 5);

@@ -1,4 +1,4 @@
-//! The system calls, with what makes each one sound beside it.
+//! The system calls, each with the reason why it is sound.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString};
@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr;
 
-/// The one who goes on after a fork.
+/// The side of a fork that the caller is on.
 pub enum Forked {
     Parent(u32),
     Child,
@@ -32,28 +32,28 @@ fn path(path: &Path) -> io::Result<CString> {
     Ok(CString::new(path.as_os_str().as_bytes())?)
 }
 
-/// Closes every descriptor from `first` on.
+/// Closes every file descriptor from `first` on.
 pub fn close_from(first: u32) -> io::Result<()> {
     // SAFETY: nothing in this process owns a descriptor yet.
     check(unsafe { libc::syscall(libc::SYS_close_range, first, u32::MAX, 0) }).map(drop)
 }
 
-/// What this process creates is its user's alone, whatever the caller's umask was.
+/// Sets the umask, so that files are private to their user whatever the caller's umask was.
 pub fn set_umask(mask: libc::mode_t) {
     // SAFETY: no memory is passed.
     unsafe { libc::umask(mask) };
 }
 
-/// Blocks no signal and ignores none: both outlive the start of a program.
+/// Unblocks all signals and resets their actions: blocked and ignored signals survive exec.
 pub fn forget_signals() -> io::Result<()> {
-    // SAFETY: the set lives across both calls, the first of which fills it; handlers become the default, so
-    // none of ours is left behind.
+    // SAFETY: the set lives across both calls, the first of which fills it; handlers become the
+    // default, so no handler of this program is left.
     unsafe {
         let mut none: libc::sigset_t = mem::zeroed();
         check(libc::sigemptyset(&mut none).into())?;
         check(libc::sigprocmask(libc::SIG_SETMASK, &none, ptr::null_mut()).into())?;
         for signal in 1..=libc::SIGRTMAX() {
-            // Two cannot be changed, and some belong to the C library.
+            // Two signals cannot be changed, and some belong to the C library; errors are ignored.
             libc::signal(signal, libc::SIG_DFL);
         }
     }
@@ -83,7 +83,7 @@ pub fn limit(resource: libc::__rlimit_resource_t, most: u64) -> io::Result<()> {
     check(unsafe { libc::setrlimit(resource, &limit) }.into()).map(drop)
 }
 
-/// Mounts of the host that come later are seen, mounts made here are not.
+/// Enters a new mount namespace that receives later mounts of the host but propagates none back.
 pub fn unshare_mounts() -> io::Result<()> {
     let flags = libc::MS_SLAVE | libc::MS_REC;
     // SAFETY: no memory but a constant string is passed.
@@ -94,7 +94,7 @@ pub fn unshare_mounts() -> io::Result<()> {
     .map(drop)
 }
 
-/// A root must be a mount of its own.
+/// Bind-mounts a folder on itself, because a new root must be a mount point.
 pub fn bind_on_itself(folder: &Path) -> io::Result<()> {
     let folder = path(folder)?;
     let flags = libc::MS_BIND | libc::MS_REC;
@@ -116,7 +116,7 @@ pub fn detach(mount: &Path) -> io::Result<()> {
     check(unsafe { libc::umount2(mount.as_ptr(), libc::MNT_DETACH) }.into()).map(drop)
 }
 
-/// A character device that only its owner may use.
+/// Creates a character device that only its owner may use.
 pub fn make_node(node: &Path, major: u32, minor: u32) -> io::Result<()> {
     let node = path(node)?;
     let mode = libc::S_IFCHR | libc::S_IRUSR | libc::S_IWUSR;
@@ -129,10 +129,10 @@ pub fn fork() -> io::Result<Forked> {
     forked(unsafe { libc::fork() }.into())
 }
 
-/// A child that is the first process of a namespace.
+/// Forks a child that is the first process of a new PID namespace.
 pub fn fork_with_pids() -> io::Result<Forked> {
     let flags = (libc::CLONE_NEWPID | libc::SIGCHLD) as libc::c_ulong;
-    // SAFETY: as a fork; no memory is passed, and the child goes on with a copy of this stack.
+    // SAFETY: as a fork; no memory is passed, and the child continues on a copy of this stack.
     forked(unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, 0usize, 0usize, 0usize) })
 }
 
@@ -153,19 +153,20 @@ pub fn leads_session() -> bool {
     unsafe { libc::getsid(0) == libc::getpid() }
 }
 
-/// Ends this process without running anything that its parent has set up.
+/// Exits without running exit handlers.
 pub fn end(status: i32) -> ! {
     // SAFETY: ends the process.
     unsafe { libc::_exit(status) }
 }
 
-/// Makes `standard` the same as an open file.
+/// Makes the descriptor `standard` a duplicate of `file`.
 pub fn put_in_place(file: &File, standard: i32) -> io::Result<()> {
-    // SAFETY: no memory is passed; what was there is input or output, which Rust does not own.
+    // SAFETY: no memory is passed; the replaced descriptor is standard input or output, which no
+    // value owns.
     check(unsafe { libc::dup2(file.as_raw_fd(), standard) }.into()).map(drop)
 }
 
-/// Gives up every group and user but these, for good.
+/// Drops all other groups and users permanently.
 pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
     // SAFETY: no memory is passed but an empty list.
     unsafe {
@@ -175,7 +176,7 @@ pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
     }
 }
 
-/// Runs a program in place of this one, with an empty environment; returns only if that failed.
+/// Executes a program with an empty environment; returns only on failure.
 pub fn execute(words: &[CString]) -> io::Error {
     let Some(program) = words.first() else { return io::ErrorKind::InvalidInput.into() };
     let mut pointers: Vec<*const libc::c_char> = words.iter().map(|word| word.as_ptr()).collect();

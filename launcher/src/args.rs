@@ -1,7 +1,7 @@
-//! The small languages of the flags: sizes, durations, environment, names, `VM:PATH`.
+//! Parsers of flag values: sizes, durations, environment variables, names, `VM:PATH`.
 //!
-//! Pure functions from text to value, so that every way of being wrong is a test and is refused before
-//! anything is made.
+//! All are pure functions from text to value, so that every error can be tested and is reported
+//! before anything is created.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -13,14 +13,14 @@ use pvmm_sandbox::overlay;
 
 /// The longest `--timeout`: thirty days.
 const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
-/// The smallest and largest disk for what a guest writes.
+/// The smallest and largest writable disk of a guest.
 const MIN_DISK_MIB: u64 = overlay::MIN_BYTES >> 20;
 const MAX_DISK_MIB: u64 = overlay::MAX_BYTES >> 20;
-/// A copy out of a VM is never larger than what a file system holds.
+/// The largest `--max-size`; no filesystem holds more.
 const MAX_COPY_MIB: u64 = 1 << 30;
 const MAX_NAME: usize = 63;
 
-/// `512M`, `2G`, `512` (MiB): a size in MiB.
+/// Parses a size in MiB: `512M`, `2G`, or `512` (MiB).
 fn size_mib(text: &str) -> Result<u64, String> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
@@ -38,34 +38,35 @@ fn size_mib(text: &str) -> Result<u64, String> {
     number.checked_mul(mib_per_unit).ok_or_else(too_large)
 }
 
-/// `--memory`: MiB, within what a machine may have.
+/// Parses `--memory` in MiB, within the limits of a VM.
 pub fn memory_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, MIN_MEMORY_MIB, MAX_MEMORY_MIB)
 }
 
-/// How much a guest is to give up: MiB, none of it included.
+/// Parses the target size of a balloon in MiB; zero is allowed.
 pub fn balloon_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, 0, MAX_MEMORY_MIB)
 }
 
-/// `--disk-size`: MiB.
+/// Parses `--disk-size` in MiB.
 pub fn disk_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, MIN_DISK_MIB, MAX_DISK_MIB)
 }
 
-/// `--max-size` of a copy: MiB.
+/// Parses `--max-size` of a copy in MiB.
 pub fn copy_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, 1, MAX_COPY_MIB)
 }
 
 fn in_range(mib: u64, min: u64, max: u64) -> Result<u64, String> {
-    match (min..=max).contains(&mib) {
-        true => Ok(mib),
-        false => Err(format!("use a size from {min}M to {}T", max >> 20)),
+    if (min..=max).contains(&mib) {
+        Ok(mib)
+    } else {
+        Err(format!("use a size from {min}M to {}T", max >> 20))
     }
 }
 
-/// `--cpus`.
+/// Parses `--cpus`.
 pub fn cpus(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(count) if (1..=MAX_VCPUS).contains(&count) => Ok(count),
@@ -73,7 +74,7 @@ pub fn cpus(text: &str) -> Result<u32, String> {
     }
 }
 
-/// `30s`, `500ms`, `1.5m`, `2h`, `30` (seconds).
+/// Parses a duration: `30s`, `500ms`, `1.5m`, `2h`, or `30` (seconds).
 pub fn duration(text: &str) -> Result<Duration, String> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
@@ -97,14 +98,14 @@ pub fn duration(text: &str) -> Result<Duration, String> {
     Ok(length)
 }
 
-/// One variable for the guest's command.
+/// An environment variable for a command in the guest.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EnvVar {
     pub name: OsString,
     pub value: OsString,
 }
 
-/// `KEY=VALUE`, or `KEY` alone for the value it has here.
+/// Parses `KEY=VALUE`, or `KEY` alone for its value in this process's environment.
 pub fn env_var(text: &OsStr) -> Result<EnvVar, String> {
     env_var_from(text, |name| std::env::var_os(name))
 }
@@ -129,12 +130,12 @@ fn env_var_from(
     Ok(EnvVar { name: name.to_owned(), value })
 }
 
-/// `--memory` of a command, in MiB; the guest's own memory bounds it from above.
+/// Parses `--memory` of a command in MiB; the guest's memory is the actual upper bound.
 pub fn limit_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, 1, MAX_MEMORY_MIB)
 }
 
-/// `--cpus` of a command, in thousandths.
+/// Parses `--cpus` of a command, in thousandths of a CPU.
 pub fn cpu_milli(text: &str) -> Result<u32, String> {
     match text.parse::<f64>() {
         Ok(cpus) if (0.01..=1024.0).contains(&cpus) => Ok((cpus * 1000.0).round() as u32),
@@ -142,14 +143,14 @@ pub fn cpu_milli(text: &str) -> Result<u32, String> {
     }
 }
 
-/// A detached command of a VM: `VM:ID`.
+/// A detached command in a VM: `VM:ID`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessName {
     pub vm: String,
     pub id: u64,
 }
 
-/// Reads `VM:ID`.
+/// Parses `VM:ID`.
 pub fn process(text: &str) -> Result<ProcessName, String> {
     let parts = text.rsplit_once(':').filter(|(vm, _)| !vm.is_empty());
     let id = parts.and_then(|(_, id)| id.parse().ok());
@@ -159,7 +160,7 @@ pub fn process(text: &str) -> Result<ProcessName, String> {
     }
 }
 
-/// `--name`: what a path, a host name and a table can all hold.
+/// Parses `--name`: text that is valid as a path, a host name and a table cell.
 pub fn vm_name(text: &str) -> Result<String, String> {
     let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
     let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
@@ -174,30 +175,32 @@ pub fn vm_name(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
-/// `--user`: a name or number, perhaps with a group.
+/// Parses `--user`: a name or number, optionally with a group.
 pub fn user(text: &str) -> Result<String, String> {
-    match text.is_empty() || text.contains(|c: char| c.is_whitespace() || c.is_control()) {
-        true => Err("write a user name or number, as in nobody or 1000:1000".to_owned()),
-        false => Ok(text.to_owned()),
+    if text.is_empty() || text.contains(|c: char| c.is_whitespace() || c.is_control()) {
+        Err("write a user name or number, as in nobody or 1000:1000".to_owned())
+    } else {
+        Ok(text.to_owned())
     }
 }
 
-/// `--workdir`.
+/// Parses `--workdir`, an absolute path in the guest.
 pub fn workdir(text: &OsStr) -> Result<PathBuf, String> {
-    match text.as_bytes().starts_with(b"/") {
-        true => Ok(PathBuf::from(text)),
-        false => Err("write an absolute path in the guest, as in /work".to_owned()),
+    if text.as_bytes().starts_with(b"/") {
+        Ok(PathBuf::from(text))
+    } else {
+        Err("write an absolute path in the guest, as in /work".to_owned())
     }
 }
 
-/// One side of `pvmm cp`.
+/// The source or the target of `pvmm cp`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Place {
     Host(PathBuf),
     Guest { vm: String, path: PathBuf },
 }
 
-/// `VM:PATH`, or a path on this host; a slash before the first colon makes it a host path.
+/// Parses `VM:PATH`, or a path on the host; a slash before the first colon makes it a host path.
 pub fn place(text: &OsStr) -> Result<Place, String> {
     let bytes = text.as_bytes();
     if bytes.is_empty() {
@@ -215,7 +218,7 @@ pub fn place(text: &OsStr) -> Result<Place, String> {
     Ok(Place::Guest { vm: vm.to_owned(), path: PathBuf::from(path) })
 }
 
-/// A path in a VM, and nowhere else.
+/// Parses `VM:PATH`; refuses a path on the host.
 pub fn guest_place(text: &OsStr) -> Result<(String, PathBuf), String> {
     match place(text)? {
         Place::Guest { vm, path } => Ok((vm, path)),

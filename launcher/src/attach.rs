@@ -1,6 +1,6 @@
-//! A command in a guest as if it ran here: its output, its input, its signals, its exit code.
+//! Connects a command in a guest to this process: its output, input, signals and exit code.
 //!
-//! `run` and `exec` share it, so that a command behaves the same whoever started its VM.
+//! Shared by `pvmm run`, `exec` and `attach`, so that a command behaves alike in all of them.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read, Write};
@@ -8,32 +8,29 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, AgentError};
+use pvmm::agent::Agent;
 use pvmm::exec::{
     ExecError, ExecRequest, ExecStatus, ExitStatus, Process, ProcessEvent, Signaller, Stage, Stdin,
 };
 
 use crate::cli::CommandFlags;
 use crate::exit::{self, Failure, Outcome};
+use crate::guest_agent;
 use crate::screen::Screen;
 use crate::sys::poll;
 use crate::sys::signals::Signals;
 use crate::sys::terminal::{self, RawMode};
-use crate::vm_dir::VmDir;
 
-/// A second Ctrl-C within this time ends it, whatever the command makes of the first.
+/// A second Ctrl-C within this time aborts, however the command handles the first.
 const TWICE: Duration = Duration::from_secs(2);
 /// How long a command may take to end after TERM, HUP or QUIT.
 const SIGNAL_GRACE: Duration = Duration::from_secs(10);
-/// Between TERM and KILL of a command that ran out of time.
+/// The time between SIGTERM and SIGKILL for a command that exceeded its timeout.
 const TIMEOUT_GRACE: Duration = Duration::from_secs(1);
-/// What the way to the guest may take beyond that.
+/// How much longer than timeout and grace time the guest may take to report the end.
 const TIMEOUT_MARGIN: Duration = Duration::from_secs(2);
-/// How long the agent of a running VM may take to answer: a hundred clients at once on a small host do take long.
-pub const PATIENCE: Duration = Duration::from_secs(60);
-const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
-/// The request for a command line's command.
+/// Builds the request for the command of a command line.
 pub fn request(argv: &[std::ffi::OsString], flags: &CommandFlags) -> ExecRequest {
     let mut request = ExecRequest::argv(argv).grace(TIMEOUT_GRACE);
     if flags.tty {
@@ -51,45 +48,30 @@ pub fn request(argv: &[std::ffi::OsString], flags: &CommandFlags) -> ExecRequest
     if let Some(user) = &flags.user {
         request = request.user(user);
     }
-    match flags.interactive {
-        true => request.piped_stdin(),
-        false => request,
-    }
+    if flags.interactive { request.piped_stdin() } else { request }
 }
 
-/// Refuses `-t` where there is no terminal to give.
+/// Refuses `-t` if standard input is not a terminal.
 pub fn require_terminal(flags: &CommandFlags) -> Result<(), Failure> {
-    match flags.tty && !io::stdin().is_terminal() {
-        true => Err(Failure::usage("-t: standard input is not a terminal")
-            .hint("leave -t out; -i alone passes standard input on")),
-        false => Ok(()),
+    if flags.tty && !io::stdin().is_terminal() {
+        Err(Failure::usage("-t: standard input is not a terminal")
+            .hint("leave -t out; -i alone passes standard input on"))
+    } else {
+        Ok(())
     }
 }
 
-/// Reaches a VM's agent, and waits for a place if it is busy.
-pub fn connect(dir: &VmDir, patience: Duration) -> Result<Agent, AgentError> {
-    let busy_until = Instant::now() + PATIENCE;
-    loop {
-        match Agent::connect(&dir.vsock(), Instant::now() + patience) {
-            Err(AgentError::TooMany) if Instant::now() < busy_until => {
-                std::thread::sleep(BUSY_PAUSE);
-            }
-            connected => return connected,
-        }
-    }
-}
-
-/// How a command that was attached to came to its end.
+/// How a followed command ended.
 pub enum End {
     Exited(ExitStatus),
-    /// Our own standard output takes no more: its reader went away, or its disk is full.
+    /// Writing to this process's standard output failed: its reader is gone, or the disk is full.
     Output(io::Error),
-    /// It ran out of time, and the guest did not end it.
+    /// The command exceeded its timeout, and the guest did not end it.
     Overdue,
 }
 
 impl End {
-    /// The exit code, with a word on standard error where the code alone would be a riddle.
+    /// Returns the exit code, or a failure where the code alone would not explain the end.
     pub fn outcome(self, names: &Names) -> Outcome {
         match self {
             End::Exited(status) if matches!(status.status, ExecStatus::CouldNotStart { .. }) => {
@@ -102,7 +84,7 @@ impl End {
     }
 }
 
-/// Runs the command to its end. `abort` ends everything at once, with the given exit code.
+/// Runs the command to its end. `abort` must end the process at once with the given exit code.
 pub fn attach(
     agent: &Agent,
     mut request: ExecRequest,
@@ -116,7 +98,7 @@ pub fn attach(
     }
     let has_terminal = request.has_terminal();
     if has_terminal {
-        // While the VM booted, it may have changed.
+        // The size may have changed while the VM booted.
         request = request.terminal(terminal::size());
     }
     let process = agent.start(&request)?;
@@ -124,16 +106,16 @@ pub fn attach(
     follow(process, late, manner, signals, abort)
 }
 
-/// How a person is attached to a command.
+/// How this process is attached to a command.
 #[derive(Clone, Copy)]
 pub struct Manner {
-    /// The command has a terminal, which is this one.
+    /// The command has a terminal, connected to this process's terminal.
     pub has_terminal: bool,
-    /// The command is ours and ends with us.
+    /// This process started the command, which ends with it.
     pub owns: bool,
 }
 
-/// Passes output, input and signals between here and a command, to its end.
+/// Forwards output, input and signals between this process and the command, until the command ends.
 pub fn follow(
     mut process: Process,
     late: Option<Instant>,
@@ -141,7 +123,7 @@ pub fn follow(
     signals: Signals,
     abort: impl Fn(u8) + Send + Sync + 'static,
 ) -> Result<End, ExecError> {
-    // Only now: until here Ctrl-C is for us.
+    // Entered only now: until here Ctrl-C ends this process.
     let _raw = manner.has_terminal.then(RawMode::enter);
     let signaller = process.signaller();
     let screen = Arc::new(Mutex::new(Screen::default()));
@@ -174,7 +156,7 @@ pub fn follow(
                     return Ok(End::Output(error));
                 }
             }
-            // Nobody to tell that nobody listens.
+            // An error of writing to standard error cannot be reported.
             Ok(Some(ProcessEvent::Stderr(bytes))) => drop(stderr.write(&bytes)),
             Ok(Some(ProcessEvent::Exited(status))) => {
                 if !matches!(status.status, ExecStatus::Exited { .. }) {
@@ -188,7 +170,8 @@ pub fn follow(
             }
             Err(error) => {
                 calm(&screen);
-                // What is said of it begins on a line of its own, wherever the command left the cursor.
+                // The error message must start on its own line, wherever the command left the
+                // cursor.
                 if manner.has_terminal {
                     let _ = stderr.write(b"\r\n");
                 }
@@ -198,14 +181,15 @@ pub fn follow(
     }
 }
 
-/// Takes back what a program that was cut off has done to the terminal.
+/// Resets the terminal modes that an interrupted program has changed.
 fn calm(screen: &Mutex<Screen>) {
     let bytes = screen.lock().unwrap_or_else(PoisonError::into_inner).calm();
-    // A terminal that takes nothing needs no calming.
+    // A terminal that cannot be written to needs no reset.
     let _ = Sink::new(&io::stdout()).write(&bytes);
 }
 
-/// A thread that ends with the process. Without it the command still runs, so its lack is no failure.
+/// Starts a thread that ends with the process. If that fails only a warning is printed, because the
+/// command runs without it.
 pub fn in_background(name: &str, work: impl FnOnce() + Send + 'static) {
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(work);
     if let Err(error) = thread {
@@ -213,10 +197,10 @@ pub fn in_background(name: &str, work: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Passes every signal on; ends everything when that does not help.
+/// Forwards signals to the command; aborts when it does not end in time.
 fn forward_signals(signals: &Signals, signaller: &Signaller, manner: Manner, abort: &dyn Fn(u8)) {
     let mut last_interrupt: Option<Instant> = None;
-    // When the command must have ended, and the signal that told it to.
+    // When the command must have ended, and the signal that asked it to.
     let mut over: Option<(Instant, i32)> = None;
     loop {
         let left = over.map(|(at, _)| at.saturating_duration_since(Instant::now()));
@@ -230,12 +214,12 @@ fn forward_signals(signals: &Signals, signaller: &Signaller, manner: Manner, abo
         }
         let Ok(signal) = signals.next() else { return };
         if signal == libc::SIGWINCH {
-            // One that fails is followed by the loss of the connection, of which others tell.
+            // A failure means that the connection is lost, which the main thread reports.
             let _ = signaller.resize(terminal::size());
             continue;
         }
         if !manner.owns && signal != libc::SIGINT {
-            // It was there before us and stays.
+            // The command was not started here and keeps running.
             return abort(exit::by_signal(signal));
         }
         let again = last_interrupt.is_some_and(|at| at.elapsed() < TWICE);
@@ -249,20 +233,20 @@ fn forward_signals(signals: &Signals, signaller: &Signaller, manner: Manner, abo
     }
 }
 
-/// Why no more input is copied.
+/// Why input is no longer forwarded.
 #[derive(Debug, PartialEq, Eq)]
 enum InputEnd {
     Over,
-    /// The person at the terminal wants to leave a guest that does not answer.
+    /// The user has pressed the key that leaves a guest that does not answer.
     Left,
 }
 
-/// Ctrl-], three times within a second, leaves: a guest that hangs takes no other key.
+/// Ctrl-], pressed three times within a second, leaves; a guest that hangs handles no other key.
 const LEAVE_KEY: u8 = 0x1d;
 const LEAVE_TIMES: usize = 3;
 const LEAVE_TIME: Duration = Duration::from_secs(1);
 
-/// Copies standard input until its end, or until the command wants no more.
+/// Forwards standard input until its end, or until the command accepts no more.
 fn forward_input(mut stdin: Stdin, has_terminal: bool) -> InputEnd {
     let Ok(fd) = io::stdin().as_fd().try_clone_to_owned() else { return InputEnd::Over };
     let mut input = File::from(fd);
@@ -296,7 +280,7 @@ fn forward_input(mut stdin: Stdin, has_terminal: bool) -> InputEnd {
     InputEnd::Over
 }
 
-/// One of our outputs, unbuffered; a terminal or pipe in non-blocking mode is waited for.
+/// Unbuffered standard output or error; waits for a terminal or pipe in non-blocking mode.
 pub struct Sink {
     file: Option<File>,
 }
@@ -325,7 +309,7 @@ impl Sink {
     }
 }
 
-/// Who was killed for lack of memory, as far as the guest says.
+/// Describes the process that was killed for lack of memory, as the guest reports it.
 pub fn oom_remark(agent: &Agent) -> String {
     let last = agent.metrics().ok().and_then(|metrics| metrics.oom_events.last().cloned());
     match last {
@@ -340,7 +324,8 @@ pub fn oom_remark(agent: &Agent) -> String {
     }
 }
 
-/// The failure for a command that never ran; `names` are the flags' own words.
+/// Builds the failure for a command that could not be started; `names` are the user's own
+/// arguments.
 pub fn could_not_start(status: &ExitStatus, names: &Names) -> Failure {
     let code = status.shell_code();
     let ExecStatus::CouldNotStart { stage, errno } = status.status else {
@@ -360,7 +345,7 @@ pub fn could_not_start(status: &ExitStatus, names: &Names) -> Failure {
     Failure { code, ..Failure::fault(message) }
 }
 
-/// What the user called things, for messages about them.
+/// The user's arguments, for messages about them.
 #[derive(Clone, Debug, Default)]
 pub struct Names {
     program: String,
@@ -381,22 +366,12 @@ impl Names {
     }
 }
 
-/// The failure for an exec that gave no exit status.
+/// Builds the failure for an exec that returned no exit status.
 pub fn refuse(error: ExecError) -> Failure {
     match error {
-        ExecError::Agent(error) => refuse_agent(error),
+        ExecError::Agent(error) => guest_agent::refuse(error),
         ExecError::InvalidRequest { .. } => Failure::usage(error.to_string()),
         ExecError::NotStarted(status) => could_not_start(&status, &Names::default()),
         ExecError::Overdue(_) => Failure::fault(error.to_string()),
-    }
-}
-
-/// The failure for a request that the agent did not carry out.
-pub fn refuse_agent(error: AgentError) -> Failure {
-    let cause = std::error::Error::source(&error).map(|cause| format!(": {cause}"));
-    let message = format!("{error}{}", cause.unwrap_or_default());
-    match error {
-        AgentError::InvalidRequest { .. } => Failure::usage(message),
-        _ => Failure::fault(message),
     }
 }

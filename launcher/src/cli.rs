@@ -1,6 +1,7 @@
-//! What can be typed: every verb, flag and example, and how a wrong line is refused.
+//! The command line: every subcommand, flag and example, and how an invalid one is refused.
 //!
-//! Help, shell completions and man pages all come from these definitions, so they cannot disagree.
+//! Help, shell completions and manual pages are all generated from these definitions, so that they
+//! agree.
 
 mod balloon;
 mod code;
@@ -137,7 +138,7 @@ Examples:
 A target that is an existing folder receives the source inside it; otherwise the target is the copy.
 ")]
 pub struct Cp {
-    // Folders are always copied whole; the flag is taken because fingers type it.
+    // Folders are always copied whole; the flag is accepted out of habit.
     #[arg(short, long, hide = true)]
     pub recursive: bool,
     /// Keep owners, by their numbers; out of a VM that takes root
@@ -176,7 +177,7 @@ pub struct Port {
     pub ports: Vec<PortSpec>,
 }
 
-/// Turns clap's refusal into pvmm's one line; help and version go to standard output as asked.
+/// Converts an error of clap to one line; help and version are printed to standard output.
 pub fn refuse(error: clap::Error) -> Outcome {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
@@ -191,26 +192,27 @@ pub fn refuse(error: clap::Error) -> Outcome {
     }
 }
 
-/// Keeps the first paragraph of clap's text, and its tip or the way to the help.
+/// Keeps the first paragraph of clap's text, with its tip or a pointer to the help.
 fn one_line(kind: ErrorKind, text: &str) -> Failure {
     let paragraph: Vec<&str> =
         text.lines().take_while(|line| !line.trim().is_empty()).map(str::trim).collect();
     let message = paragraph.join(" ");
     let message = message.strip_prefix("error: ").unwrap_or(&message);
     let tip = text.lines().find_map(|line| line.trim().strip_prefix("tip: "));
-    // A bad value comes without usage, and its message already says what to write.
+    // An invalid value comes without usage, and its message already says what to write.
     let usage = text.lines().find_map(|line| line.strip_prefix("Usage: "));
     let hint = tip.map(str::to_owned).or_else(|| usage.map(|usage| way_on(kind, usage)));
     Failure { hint, ..Failure::usage(message) }
 }
 
-/// What to try next, from the usage line of the verb that was refused.
+/// Returns what to try next, from the usage line of the refused subcommand.
 fn way_on(kind: ErrorKind, usage: &str) -> String {
     let is_verb = |word: &&str| word.starts_with(|c: char| c.is_ascii_lowercase());
     let verb = usage.split(' ').take_while(is_verb).collect::<Vec<_>>().join(" ");
-    match kind == ErrorKind::UnknownArgument && usage.contains("-- <CMD>") {
-        true => format!("the command goes after '--', as in: {verb} … -- CMD ARG…"),
-        false => format!("see '{verb} --help'"),
+    if kind == ErrorKind::UnknownArgument && usage.contains("-- <CMD>") {
+        format!("the command goes after '--', as in: {verb} … -- CMD ARG…")
+    } else {
+        format!("see '{verb} --help'")
     }
 }
 

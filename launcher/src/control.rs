@@ -1,7 +1,8 @@
-//! What other pvmm commands ask of a VM's process: stand still, go back, hand yourself over.
+//! Control requests from other `pvmm` commands to a monitor process: freeze, checkpoint, rollback,
+//! pause, balloon.
 //!
-//! One request, one reply, one connection to `control.sock` in the VM's directory, which only its owner can
-//! open. The reply to a freeze comes with the machine's memory and disks as open files.
+//! One request, one reply and one connection to `control.sock` in the VM's directory, which only
+//! its owner can open. The reply to a freeze carries the VM's memory and disks as open files.
 
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
@@ -11,46 +12,44 @@ use std::time::Duration;
 use pvmm::Template;
 use serde::{Deserialize, Serialize};
 
-use crate::commands::balloon::BalloonSize;
 use crate::exit::Failure;
 use crate::sys::passing;
-use crate::vm_dir::{Entry, State};
-use crate::vmm_process::copy::HandedOver;
+use crate::vm_dir::{VmEntry, VmStatus};
 
 /// The longest line in either direction.
 pub const MAX_LINE: usize = 64 << 10;
 /// The largest template without its files.
 const MAX_TEMPLATE: u64 = 16 << 20;
-/// A machine with much changed memory needs time to stand still.
+/// How long a reply may take: a VM with many dirty pages takes time to freeze.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// One line of JSON to the process.
+/// A control request, one line of JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Request {
-    /// Hand over the machine as it is at this instant.
+pub enum ControlRequest {
+    /// Freeze the VM's current state into a template and send that.
     Freeze,
-    /// Remember this instant.
+    /// Keep the current state as the checkpoint.
     Checkpoint,
     /// Go back to the checkpoint.
     Rollback,
     Pause,
     Resume,
-    /// Ask the guest to give up so much memory.
+    /// Set how much memory the guest is asked to give back.
     SetBalloon {
         target_mib: u64,
     },
-    /// How far it is.
+    /// Query the balloon's size.
     Balloon,
 }
 
-/// One line of JSON back.
+/// The reply to a control request, one line of JSON.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Reply {
+pub enum ControlReply {
     Done,
     Balloon(BalloonSize),
-    /// As many bytes follow, and this line came with files.
+    /// A template of this many bytes follows; its files come with this line.
     Template {
         bytes: u64,
     },
@@ -61,31 +60,58 @@ pub enum Reply {
     },
 }
 
-/// Asks for something that has no other answer than that it is done.
-pub fn ask(vm: &Entry, request: Request) -> Result<(), Failure> {
+/// The balloon's size; the guest's own numbers are not verified.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BalloonSize {
+    pub target_bytes: u64,
+    pub actual_bytes: u64,
+    pub guest_free_bytes: Option<u64>,
+    pub guest_total_bytes: Option<u64>,
+}
+
+/// A serialized template and its open files, as one process passes it to another.
+pub struct HandedOver {
+    pub bytes: Vec<u8>,
+    pub files: Vec<OwnedFd>,
+}
+
+impl HandedOver {
+    pub fn of(template: &Template) -> Result<Self, Failure> {
+        let handed = template.hand_over().map_err(|error| Failure::fault(error.to_string()))?;
+        Ok(Self { bytes: handed.0, files: handed.1 })
+    }
+
+    pub fn template(self) -> Result<Template, Failure> {
+        let taken = Template::take_over(&self.bytes, self.files);
+        taken.map_err(|error| Failure::fault(error.to_string()))
+    }
+}
+
+/// Sends a request whose only reply is that it is done.
+pub fn ask(vm: &VmEntry, request: ControlRequest) -> Result<(), Failure> {
     match exchange(vm, request)? {
-        (Reply::Done, ..) => Ok(()),
+        (ControlReply::Done, ..) => Ok(()),
         _ => Err(nonsense(vm)),
     }
 }
 
-/// How far the VM's balloon is.
-pub fn balloon(vm: &Entry) -> Result<BalloonSize, Failure> {
-    match exchange(vm, Request::Balloon)? {
-        (Reply::Balloon(size), ..) => Ok(size),
+/// Queries the size of the VM's balloon.
+pub fn balloon(vm: &VmEntry) -> Result<BalloonSize, Failure> {
+    match exchange(vm, ControlRequest::Balloon)? {
+        (ControlReply::Balloon(size), ..) => Ok(size),
         _ => Err(nonsense(vm)),
     }
 }
 
-/// The machine as it is now; it runs on.
-pub fn freeze(vm: &Entry) -> Result<Template, Failure> {
+/// Freezes the VM's current state into a template; the VM keeps running.
+pub fn freeze(vm: &VmEntry) -> Result<Template, Failure> {
     hand_over(vm)?.template()
 }
 
-/// The same for another process to make a template of.
-pub fn hand_over(vm: &Entry) -> Result<HandedOver, Failure> {
-    let (reply, mut socket, mut bytes, files) = exchange(vm, Request::Freeze)?;
-    let Reply::Template { bytes: expected } = reply else { return Err(nonsense(vm)) };
+/// Freezes the VM's current state, in the form that another process can make a template of.
+pub fn hand_over(vm: &VmEntry) -> Result<HandedOver, Failure> {
+    let (reply, mut socket, mut bytes, files) = exchange(vm, ControlRequest::Freeze)?;
+    let ControlReply::Template { bytes: expected } = reply else { return Err(nonsense(vm)) };
     if expected > MAX_TEMPLATE {
         return Err(nonsense(vm));
     }
@@ -98,11 +124,14 @@ pub fn hand_over(vm: &Entry) -> Result<HandedOver, Failure> {
     Ok(HandedOver { bytes, files })
 }
 
-type Answer = (Reply, UnixStream, Vec<u8>, Vec<OwnedFd>);
+type Answer = (ControlReply, UnixStream, Vec<u8>, Vec<OwnedFd>);
 
-fn exchange(vm: &Entry, request: Request) -> Result<Answer, Failure> {
-    // A guest that stands still cannot answer its agent; only its process can be asked.
-    if !(vm.state == State::Paused && matches!(request, Request::Resume | Request::Pause)) {
+fn exchange(vm: &VmEntry, request: ControlRequest) -> Result<Answer, Failure> {
+    // A paused guest's agent cannot answer, but its monitor process can be asked to pause or
+    // resume.
+    if !(vm.state == VmStatus::Paused
+        && matches!(request, ControlRequest::Resume | ControlRequest::Pause))
+    {
         vm.require_running()?;
     }
     let speak = || -> io::Result<Answer> {
@@ -116,14 +145,14 @@ fn exchange(vm: &Entry, request: Request) -> Result<Answer, Failure> {
         Ok((serde_json::from_slice(&line)?, socket, rest, files))
     };
     match speak().map_err(|error| broken(vm, &error))? {
-        (Reply::Refused { code, message, hint }, ..) => {
+        (ControlReply::Refused { code, message, hint }, ..) => {
             Err(Failure { hint, ..Failure { code, ..Failure::fault(message) } })
         }
         answer => Ok(answer),
     }
 }
 
-fn broken(vm: &Entry, error: &io::Error) -> Failure {
+fn broken(vm: &VmEntry, error: &io::Error) -> Failure {
     let why = match error.kind() {
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => "it did not answer".to_owned(),
         io::ErrorKind::UnexpectedEof => "it ended meanwhile".to_owned(),
@@ -132,6 +161,6 @@ fn broken(vm: &Entry, error: &io::Error) -> Failure {
     Failure::fault(format!("cannot ask the process of '{}': {why}", vm.label()))
 }
 
-fn nonsense(vm: &Entry) -> Failure {
+fn nonsense(vm: &VmEntry) -> Failure {
     Failure::fault(format!("the process of '{}' answers something else than asked", vm.label()))
 }

@@ -1,14 +1,14 @@
-//! The language of `--drive`: a path and what is wanted of it.
+//! The parser of `--drive`: a path and its options.
 //!
-//! Pure, like the other flags, and refused before anything is made; the file itself is looked at when the
-//! machine opens it.
+//! Pure, like the parsers of other flags, and run before anything is created; the file itself is
+//! checked when the VM opens it.
 
 use std::path::PathBuf;
 
 use pvmm::Drive;
 use pvmm::config::{BucketConfig, CacheMode, EngineKind, RateLimiterConfig};
 
-/// One `--drive`.
+/// The value of one `--drive` flag.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriveFlag {
     pub path: PathBuf,
@@ -21,10 +21,8 @@ pub struct DriveFlag {
 
 impl DriveFlag {
     pub fn into_drive(self) -> Drive {
-        let mut drive = match self.read_only {
-            true => Drive::read_only(self.path),
-            false => Drive::writable(self.path),
-        };
+        let mut drive =
+            if self.read_only { Drive::read_only(self.path) } else { Drive::writable(self.path) };
         drive.direct = self.direct;
         drive.cache = self.cache;
         drive.engine = self.engine;
@@ -33,6 +31,7 @@ impl DriveFlag {
     }
 }
 
+/// Parses
 /// `PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]`.
 pub fn parse(text: &str) -> Result<DriveFlag, String> {
     let mut words = text.split(',');
@@ -40,7 +39,7 @@ pub fn parse(text: &str) -> Result<DriveFlag, String> {
     if path.is_empty() {
         return Err("the path is empty; write PATH, or PATH,ro".to_owned());
     }
-    // The machine is made by a process that may be elsewhere.
+    // Made absolute, because the monitor process may have another current directory.
     let path = std::path::absolute(path).map_err(|error| error.to_string())?;
     let mut drive = DriveFlag {
         path,
@@ -73,7 +72,7 @@ pub fn parse(text: &str) -> Result<DriveFlag, String> {
     Ok(drive)
 }
 
-/// `500`, `20K`, `100M`, `1G`: so many each second.
+/// Parses a rate per second: `500`, `20K`, `100M`, `1G`.
 pub fn per_second(word: &str, text: &str) -> Result<BucketConfig, String> {
     let split = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);

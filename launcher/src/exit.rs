@@ -1,12 +1,13 @@
-//! What the shell gets back: exit codes, and failures as one `error:` line with an optional `hint:`.
+//! Exit codes, and failures printed as one `error:` line with an optional `hint:`.
 //!
-//! Every verb ends here, so that a script can rely on one table of codes and a person on one shape of
-//! message.
+//! Every command ends here, so that scripts can rely on one table of exit codes and people on one
+//! form of message.
 
-use std::fmt::Write as _;
 use std::io::{self, Write as _};
 
-/// Input that pvmm refuses: a bad flag, a missing file, an unknown VM.
+use crate::output;
+
+/// pvmm refuses the input: an invalid flag, a missing file, an unknown VM.
 pub const USAGE: u8 = 2;
 /// The command ran longer than `--timeout`.
 pub const TIMEOUT: u8 = 124;
@@ -17,46 +18,46 @@ pub const NOT_FOUND: u8 = 127;
 /// The command was ended by signal n: 128 + n.
 pub const SIGNAL_BASE: u8 = 128;
 
-/// What a verb returns: the exit code, or why there is none.
+/// The result of a command: the exit code, or why it failed.
 pub type Outcome = Result<u8, Failure>;
 
-/// Why a verb could not do what was asked.
+/// Why a command could not do what was asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     pub code: u8,
     pub message: String,
-    /// What was seen meanwhile, such as the guest's last words.
+    /// Further lines of output, such as the end of the guest's console.
     pub context: Vec<String>,
     pub hint: Option<String>,
 }
 
 impl Failure {
-    /// The caller's input is wrong; the message names the field.
+    /// Builds a failure caused by the user's input; the message should name the field.
     pub fn usage(message: impl Into<String>) -> Self {
         Self { message: message.into(), ..Self::silent(USAGE) }
     }
 
-    /// pvmm or the host is at fault.
+    /// Builds a failure caused by pvmm or the host.
     pub fn fault(message: impl Into<String>) -> Self {
         Self { message: message.into(), ..Self::silent(FAULT) }
     }
 
-    /// An exit code with nothing to add to it.
+    /// Builds a failure without a message.
     pub fn silent(code: u8) -> Self {
         Self { code, message: String::new(), context: Vec::new(), hint: None }
     }
 
-    /// The same failure with the next thing to try.
+    /// Adds a hint on what to try next.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 }
 
-/// Standard output was closed by its reader: end the way other tools in a pipeline do.
+/// The exit code when the reader of standard output is gone: ends as other tools in a pipeline do.
 pub const BROKEN_PIPE: u8 = SIGNAL_BASE + libc::SIGPIPE as u8;
 
-/// A failure to write our own output; a reader that went away is no error to talk about.
+/// Converts a failed write to standard output; a reader that is gone is not reported.
 impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         match error.kind() {
@@ -66,12 +67,12 @@ impl From<io::Error> for Failure {
     }
 }
 
-/// The exit code for a command ended by `signal`.
+/// Returns the exit code for a command ended by `signal`.
 pub fn by_signal(signal: i32) -> u8 {
     u8::try_from(signal).ok().and_then(|n| SIGNAL_BASE.checked_add(n)).unwrap_or(FAULT)
 }
 
-/// What an error number means, without the number.
+/// Describes an error number, without the number.
 pub fn errno_text(errno: i32) -> String {
     let text = io::Error::from_raw_os_error(errno).to_string();
     match text.rfind(" (os error") {
@@ -80,14 +81,14 @@ pub fn errno_text(errno: i32) -> String {
     }
 }
 
-/// An I/O error's meaning, without the number.
+/// Describes an I/O error, without its number.
 pub fn io_text(error: &io::Error) -> String {
     error.raw_os_error().map_or_else(|| error.to_string(), errno_text)
 }
 
 /// Prints the failure, if there is one, and ends the process.
 pub fn leave(outcome: Outcome) -> ! {
-    // Before the first word: in raw mode lines would not begin at the left.
+    // First, because in raw mode the lines below would not start at the left margin.
     crate::sys::terminal::restore();
     let code = match outcome {
         Ok(code) => code,
@@ -96,7 +97,7 @@ pub fn leave(outcome: Outcome) -> ! {
             failure.code
         }
     };
-    // A flush that fails has nobody left to tell.
+    // A failed flush can no longer be reported.
     let _ = io::stdout().flush();
     if code == BROKEN_PIPE {
         crate::sys::signals::die_of(libc::SIGPIPE);
@@ -109,48 +110,26 @@ pub fn report(failure: &Failure) {
     if failure.message.is_empty() {
         return;
     }
-    let colour = crate::output::stderr_has_colour();
+    let colour = output::stderr_has_colour();
     let mut text = line("error", "31", &failure.message, colour);
     for seen in &failure.context {
-        text += &format!("  {}\n", one_line(seen));
+        text += &format!("  {}\n", output::one_line(seen));
     }
     if let Some(hint) = &failure.hint {
         text += &line("hint", "36", hint, colour);
     }
-    // Nowhere else to say it.
+    // A failed write to standard error cannot be reported.
     let _ = io::stderr().write_all(text.as_bytes());
 }
 
 fn line(label: &str, sgr: &str, message: &str, colour: bool) -> String {
-    let label = match colour {
-        true => format!("\x1b[1;{sgr}m{label}:\x1b[0m"),
-        false => format!("{label}:"),
-    };
-    format!("{label} {}\n", one_line(message))
-}
-
-/// The message without what would break the line or speak to the terminal: a file name may hold anything.
-pub fn one_line(message: &str) -> String {
-    let mut clean = String::with_capacity(message.len());
-    for char in message.trim().chars() {
-        match char.is_control() {
-            true => {
-                let _ = write!(clean, "{}", char.escape_default());
-            }
-            false => clean.push(char),
-        }
-    }
-    clean
+    let label = if colour { format!("\x1b[1;{sgr}m{label}:\x1b[0m") } else { format!("{label}:") };
+    format!("{label} {}\n", output::one_line(message))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn one_line_of_hostile_text_has_no_control_characters() {
-        assert_eq!(one_line("a\nb\x1b[31m\u{9b}c\n"), "a\\nb\\u{1b}[31m\\u{9b}c");
-    }
 
     #[test]
     fn by_signal_of_any_number_is_a_documented_code() {

@@ -1,6 +1,6 @@
-//! Work that ends at once when it is told to, and leaves nothing: what it makes is noted, and removed then.
+//! Removes unfinished folders when a signal ends the process.
 //!
-//! For work that cannot look for signals itself: a bake waits for a guest, a snapshot for a disk.
+//! For work that cannot check for signals itself: a bake waits for a guest, a snapshot for a disk.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,18 +11,18 @@ use crate::attach;
 use crate::exit::{self, Failure};
 use crate::sys::signals::{FORWARDED, Signals};
 
-/// A folder that somebody still writes to may need several tries.
+/// How often to retry: a folder that another thread still writes to may need several attempts.
 const TRIES: u32 = 20;
 const REST: Duration = Duration::from_millis(10);
 
-/// Folders to be removed if this process is told to end.
+/// Folders to remove if a signal ends the process.
 #[derive(Clone, Default)]
 pub struct Leftovers {
     folders: Arc<Mutex<Vec<PathBuf>>>,
 }
 
 impl Leftovers {
-    /// From now on a signal that asks this process to end is obeyed at once.
+    /// Starts a thread that, on a signal to end, removes the noted folders and exits at once.
     pub fn watch() -> Result<Self, Failure> {
         let signals = Signals::hold(&FORWARDED)?;
         let leftovers = Self::default();
@@ -36,7 +36,7 @@ impl Leftovers {
         Ok(leftovers)
     }
 
-    /// This folder is not finished until it has another name or is removed.
+    /// Notes a folder as unfinished until it is renamed or removed.
     pub fn note(&self, folder: &Path) {
         self.folders.lock().unwrap_or_else(PoisonError::into_inner).push(folder.to_owned());
     }

@@ -1,28 +1,28 @@
-//! The files that a VM's console and main command are kept in: the newest part, never endless.
+//! Log files of bounded size for a VM's console and the output of its main command.
 //!
-//! A guest can print for ever, so a file that is full becomes the older half and a new one begins;
-//! readers find their way from one to the other.
+//! A guest can print without end, so a full file is renamed to become the older half and a new one
+//! is started; readers follow from one to the other.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// How large one half may become: a VM keeps at most twice this of each log.
+/// The largest size of one half: a VM keeps at most twice this of each log.
 pub const HALF_CAP: u64 = 16 << 20;
-/// Which stream a piece of a command's output belongs to, and its length, stand before it.
+/// The header of a piece of output: the stream, and the length of the piece.
 const HEADER: usize = 5;
-/// No piece is longer; a larger number means that the file is damaged.
+/// The longest piece; a larger length means that the file is damaged.
 const MAX_PIECE: usize = 1 << 20;
 
-/// Where a piece of output was written.
+/// The stream that a piece of output was written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stream {
     Stdout,
     Stderr,
 }
 
-/// A log that is being written.
+/// The writer of a log.
 pub struct LogWriter {
     path: PathBuf,
     file: File,
@@ -35,7 +35,7 @@ fn older(path: &Path) -> PathBuf {
 }
 
 impl LogWriter {
-    /// Starts an empty log at `path`, which ends in `.log`.
+    /// Creates an empty log at `path`, which must end in `.log`.
     pub fn create(path: &Path) -> io::Result<Self> {
         Self::with_cap(path, HALF_CAP)
     }
@@ -44,7 +44,7 @@ impl LogWriter {
         Ok(Self { path: path.to_owned(), file: new_file(path)?, length: 0, cap })
     }
 
-    /// Adds bytes, all in one file.
+    /// Appends bytes, all to one file.
     pub fn append(&mut self, data: &[u8]) -> io::Result<()> {
         if self.length > 0 && self.length + data.len() as u64 > self.cap {
             fs::rename(&self.path, older(&self.path))?;
@@ -56,7 +56,7 @@ impl LogWriter {
         Ok(())
     }
 
-    /// Adds a piece of a command's output.
+    /// Appends a piece of a command's output.
     pub fn append_piece(&mut self, stream: Stream, data: &[u8]) -> io::Result<()> {
         for data in data.chunks(MAX_PIECE) {
             let mut piece = Vec::with_capacity(HEADER + data.len());
@@ -73,7 +73,7 @@ fn new_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(path)
 }
 
-/// A log that is being read, older half first, while it may still grow.
+/// The reader of a log, older half first, which may still grow.
 pub struct LogReader {
     path: PathBuf,
     file: Option<File>,
@@ -94,7 +94,7 @@ impl LogReader {
         }
     }
 
-    /// Moves to the newer half if there is one.
+    /// Moves on to the newer half; returns false if there is none.
     fn advance(&mut self) -> io::Result<bool> {
         let newest = match File::open(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
@@ -110,7 +110,7 @@ impl LogReader {
     }
 }
 
-/// Zero bytes: nothing more for now.
+/// Zero bytes read mean that there is no more for now.
 impl Read for LogReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         loop {
@@ -127,14 +127,14 @@ impl Read for LogReader {
     }
 }
 
-/// Splits a log of pieces as it is read; a piece may arrive in parts.
+/// Splits a log into its pieces as it is read; a piece may arrive in parts.
 #[derive(Default)]
 pub struct Pieces {
     pending: Vec<u8>,
 }
 
 impl Pieces {
-    /// Takes more bytes and hands every whole piece to `each`.
+    /// Takes more bytes and passes every complete piece to `each`.
     pub fn feed(
         &mut self,
         data: &[u8],
@@ -159,12 +159,12 @@ impl Pieces {
     }
 }
 
-/// The last lines of a log, for an error message.
+/// Returns the last lines of a log, for an error message.
 pub fn tail(path: &Path, lines: usize) -> String {
     const TAIL: usize = 16 << 10;
     let mut text = Vec::new();
     if let Ok(reader) = LogReader::open(path) {
-        // The log is capped; the limit here is for one that another process replaced.
+        // The log is bounded; the limit here protects against a file of another process.
         let _ = reader.take(4 * HALF_CAP).read_to_end(&mut text);
     }
     let text = String::from_utf8_lossy(&text[text.len().saturating_sub(TAIL)..]).into_owned();

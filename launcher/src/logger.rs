@@ -1,11 +1,11 @@
-//! What the VMM process says for its own log: one line per message, and only so many.
+//! The monitor process's own log: one line per message, of bounded total size.
 //!
-//! A guest can provoke messages, so the log has an end.
+//! The size is bounded because a guest can provoke messages.
 
 use std::io::Write;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// After this many bytes nothing more is written.
+/// The most bytes written to the log.
 const CAP: usize = 1 << 20;
 
 struct Logger {
@@ -14,9 +14,9 @@ struct Logger {
 
 static LOGGER: Logger = Logger { written: AtomicUsize::new(0) };
 
-/// From now on messages go to standard error, which the process has directed into its log.
+/// Installs the logger, which writes to standard error, redirected to the log file.
 pub fn start() {
-    // It can only be set already, and then it is this one.
+    // Setting it fails only if this logger is already installed.
     let _ = log::set_logger(&LOGGER);
     log::set_max_level(log::LevelFilter::Info);
 }
@@ -28,7 +28,7 @@ impl log::Log for Logger {
 
     fn log(&self, record: &log::Record<'_>) {
         let message = record.args().to_string();
-        let line = format!("{}: {}\n", record.level(), crate::exit::one_line(&message));
+        let line = format!("{}: {}\n", record.level(), crate::output::one_line(&message));
         if self.written.fetch_add(line.len(), Ordering::Relaxed) < CAP {
             let _ = std::io::stderr().write_all(line.as_bytes());
         }

@@ -1,6 +1,8 @@
-//! The machine that a VM of this launcher is: its command line, its disks, its size.
+//! The configuration of the VMs that this launcher makes: kernel command line, disks, size.
 //!
-//! In one place because a warm template must be the very machine that a run would boot.
+//! In one place because a warm template must be exactly the VM that `pvmm run` would boot.
+
+use std::time::Duration;
 
 use pvmm::{Balloon, Drive, Initrd, VmConfig};
 
@@ -9,8 +11,11 @@ use crate::net_card::NetCard;
 use crate::prepare::Parts;
 use crate::vm_dir::Record;
 
-/// The machine for a record, without its socket and its console. A console is slow, so the kernel only
-/// speaks on it when somebody wants to hear it.
+/// How long a guest may take to become idle before it is frozen; it runs meanwhile.
+pub const SETTLE_MAX: Duration = Duration::from_millis(20);
+
+/// Builds the configuration for a record, without vsock and console. A console is slow, so the
+/// kernel prints to it only if `loud`.
 pub fn config(parts: Parts, record: &Record, loud: bool) -> VmConfig {
     let hostname = record.name.as_deref().unwrap_or(&record.id);
     let loudness = if loud { "" } else { "quiet loglevel=3 " };
@@ -27,12 +32,12 @@ pub fn config(parts: Parts, record: &Record, loud: bool) -> VmConfig {
     config
 }
 
-/// What a run may have beyond that.
+/// Optional devices of a VM that is booted.
 #[derive(Default)]
 pub struct Extras {
     pub drives: Vec<DriveFlag>,
     pub net: Option<NetCard>,
-    /// The guest gives back what it frees, and more when it is asked.
+    /// Add a balloon device: the guest gives back the memory that it frees, and more on request.
     pub balloon: bool,
 }
 

@@ -1,7 +1,7 @@
-//! The `pvmm` command: parses the arguments, runs one verb, exits with its code.
+//! The `pvmm` program: parses the arguments, runs one command, exits with its code.
 //!
-//! Kept tiny so that the walk from a shell to a machine starts with a page: `cli.rs` says what can be
-//! typed, `commands/` what each verb does, `exit.rs` what the shell gets back.
+//! `cli.rs` defines the command line, `commands/` has what each command does, `exit.rs` the exit
+//! codes.
 
 mod args;
 mod attach;
@@ -11,6 +11,7 @@ mod control;
 mod drive;
 mod exit;
 mod firecracker;
+mod guest_agent;
 mod leftovers;
 mod log_file;
 mod logger;
@@ -51,7 +52,7 @@ fn main() {
     exit::leave(result)
 }
 
-/// A panic is a bug of ours, and a machine that lost a thread is worse than none.
+/// Aborts on panic: a panic is a bug, and a VM that has lost a thread must not continue.
 fn end_on_panic() {
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {

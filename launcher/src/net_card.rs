@@ -1,7 +1,8 @@
-//! The language of `--net`: a tap of this host, what the card on it is, and what the guest calls itself there.
+//! The parser of `--net`: the tap of a network device, its properties, and the guest's addresses.
 //!
-//! Pure, like the other flags, and refused before anything is made; the tap itself is looked at when the
-//! machine opens it. The guest's agent is told its addresses, so that any kernel will do.
+//! Pure, like the parsers of other flags, and run before anything is created; the tap itself is
+//! checked when the VM opens it. The agent sets the guest's addresses, so that no kernel support is
+//! needed.
 
 use std::net::IpAddr;
 
@@ -11,31 +12,32 @@ use pvmm::{Mac, Net, TapSource};
 
 use crate::drive::per_second;
 
-/// One `--net`.
+/// The value of one `--net` flag.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NetCard {
     pub tap: TapWish,
     pub mac: Option<Mac>,
     pub mtu: Option<u16>,
-    /// The guest's addresses, with the lengths of their prefixes.
+    /// The guest's addresses, with their prefix lengths.
     pub addresses: Vec<(IpAddr, u8)>,
     pub gateways: Vec<IpAddr>,
     pub dns: Vec<IpAddr>,
-    /// What may pass in each direction.
+    /// The rate limits of each direction.
     pub limits: RateLimiterConfig,
 }
 
-/// The tap that a card is to be on.
+/// The tap behind a network device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum TapWish {
-    /// A copy's card then has a tap that is made, or the one of its snapshot.
+    /// Not given: a fork's device gets a new tap, or the one of its snapshot.
     #[default]
     Unsaid,
-    /// A tap that is made and that the kernel names.
+    /// A new tap, named by the kernel.
     Auto,
     Name(String),
 }
 
+/// Parses
 /// `tap=NAME|auto[,mac=MAC|random][,mtu=N][,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,bps=SIZE][,pps=N]`.
 pub fn parse(text: &str) -> Result<NetCard, String> {
     match parse_copy(text)? {
@@ -46,7 +48,7 @@ pub fn parse(text: &str) -> Result<NetCard, String> {
     }
 }
 
-/// The same for a card that is there already: its tap may be left out.
+/// Parses `--net` for a fork, whose network device already exists: the tap may be left out.
 pub fn parse_copy(text: &str) -> Result<NetCard, String> {
     let mut card = NetCard::default();
     for word in text.split(',') {
@@ -102,7 +104,7 @@ fn prefix(text: &str) -> Result<(IpAddr, u8), &'static str> {
 }
 
 impl NetCard {
-    /// The card as the library wants it; one whose tap was not said is on `same`.
+    /// Builds the device configuration; without a tap of its own the device is on the tap `same`.
     pub fn config(&self, same: &str) -> Net {
         let tap = match &self.tap {
             TapWish::Unsaid => TapSource::Name(same.to_owned()),
@@ -113,7 +115,7 @@ impl NetCard {
         Net { mac: self.mac, mtu: self.mtu, rx_limit, tx_limit, ..Net::new(tap) }
     }
 
-    /// The same card for one of several copies: a tap with a name gets the copy's number behind it.
+    /// Returns the flag for one of several forks: the fork's number is appended to the tap's name.
     pub fn numbered(mut self, number: u32) -> Self {
         if let TapWish::Name(name) = &mut self.tap {
             *name = format!("{name}-{number}");
@@ -121,21 +123,22 @@ impl NetCard {
         self
     }
 
-    /// Whether the guest has anything to be told.
+    /// Whether the guest's addresses or DNS servers must be set.
     pub fn has_addresses(&self) -> bool {
         !self.addresses.is_empty() || !self.dns.is_empty()
     }
 
-    /// Adds what the guest is told when it has just booted with this card as its first.
+    /// Adds the addresses of a guest that has just booted, with this as its first network device.
     pub fn tell(&self, refresh: Refresh) -> Refresh {
-        match self.addresses.is_empty() {
-            true => self.tell_dns(refresh),
-            false => self.tell_dns(refresh.interface(&self.interface(0))),
+        if self.addresses.is_empty() {
+            self.tell_dns(refresh)
+        } else {
+            self.tell_dns(refresh.interface(&self.interface(0)))
         }
     }
 
-    /// Adds what a copy is told whose card in this place is now on another tap: its neighbours of before are
-    /// not there, and what is not said stays as it was.
+    /// Adds the settings of a fork whose device at index `place` is now on another tap: its
+    /// previous neighbours are gone, and settings that are not given keep their values.
     pub fn tell_copy(&self, refresh: Refresh, place: usize) -> Refresh {
         let mac = self.mac.map(|mac| mac.0);
         let keep_addresses = self.addresses.is_empty();
@@ -145,7 +148,7 @@ impl NetCard {
 
     fn interface(&self, place: usize) -> Interface {
         Interface {
-            // What the guest's kernel calls its cards.
+            // The guest kernel's name for the interface.
             name: format!("eth{place}"),
             addresses: self.addresses.clone(),
             gateways: self.gateways.clone(),

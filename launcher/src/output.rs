@@ -1,6 +1,6 @@
-//! What pvmm says itself: tables and JSON on standard output, remarks on standard error.
+//! Output of pvmm itself: tables and JSON on standard output, remarks on standard error.
 //!
-//! Data goes to one stream and talk to the other, so that every verb can stand in a pipeline; colour is
+//! Data and remarks go to different streams, so that every command works in a pipeline; colour is
 //! for terminals only.
 
 use std::io::{self, IsTerminal, Write};
@@ -22,34 +22,34 @@ fn colour_wanted() -> bool {
     !set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// One value as indented JSON.
+/// Prints a value as indented JSON.
 pub fn json<T: Serialize>(value: &T) -> io::Result<()> {
     let text = serde_json::to_string_pretty(value).map_err(io::Error::other)?;
     line(&text)
 }
 
-/// One line of data.
+/// Prints one line of data.
 pub fn line(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     writeln!(stdout, "{text}")?;
     stdout.flush()
 }
 
-/// Bytes as they are.
+/// Prints bytes unchanged.
 pub fn raw(data: &[u8]) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(data)?;
     stdout.flush()
 }
 
-/// A remark for the person at the terminal; dropped when nobody can read it.
+/// Prints a remark to standard error; a failed write is ignored.
 pub fn remark(quiet: bool, text: &str) {
     if !quiet {
-        let _ = writeln!(io::stderr(), "{}", crate::exit::one_line(text));
+        let _ = writeln!(io::stderr(), "{}", one_line(text));
     }
 }
 
-/// Rows under a heading, as wide as their content.
+/// A table with a heading, whose columns are as wide as their content.
 pub struct Table {
     rows: Vec<Vec<String>>,
 }
@@ -60,10 +60,10 @@ impl Table {
     }
 
     pub fn row(&mut self, cells: Vec<String>) {
-        self.rows.push(cells.iter().map(|cell| crate::exit::one_line(cell)).collect());
+        self.rows.push(cells.iter().map(|cell| one_line(cell)).collect());
     }
 
-    /// The text: columns two spaces apart, nothing after the last.
+    /// Formats the table: columns two spaces apart, no trailing spaces.
     pub fn render(&self) -> String {
         let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
         let width = |column: usize| {
@@ -89,7 +89,7 @@ impl Table {
     }
 }
 
-/// `512 MiB`, `1.5 GiB`: a size for people.
+/// Formats a size for people: `512 MiB`, `1.5 GiB`.
 pub fn bytes(count: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = count as f64;
@@ -98,13 +98,14 @@ pub fn bytes(count: u64) -> String {
         value /= 1024.0;
         unit += 1;
     }
-    match value.fract() == 0.0 || value >= 100.0 || unit == 0 {
-        true => format!("{value:.0} {}", UNITS[unit]),
-        false => format!("{value:.1} {}", UNITS[unit]),
+    if value.fract() == 0.0 || value >= 100.0 || unit == 0 {
+        format!("{value:.0} {}", UNITS[unit])
+    } else {
+        format!("{value:.1} {}", UNITS[unit])
     }
 }
 
-/// `12 s`, `5 min`, `3 h`, `2 d`: an age for people.
+/// Formats an age for people: `12 s`, `5 min`, `3 h`, `2 d`.
 pub fn age(seconds: u64) -> String {
     match seconds {
         0..120 => format!("{seconds} s"),
@@ -114,9 +115,28 @@ pub fn age(seconds: u64) -> String {
     }
 }
 
+/// Escapes control characters, which would break the line or control the terminal: a file name may
+/// contain anything.
+pub fn one_line(message: &str) -> String {
+    let mut clean = String::with_capacity(message.len());
+    for char in message.trim().chars() {
+        if char.is_control() {
+            clean.extend(char.escape_default());
+        } else {
+            clean.push(char)
+        }
+    }
+    clean
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn one_line_of_hostile_text_has_no_control_characters() {
+        assert_eq!(one_line("a\nb\x1b[31m\u{9b}c\n"), "a\\nb\\u{1b}[31m\\u{9b}c");
+    }
 
     #[test]
     fn table_with_uneven_cells_lines_up() {

@@ -1,7 +1,7 @@
-//! What a copy of a VM gets in place of what the VM had: taps, drives, its vsock socket, its CID.
+//! Overrides for a fork or a restored VM: taps, drives, the vsock socket and its CID.
 //!
-//! `fork` and `restore` share it. Flags are kept as they were typed and read once for each copy, because
-//! copies of one command differ: each has its own number, and its own random hardware address.
+//! Shared by `pvmm fork` and `restore`. Flags are kept as text and parsed once per fork, because
+//! the forks of one command differ: each has its own number and its own random MAC address.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -14,16 +14,18 @@ use crate::drive::{self, DriveFlag};
 use crate::exit::Failure;
 use crate::net_card::{self, NetCard, TapWish};
 
-/// The guest's address on its vsock; each VM has its own socket, so they may all have the same.
+/// The guest's vsock CID; all VMs may use one, because each has its own socket.
 pub const GUEST_CID: u32 = 3;
 
 /// The flags of `fork` and `restore` that say what a copy gets.
 #[derive(Clone, Debug, Default, Args)]
 pub struct CopyFlags {
-    /// Tap and addresses for a network card; the first is for eth0: [tap=NAME|auto][,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC|random][,bps=SIZE][,pps=N]
+    /// Tap and addresses for a network card; the first is for eth0:
+    /// [tap=NAME|auto][,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC|random][,bps=SIZE][,pps=N]
     #[arg(long, value_name = "CARD", value_parser = net_text)]
     pub net: Vec<String>,
-    /// Another image for a drive, by its name in the guest: vdc=PATH[,ro][,direct][,cache=…][,engine=…][,bps=SIZE][,iops=N]
+    /// Another image for a drive, by its name in the guest:
+    /// vdc=PATH[,ro][,direct][,cache=…][,engine=…][,bps=SIZE][,iops=N]
     #[arg(long, value_name = "vdX=DRIVE", value_parser = drive_text)]
     pub drive: Vec<String>,
     /// Where the socket of its vsock device is made [default: in the VM's directory]
@@ -34,14 +36,14 @@ pub struct CopyFlags {
     pub cid: Option<u32>,
 }
 
-/// What one copy gets.
+/// The overrides of one fork.
 #[derive(Clone, Debug, Default)]
 pub struct CopyParts {
     nets: Vec<NetCard>,
     drives: Vec<(usize, DriveFlag)>,
     vsock: Option<PathBuf>,
     cid: Option<u32>,
-    /// A card of which nothing was said gets a tap that is made, not the one of the template's name.
+    /// A device without a `--net` flag gets a new tap, instead of the one named in the template.
     makes_taps: bool,
 }
 
@@ -53,7 +55,7 @@ fn drive_text(text: &str) -> Result<String, String> {
     drive_at(text).map(|_| text.to_owned())
 }
 
-/// `vdc=PATH,…`: the place of a drive, and what is to be there.
+/// Parses `vdc=PATH,…`: the index of a drive, and its new image.
 fn drive_at(text: &str) -> Result<(usize, DriveFlag), String> {
     const SHAPE: &str = "write the drive's name in the guest and a path, as in vdc=disk.img";
     let (name, drive) = text.split_once('=').ok_or(SHAPE)?;
@@ -64,7 +66,8 @@ fn drive_at(text: &str) -> Result<(usize, DriveFlag), String> {
 }
 
 impl CopyFlags {
-    /// What the copy of this number gets; a copy that is alone has none. Paths are taken from here.
+    /// Returns the overrides of the fork with this number; a single fork has no number. Relative
+    /// paths start at the current directory.
     pub fn of_copy(&self, number: Option<u32>, makes_taps: bool) -> Result<CopyParts, Failure> {
         let nets = self.net.iter().map(|text| {
             let card = net_card::parse_copy(text)?;
@@ -85,7 +88,7 @@ impl CopyFlags {
     }
 }
 
-/// The path of a copy's socket: absolute, and with the copy's number behind it.
+/// Returns the path of a fork's vsock socket: absolute, with the fork's number appended.
 fn socket(path: &Path, number: Option<u32>) -> Result<PathBuf, Failure> {
     let path = std::path::absolute(path)?;
     Ok(match number {
@@ -99,12 +102,12 @@ fn socket(path: &Path, number: Option<u32>) -> Result<PathBuf, Failure> {
 }
 
 impl CopyParts {
-    /// The path of its own for the vsock's socket, if one was asked for.
+    /// Returns the path of the vsock socket, if one was given.
     pub fn vsock(&self) -> Option<&Path> {
         self.vsock.as_deref()
     }
 
-    /// What the library is told; `vsock` is where the socket is unless another place was asked for.
+    /// Builds the library's overrides; `vsock` is the socket's path unless a flag gives another.
     pub fn overrides(&self, template: &Template, vsock: PathBuf) -> Overrides {
         let vsock = self.vsock.clone().unwrap_or(vsock);
         let nets = self.cards(template.taps()).into_iter().enumerate();
@@ -121,13 +124,13 @@ impl CopyParts {
         }
     }
 
-    /// Adds what the guest is told of its cards.
+    /// Adds the settings of the guest's network devices to its refresh.
     pub fn tell(&self, template: &Template, refresh: Refresh) -> Refresh {
         let cards = self.cards(template.taps()).into_iter().enumerate();
         cards.fold(refresh, |refresh, (place, card)| card.tell_copy(refresh, place))
     }
 
-    /// A card for each of the template's, and any that are too many, for the library to refuse.
+    /// Returns one entry per device of the template, and any in excess, which the library refuses.
     fn cards(&self, taps: &[String]) -> Vec<NetCard> {
         let mut cards = self.nets.clone();
         cards.resize_with(cards.len().max(taps.len()), NetCard::default);

@@ -1,7 +1,7 @@
-//! Ports of this host that lead into a guest: how they are written, bound and kept.
+//! Ports of the host that are forwarded into a guest: parsing, binding and serving them.
 //!
-//! `port`, `run -p` and the process of a detached VM share it. Listeners are bound before anything is
-//! made, so that a port that is taken is a wrong command line and not a half-made VM.
+//! Shared by `pvmm port`, `run -p` and the monitor process of a detached VM. Listeners are bound
+//! before anything is created, so that a port in use is a usage error and leaves no half-made VM.
 
 use std::fmt;
 use std::io;
@@ -11,30 +11,33 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, AgentError, Forward};
 
-use crate::attach;
 use crate::exit::{self, Failure};
+use crate::guest_agent;
 use crate::vm_dir::VmDir;
 
-/// How often to look whether the guest is still there.
+/// The interval of checks whether the guest is still there.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
-/// A guest that is paused is silent for a while, and still there.
+/// How long a ping may take; a paused guest does not answer, but is still there.
 const PING_TIME: Duration = Duration::from_secs(1);
-/// No more than one remark about refused clients in this time.
+/// The shortest time between two remarks about refused clients.
 const REMARK_EVERY: Duration = Duration::from_secs(5);
 
-/// `[ADDRESS:]HOST:GUEST` as it was typed.
+/// A parsed `[ADDRESS:]HOST:GUEST`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortSpec {
     pub host: SocketAddr,
     pub guest: u16,
 }
 
-/// Reads `8080:80`, `0.0.0.0:8080:80`, `[::1]:8080:80`, `0:80` (any free port) or `80` (the same here).
+/// Parses `8080:80`, `0.0.0.0:8080:80`, `[::1]:8080:80`, `0:80` (any free port) or `80` (for both).
 pub fn port_spec(text: &str) -> Result<PortSpec, String> {
     const SHAPE: &str = "write HOST:GUEST, as in 8080:80, or ADDRESS:HOST:GUEST";
-    let number = |text: &str| match text.bytes().all(|byte| byte.is_ascii_digit()) {
-        true => text.parse::<u16>().map_err(|_| format!("{SHAPE}; a port is at most 65535")),
-        false => Err(SHAPE.to_owned()),
+    let number = |text: &str| {
+        if text.bytes().all(|byte| byte.is_ascii_digit()) {
+            text.parse::<u16>().map_err(|_| format!("{SHAPE}; a port is at most 65535"))
+        } else {
+            Err(SHAPE.to_owned())
+        }
     };
     let (rest, guest) = text.rsplit_once(':').unwrap_or((text, text));
     let guest = number(guest)?;
@@ -51,7 +54,7 @@ pub fn port_spec(text: &str) -> Result<PortSpec, String> {
 fn address_of(text: &str) -> Result<IpAddr, String> {
     let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
     match bare.parse() {
-        // Without brackets nobody can tell where an IPv6 address ends and the port begins.
+        // Without brackets the end of an IPv6 address and the port are ambiguous.
         Ok(IpAddr::V6(_)) if bare.len() == text.len() => {
             Err(format!("write an IPv6 address in brackets: [{bare}]"))
         }
@@ -61,7 +64,7 @@ fn address_of(text: &str) -> Result<IpAddr, String> {
     }
 }
 
-/// A port of this host that is ours, and where it leads.
+/// A bound port of the host, and the guest port that it is forwarded to.
 #[derive(Debug)]
 pub struct BoundPort {
     listener: TcpListener,
@@ -75,7 +78,7 @@ impl fmt::Display for BoundPort {
     }
 }
 
-/// Takes all the ports, or none.
+/// Binds all ports, or fails and binds none.
 pub fn bind(specs: &[PortSpec]) -> Result<Vec<BoundPort>, Failure> {
     specs.iter().map(bind_one).collect()
 }
@@ -97,8 +100,8 @@ fn bind_one(spec: &PortSpec) -> Result<BoundPort, Failure> {
     }
 }
 
-/// Keeps the ports leading into the VM until `stop`, which waits so long and says whether to; reached
-/// anew when the connection to the agent was reset. Fails when the VM has ended.
+/// Forwards the ports into the VM until `stop`, which waits for the given time, returns true.
+/// Reconnects when the connection to the agent is reset. Fails when the VM has ended.
 pub fn keep(
     dir: &VmDir,
     ports: &[BoundPort],
@@ -107,10 +110,10 @@ pub fn keep(
 ) -> Result<(), Failure> {
     let remarks = Arc::new(Remarks { last: Mutex::new(None), remark });
     loop {
-        let agent = match attach::connect(dir, attach::PATIENCE) {
+        let agent = match guest_agent::connect(dir, guest_agent::PATIENCE) {
             Ok(agent) => agent,
             Err(_) if !dir.is_alive() => return Err(Failure::fault("the VM has ended")),
-            Err(error) => return Err(attach::refuse_agent(error)),
+            Err(error) => return Err(guest_agent::refuse(error)),
         };
         let forwards: Result<Vec<Forward>, Failure> =
             ports.iter().map(|port| forward(&agent, port, &remarks)).collect();
@@ -123,7 +126,7 @@ pub fn keep(
     }
 }
 
-/// Whether the agent's connection still stands; one that is merely slow to answer does.
+/// Whether the connection to the agent still stands; a slow answer counts as yes.
 fn is_there(agent: &Agent) -> bool {
     !matches!(agent.ping(Instant::now() + PING_TIME), Err(AgentError::Lost(_)))
 }
@@ -132,10 +135,10 @@ fn forward(agent: &Agent, port: &BoundPort, remarks: &Arc<Remarks>) -> Result<Fo
     let listener = port.listener.try_clone()?;
     let (remarks, guest) = (Arc::clone(remarks), port.guest);
     let on_refused = move |error: &AgentError| remarks.refused(guest, error);
-    agent.forward(listener, port.guest, on_refused).map_err(attach::refuse_agent)
+    agent.forward(listener, port.guest, on_refused).map_err(guest_agent::refuse)
 }
 
-/// Says why a client was refused, but not for each of a hundred.
+/// Reports refused clients, at a limited rate.
 struct Remarks {
     last: Mutex<Option<Instant>>,
     remark: fn(&str),

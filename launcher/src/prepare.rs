@@ -1,7 +1,7 @@
-//! Everything slow that a run needs before its machine: kernel, root filesystem, empty disk.
+//! Prepares what a run needs before its VM: kernel, root filesystem, empty disk.
 //!
-//! It happens in the launcher, before the VMM process is forked, with progress and with Ctrl-C; the
-//! libraries' errors become the launcher's here, each with the exit code of whose fault it is.
+//! This slow work happens in the launcher, before the monitor process is forked, with progress and
+//! Ctrl-C. Errors of the libraries are converted to failures here, with an exit code by cause.
 
 use std::error::Error;
 use std::fs::File;
@@ -22,17 +22,17 @@ use crate::rootfs;
 use crate::scratch;
 use crate::sys::{process, signals};
 
-/// What the machine is made from, ready to use.
+/// The files that a VM is booted from.
 pub struct Parts {
     pub kernel: Kernel,
     pub initramfs: Vec<u8>,
     pub rootfs: PathBuf,
     pub rootfs_type: &'static str,
-    /// The writable disk; it has no name and is gone with its last user.
+    /// The writable disk: an unnamed file that is freed with its last file descriptor.
     pub upper: File,
 }
 
-/// Where the parts come from, checked as far as that is possible without making anything.
+/// Where the parts come from, checked as far as possible without creating anything.
 pub struct Sources {
     pub kernel: Option<Kernel>,
     pub rootfs: RootfsSource,
@@ -73,7 +73,7 @@ impl Sources {
         Ok(Self { kernel, rootfs, disk_mib })
     }
 
-    /// Fetches and builds what is not there yet.
+    /// Downloads and builds the parts that are missing.
     pub fn prepare(self, quiet: bool) -> Result<Parts, Failure> {
         signals::catch_interrupts();
         let parts = self.make(&mut Steps::new(quiet));
@@ -83,7 +83,8 @@ impl Sources {
     fn make(self, steps: &mut Steps) -> Result<Parts, Failure> {
         let cache = Cache::open().map_err(refuse)?;
         if matches!(self.rootfs, RootfsSource::Base) && Template::find(&cache, BASE).is_err() {
-            // On first use: nobody should wait for a download to learn that there is no KVM.
+            // Checked on first use, so that no download comes before the message that there is no
+            // KVM.
             require_kvm()?;
         }
         let kernel = match self.kernel {
@@ -112,8 +113,8 @@ fn require_kvm() -> Result<(), Failure> {
     })
 }
 
-/// The guest's own disk, where the disk writes of VMs go. The empty one that it is a copy of comes from the
-/// cache, or is made in that place if the cache cannot be written.
+/// Creates the guest's writable disk in the scratch folder `dir`. It is a copy of an empty disk
+/// from the cache, or of one made in `dir` if the cache cannot be written.
 fn writable_disk(
     cache: &Cache,
     dir: &Path,
@@ -125,17 +126,18 @@ fn writable_disk(
     if !matches!(made, Err(OverlayError::Cache(_))) {
         return made;
     }
-    // A cache on a shared filesystem may also not tell where its holes are, so none of it is copied.
+    // A cache on a shared filesystem may not report its holes either, so nothing is copied from
+    // there.
     let Some(own) = own_directory(dir) else { return made };
     let elsewhere = Cache::at(&own)
         .map_err(OverlayError::from)
         .and_then(|own| overlay::create_upper(&own, own.root(), bytes));
-    // The disk has no name, so it outlives the place it was made in.
+    // The disk is an unnamed file, so it outlives the folder.
     let _ = std::fs::remove_dir_all(&own);
     elsewhere.or(made)
 }
 
-/// A new directory in `dir` that nobody else can have put there.
+/// Creates a private folder with an unpredictable name in `dir`.
 fn own_directory(dir: &Path) -> Option<PathBuf> {
     let random: [u8; 8] = process::random().ok()?;
     let path = dir.join(format!("pvmm-disk-{:016x}", u64::from_ne_bytes(random)));
@@ -143,7 +145,7 @@ fn own_directory(dir: &Path) -> Option<PathBuf> {
     Some(path)
 }
 
-/// If a signal came meanwhile, that is how it ended, whatever else went wrong because of it.
+/// Returns the exit code of a caught signal, if there was one, in place of `result`.
 pub fn or_interrupted<T>(result: Result<T, Failure>) -> Result<T, Failure> {
     match signals::caught() {
         Some(signal) => Err(Failure::silent(exit::by_signal(signal))),
@@ -151,12 +153,12 @@ pub fn or_interrupted<T>(result: Result<T, Failure>) -> Result<T, Failure> {
     }
 }
 
-/// Whose fault an error of the libraries is.
+/// Decides who is at fault for an error of the libraries.
 pub trait Blame: Error {
-    /// Whether the user's input is at fault, not pvmm or the host.
+    /// Whether the user's input is at fault, and not pvmm or the host.
     fn is_users(&self) -> bool;
 
-    /// What to try, where the message does not say it.
+    /// What to try, if the message does not say it.
     fn hint(&self) -> Option<&'static str> {
         None
     }
@@ -215,21 +217,18 @@ impl Blame for TemplateError {
     }
 }
 
-/// One line with every cause; what stands after `: ` and names a fix stays in it.
+/// Builds a one-line failure from an error and all its causes.
 pub fn refuse(error: impl Blame) -> Failure {
     let mut message = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
         let text = error.to_string();
-        // A transparent variant repeats what stands already.
+        // A transparent variant repeats text that is already there.
         if !message.ends_with(&text) {
             message += &format!(": {text}");
         }
         cause = error.source();
     }
-    let failure = match error.is_users() {
-        true => Failure::usage(message),
-        false => Failure::fault(message),
-    };
+    let failure = if error.is_users() { Failure::usage(message) } else { Failure::fault(message) };
     Failure { hint: error.hint().map(str::to_owned), ..failure }
 }

@@ -1,6 +1,6 @@
-//! Long work as the person who waits for it sees it: a moving line on a terminal, plain lines elsewhere.
+//! Shows the progress of long work: a moving line on a terminal, plain lines elsewhere.
 //!
-//! The libraries tell what they do and never print; how that looks is decided here alone.
+//! The libraries report events and never print; only this file decides how they look.
 
 use std::cell::Cell;
 use std::io::{self, IsTerminal};
@@ -12,9 +12,9 @@ use pvmm_sandbox::{Event, Progress};
 use crate::output;
 use crate::sys::signals;
 
-/// A step shorter than this is not worth a line.
+/// A step shorter than this is not shown.
 const WORTH_A_LINE: Duration = Duration::from_millis(500);
-/// Without a terminal, how far something is is said this often.
+/// The interval of progress lines without a terminal.
 const EVERY: Duration = Duration::from_secs(3);
 
 /// Shows the steps of a preparation on standard error.
@@ -26,7 +26,7 @@ pub struct Steps {
 
 impl Steps {
     pub fn new(quiet: bool) -> Self {
-        // No ticker thread: the VMM process is forked later, and a fork needs a single thread.
+        // No ticker thread: the monitor process is forked later, and fork needs a single thread.
         let bar = (!quiet && io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new_spinner();
             let style = ProgressStyle::with_template("{spinner} {msg} ({elapsed})");
@@ -65,7 +65,7 @@ impl Progress for Steps {
             }
             Event::Detail(detail) => {
                 if let (Some(bar), Some((text, _))) = (&self.bar, &self.step) {
-                    bar.set_message(format!("{text}: {}", crate::exit::one_line(detail)));
+                    bar.set_message(format!("{text}: {}", crate::output::one_line(detail)));
                     bar.tick();
                 }
             }
@@ -86,7 +86,7 @@ impl Drop for Steps {
     }
 }
 
-/// Bytes on their way, as a moving count on a terminal and as a line now and then elsewhere.
+/// The progress of a transfer of unknown size: a moving count on a terminal, lines elsewhere.
 pub struct Transfer {
     quiet: bool,
     bar: Option<ProgressBar>,
@@ -94,7 +94,7 @@ pub struct Transfer {
     lines: Lines,
 }
 
-/// When the next line is due.
+/// Limits the rate of progress lines.
 struct Lines {
     said: Cell<Instant>,
 }
@@ -104,7 +104,7 @@ impl Lines {
         Self { said: Cell::new(Instant::now()) }
     }
 
-    /// Whether a line is due now, which it then is not for a while.
+    /// Whether a line is due now; if so, starts the next interval.
     fn due(&self) -> bool {
         let due = self.said.get().elapsed() >= EVERY;
         if due {
@@ -137,12 +137,12 @@ impl Transfer {
         }
     }
 
-    /// Bytes that were copied by now.
+    /// Returns the bytes copied so far.
     pub fn total(&self) -> u64 {
         self.total.get()
     }
 
-    /// A remark that does not tear the moving line.
+    /// Prints a remark without disturbing the moving line.
     pub fn remark(&self, text: &str) {
         match &self.bar {
             Some(bar) => bar.suspend(|| output::remark(self.quiet, text)),
@@ -159,7 +159,7 @@ impl Drop for Transfer {
     }
 }
 
-/// How far a copy is, in bytes; nothing is shown for one that is quick.
+/// The progress of a copy in bytes; nothing is shown for a short one.
 pub struct Counter {
     quiet: bool,
     bar: Option<ProgressBar>,

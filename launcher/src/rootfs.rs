@@ -1,7 +1,7 @@
-//! Looks at a root filesystem image before anything is made for it.
+//! Checks a root filesystem image before anything is created for it.
 //!
-//! The agent has to be told the type to mount, and a directory or a text file should be refused here
-//! with a fix, not in the guest with an errno.
+//! The agent needs the filesystem type to mount, and a directory or a text file should be refused
+//! here with a fix, not in the guest with an errno.
 
 use std::fs::{self, File};
 use std::io;
@@ -47,7 +47,7 @@ impl From<RootfsError> for Failure {
     }
 }
 
-/// The type of the filesystem in the image at `path`, as `mount -t` has it.
+/// Returns the type of the filesystem in the image at `path`, as for `mount -t`.
 pub fn filesystem_type(path: &Path) -> Result<&'static str, RootfsError> {
     let own = || path.to_owned();
     if path.as_os_str().as_encoded_bytes().contains(&0) {
@@ -57,7 +57,7 @@ pub fn filesystem_type(path: &Path) -> Result<&'static str, RootfsError> {
         io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => RootfsError::NotFound(own()),
         _ => RootfsError::Read { path: own(), source },
     };
-    // Asked before opening: to open a FIFO would wait for a writer that never comes.
+    // Checked before opening, because opening a FIFO would wait for a writer.
     let kind = fs::metadata(path).map_err(read)?.file_type();
     if kind.is_dir() {
         return Err(RootfsError::Directory(own()));
@@ -70,15 +70,18 @@ pub fn filesystem_type(path: &Path) -> Result<&'static str, RootfsError> {
         let mut found = vec![0; magic.len()];
         image.read_exact_at(&mut found, offset).is_ok() && found == magic
     };
-    match () {
-        () if has(0, b"hsqs") => Ok("squashfs"),
-        () if has(0, b"XFSB") => Ok("xfs"),
-        () if has(1024, &[0xe2, 0xe1, 0xf5, 0xe0]) => Ok("erofs"),
-        () if has(1080, &[0x53, 0xef]) => Ok("ext4"),
-        () if has(0x10040, b"_BHRfS_M") => Ok("btrfs"),
-        () if has(510, &[0x55, 0xaa]) => Err(RootfsError::Partitioned(own())),
-        () => Err(RootfsError::UnknownType(own())),
+    let known: [(u64, &[u8], &str); 5] = [
+        (0, b"hsqs", "squashfs"),
+        (0, b"XFSB", "xfs"),
+        (1024, &[0xe2, 0xe1, 0xf5, 0xe0], "erofs"),
+        (1080, &[0x53, 0xef], "ext4"),
+        (0x10040, b"_BHRfS_M", "btrfs"),
+    ];
+    if let Some((.., name)) = known.into_iter().find(|(offset, magic, _)| has(*offset, magic)) {
+        return Ok(name);
     }
+    let partitioned = has(510, &[0x55, 0xaa]);
+    Err(if partitioned { RootfsError::Partitioned(own()) } else { RootfsError::UnknownType(own()) })
 }
 
 #[cfg(test)]

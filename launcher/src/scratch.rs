@@ -1,7 +1,7 @@
-//! Where the disk writes of VMs go: pvmm's own folder, on a disk and not in this host's memory.
+//! The scratch folder, where VMs' disk writes go: on a disk, not in the host's memory.
 //!
-//! A VM may write as much as its disk is large. Into a tmpfs that would be the host's memory, so it is only
-//! done for a user who says so.
+//! A VM may fill its whole disk. In a tmpfs that would take the host's memory, so a tmpfs is used
+//! only if the user asks for it.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -12,19 +12,19 @@ use pvmm_sandbox::Cache;
 use crate::exit::Failure;
 use crate::output;
 
-/// The folder to use instead of pvmm's own.
+/// Environment variable for a scratch folder other than pvmm's own.
 const DIR: &str = "PVMM_SCRATCH_DIR";
-/// Set to 1 by who wants disks in memory.
+/// Environment variable that, set to 1, allows a scratch folder in memory.
 const IN_MEMORY: &str = "PVMM_SCRATCH_IN_MEMORY";
 
-/// The folder, and whether it is in memory by the user's own wish.
+/// The scratch folder, and whether it is in memory by the user's choice.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     pub dir: PathBuf,
     pub in_memory: bool,
 }
 
-/// The folder for nameless files that VMs write; a remark says it if that is memory.
+/// Returns the folder for the unnamed files that VMs write; warns if it is in memory.
 pub fn place(quiet: bool) -> Result<Place, Failure> {
     let wished = std::env::var_os(DIR).filter(|dir| !dir.is_empty());
     let in_memory = std::env::var_os(IN_MEMORY).is_some_and(|value| value == "1");
@@ -36,7 +36,7 @@ pub fn place(quiet: bool) -> Result<Place, Failure> {
     Ok(place)
 }
 
-/// The cache is where a user keeps much; a temporary place serves where that cannot be written.
+/// Returns the folders to try: the cache, which is meant for large data, then temporary folders.
 fn candidates(wished: Option<OsString>) -> Vec<PathBuf> {
     match wished {
         Some(dir) => vec![PathBuf::from(dir)],
@@ -47,7 +47,7 @@ fn candidates(wished: Option<OsString>) -> Vec<PathBuf> {
     }
 }
 
-/// The first folder that is on a disk, or with `in_memory` the first that can be used at all.
+/// Returns the first folder on a disk, or with `in_memory` the first usable one.
 fn find(
     dirs: &[PathBuf],
     in_memory: bool,

@@ -1,15 +1,16 @@
-//! What a guest's program has switched on at our terminal, to be switched off if the program is cut off.
+//! Tracks terminal modes that a guest's program has set, to reset them if the program is
+//! interrupted.
 //!
-//! A program that ends does that itself. One whose VM is killed would leave us the other screen, a hidden cursor,
-//! pastes between marks and a mouse that types.
+//! A program that ends resets them itself. One whose VM is killed would leave the alternate screen,
+//! a hidden cursor, bracketed paste and mouse reporting behind.
 
-/// More modes, and more of them at once, than programs use.
+/// The most modes tracked, and the most in one sequence; more than programs use.
 const MODES_MAX: usize = 32;
-/// These are on until a program switches them off: wrapped lines, and the cursor.
+/// Modes that are on by default: line wrap, and the cursor.
 const USUALLY_ON: [u16; 2] = [7, 25];
 const ESCAPE: u8 = 0x1b;
 
-/// A terminal's private modes, as far as they are not as usual.
+/// The terminal's private modes that differ from their defaults.
 #[derive(Debug, Default)]
 pub struct Screen {
     changed: Vec<u16>,
@@ -18,19 +19,19 @@ pub struct Screen {
     within: Within,
 }
 
-/// Where in a sequence the output so far ends.
+/// The parser's position within an escape sequence.
 #[derive(Debug, Default)]
 enum Within {
     #[default]
     Text,
     Escape,
     Sequence,
-    /// `ESC [ ?`, and the numbers that followed.
+    /// `ESC [ ?`, and the numbers so far.
     Modes(Vec<u16>),
 }
 
 impl Screen {
-    /// Takes note of what goes to the terminal.
+    /// Parses output that goes to the terminal.
     pub fn note(&mut self, mut bytes: &[u8]) {
         while let Some((&byte, rest)) = bytes.split_first() {
             bytes = rest;
@@ -78,7 +79,7 @@ impl Screen {
         }
     }
 
-    /// What brings the terminal back to where it was, the last change first; nothing if nothing is to be done.
+    /// Returns the bytes that reset the terminal, last change first; empty if nothing has changed.
     pub fn calm(&mut self) -> Vec<u8> {
         let mut text = String::new();
         for mode in std::mem::take(&mut self.changed).into_iter().rev() {

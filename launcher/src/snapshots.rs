@@ -1,6 +1,6 @@
-//! Where snapshots are kept and how they are named.
+//! Where snapshots are kept, and how they are named.
 //!
-//! A name is a folder in pvmm's data directory; anything with a slash is a path of the user's own.
+//! A name is a folder in pvmm's data directory; text with a slash is a path.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use pvmm_sandbox::Cache;
 
 use crate::exit::{Failure, io_text};
 
-/// The folder that a name or a path means.
+/// Returns the folder of a snapshot by name or path.
 pub fn place(name: &str) -> Result<PathBuf, Failure> {
     if name.contains('/') {
         let path = PathBuf::from(name);
@@ -20,7 +20,7 @@ pub fn place(name: &str) -> Result<PathBuf, Failure> {
     Ok(folder()?.join(name))
 }
 
-/// The same for one that is to be written: its parent is there afterwards.
+/// Returns the folder of a snapshot to be written, and creates its parent if it is pvmm's own.
 pub fn new_place(name: &str) -> Result<PathBuf, Failure> {
     let place = place(name)?;
     if !name.contains('/') {
@@ -34,7 +34,7 @@ pub fn new_place(name: &str) -> Result<PathBuf, Failure> {
     Ok(place)
 }
 
-/// Every snapshot in the data directory, by name; what is not one is left out.
+/// Lists all snapshots in the data directory by name; other files are skipped.
 pub fn list() -> Result<Vec<(String, PathBuf, Manifest)>, Failure> {
     let folder = folder()?;
     let mut found = Vec::new();
@@ -51,7 +51,7 @@ pub fn list() -> Result<Vec<(String, PathBuf, Manifest)>, Failure> {
     Ok(found)
 }
 
-/// What a snapshot takes on the disk.
+/// Returns the disk usage of a snapshot.
 pub fn disk_bytes(dir: &Path) -> u64 {
     let entries = fs::read_dir(dir).into_iter().flatten().flatten();
     let blocks = |entry: fs::DirEntry| {
@@ -60,7 +60,8 @@ pub fn disk_bytes(dir: &Path) -> u64 {
     entries.map(blocks).sum()
 }
 
-/// Where files may be that a snapshot only names: in pvmm's own folders, and where the user says.
+/// Returns the folders in which a snapshot may name files: pvmm's own, and those that the user
+/// allows.
 pub fn roots(allowed: Vec<PathBuf>) -> Vec<PathBuf> {
     let mut roots = allowed;
     roots.extend(folder());

@@ -1,7 +1,9 @@
-//! Warm templates: a VM that has booted, run a command and been frozen, so that `pvmm run` need not boot.
+//! Warm templates: a VM that has booted, run a command and been frozen, so that `pvmm run` forks it
+//! instead of booting.
 //!
-//! One is baked for a template and a size, and found again by everything that it depends on: another
-//! kernel, agent, image or size is another key, and an old one is simply never found.
+//! A warm template is baked for a root filesystem and a size. Its key covers everything that it
+//! depends on: with another kernel, agent, image or size the key differs, and the old one is never
+//! found.
 
 use std::fs;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -12,7 +14,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
-use pvmm::{Console, ErrorKind, Overrides, Template, Vm, Vsock};
+use pvmm::{Console, ErrorKind, Overrides, Template, Vm, Vsock, next_trim};
 use pvmm_agent_image::AGENT_KEY;
 use pvmm_sandbox::template::BASE;
 use pvmm_sandbox::{Cache, Event, Kernel, Progress, Silent, cache};
@@ -20,26 +22,27 @@ use pvmm_sandbox::{Cache, Event, Kernel, Progress, Silent, cache};
 use crate::exit::Failure;
 use crate::leftovers::Leftovers;
 use crate::machine;
+use crate::machine::SETTLE_MAX;
 use crate::prepare::{self, RootfsSource, Sources};
 use crate::progress::Steps;
 use crate::scratch;
 use crate::vm_dir::Record;
 
 const KIND: &str = "warm";
-/// What people call the kernel in it.
+/// The file with the kernel's name for display.
 const LABEL: &str = "kernel-label";
-/// Raised when the bake itself changes.
-const VERSION: &str = "5";
+/// Increased when the bake itself changes.
+const VERSION: &str = "6";
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
-/// What a guest is asked to do before it is frozen, so that the first real command finds it done.
+/// Commands run before the freeze, so that the first real command finds their effects in memory.
 const REHEARSAL: [&str; 2] =
     ["/bin/true", "command -v python3 >/dev/null && python3 -c pass; true"];
 
-/// How long a guest is left alone before it is frozen: what its kernel puts off until nobody waits for it is then
-/// done once, and not in every copy.
+/// How long the guest is idle before it is frozen: work that its kernel defers is then done once,
+/// and not in every fork.
 const SETTLE: Duration = Duration::from_secs(1);
 
-/// What a VM is made of and how large it is.
+/// The root filesystem and the size of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub template: String,
@@ -49,19 +52,19 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// What `pvmm run` makes when told nothing.
+    /// Returns the default shape of `pvmm run`.
     pub fn of(template: &str) -> Self {
         Self { template: template.to_owned(), cpus: 1, memory_mib: 512, disk_mib: 8 << 10 }
     }
 }
 
-/// A warm template, ready to be forked.
+/// A warm template, loaded.
 pub struct Warm {
     pub template: Template,
     pub kernel: String,
 }
 
-/// The warm template of a shape, if there is one for this kernel, agent and image.
+/// Finds the warm template of a shape for the current kernel, agent and image.
 pub fn find(shape: &Shape) -> Option<Warm> {
     let cache = Cache::open().ok()?;
     let kernel = Kernel::default_file(&cache)?;
@@ -82,7 +85,7 @@ pub fn find(shape: &Shape) -> Option<Warm> {
     }
 }
 
-/// The warm template of the default shape by the name of its root filesystem.
+/// Finds the warm template of the default shape by the name of its root filesystem.
 pub fn find_named(name: &str) -> Result<Option<Warm>, Failure> {
     let known = Cache::open().is_ok_and(|cache| pvmm_sandbox::Template::find(&cache, name).is_ok());
     match (find(&Shape::of(name)), known) {
@@ -92,8 +95,8 @@ pub fn find_named(name: &str) -> Result<Option<Warm>, Failure> {
     }
 }
 
-/// Boots a VM of this shape, lets it rehearse, freezes it and keeps it. Does nothing if that was done, unless what was
-/// kept cannot be used here: of a cache that came from another host, or is broken.
+/// Boots a VM of this shape, runs the rehearsal commands, freezes it and writes it to disk. Does
+/// nothing if a usable one exists; one that is damaged or came from another host is baked again.
 pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     let mut steps = Steps::new(quiet);
     let cache = Cache::open().map_err(prepare::refuse)?;
@@ -111,14 +114,14 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     }
     steps.event(Event::Step("baking a warm template"));
     let parts = sources.prepare(quiet)?;
-    // Before the machine has threads, which must not get the signals either.
+    // Before the VM has threads, which must inherit the blocked signals.
     let leftovers = Leftovers::watch()?;
     let room = tempdir()?;
     leftovers.note(&room);
     let baked = bake_in(&room, shape, parts, &place, &leftovers);
     let _ = fs::remove_dir_all(&room);
     baked?;
-    // Only a name; a template without it is as good.
+    // Only for display; a template without it works too.
     let _ = fs::write(place.join(LABEL), kernel.label);
     Ok(place)
 }
@@ -159,17 +162,18 @@ fn bake_in(
     drop(agent);
     let agent_failed = |error: pvmm::agent::AgentError| failed(error.into());
     let control = Agent::connect_control(&uds_path, deadline).map_err(agent_failed)?;
-    // What every copy is told first, so that the files and mounts for it are there.
+    // Every fork is refreshed first, so a refresh is rehearsed: its files and mounts then exist.
     let rehearsed = Refresh::new(0).map_err(agent_failed)?.without_thaw();
     control.refresh(&rehearsed, deadline).map_err(agent_failed)?;
     let options = FreezeOptions { sync: true, ..FreezeOptions::default() };
     control.freeze_with(options, deadline).map_err(agent_failed)?;
-    // Nobody is connected to a template.
+    // A template must have no open connection.
     drop(control);
     thread::sleep(SETTLE);
+    vm.settle(SETTLE_MAX);
     let mut template = vm.freeze().map_err(failed)?;
     drop(vm);
-    // What a first command touches, so that a run finds it in place.
+    // Records the working set of a first command, to be prefaulted in a run.
     let vsock = Some(Vsock::new(3, uds_path.clone()));
     let overrides = Overrides {
         vsock,
@@ -185,7 +189,7 @@ fn bake_in(
             .map_err(|error| pvmm::Error::new(ErrorKind::AgentLost, "first command", error))?;
         Ok(())
     };
-    template.record_working_set(overrides, first_use).map_err(failed)?;
+    template.record_working_set(overrides, next_trim(Duration::ZERO), first_use).map_err(failed)?;
     let parent = place.parent().unwrap_or(place);
     fs::create_dir_all(parent)
         .map_err(|error| Failure::fault(format!("cannot make {}: {error}", parent.display())))?;
@@ -197,7 +201,7 @@ fn bake_in(
     Ok(())
 }
 
-/// Where the warm template of a shape is kept.
+/// Returns the folder of a shape's warm template.
 fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<PathBuf> {
     let looks = |path: &Path| {
         let facts = fs::metadata(path).ok()?;
@@ -222,7 +226,7 @@ fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<Pat
     Some(cache.path(KIND, &format!("{}-{key}", shape.template)))
 }
 
-/// A short-named directory for the bake's socket, which is open to nobody else.
+/// Creates a private folder with a short name for the bake's socket.
 fn tempdir() -> Result<PathBuf, Failure> {
     let random: [u8; 6] = crate::sys::process::random()
         .map_err(|error| Failure::fault(format!("no random bytes: {error}")))?;

@@ -1,5 +1,6 @@
 //! Wrong input on the real command: one `error:` line that names field and fix, the documented exit
-//! code, and nothing left behind. None of it needs KVM, since input is checked before anything is made.
+//! code, and nothing left behind. None of it needs KVM, since input is checked before anything is
+//! made.
 #![allow(clippy::unwrap_used)] // All of this file is test code, its fixture included.
 
 use std::ffi::OsStr;
@@ -34,7 +35,8 @@ impl User {
         command
     }
 
-    /// Runs pvmm and checks the shape of its refusal: code, one error line, at most one hint, no data.
+    /// Runs pvmm and checks the shape of its refusal: code, one error line, at most one hint, no
+    /// data.
     fn refused(&self, args: &str, code: i32) -> String {
         self.check(self.pvmm(args.split(' ')), args, code)
     }

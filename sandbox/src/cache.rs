@@ -1,5 +1,6 @@
-//! The directory where kernels, templates and pristine disks are kept between runs.
-//! It is one file because every entry appears the same way: locked, built aside, synced, renamed.
+//! The cache directory, which keeps kernels, templates and empty disks between runs.
+//!
+//! Every entry is made in one way: locked, built in a temporary directory, synced, renamed.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -11,10 +12,10 @@ use sha2::{Digest, Sha256};
 use crate::progress::Progress;
 use crate::sys;
 
-/// Longer than any build takes; a builder that holds its lock for this long is stuck.
+/// How long to wait for a lock; longer than any build, so a builder that holds it longer is stuck.
 const LOCK_DEADLINE: Duration = Duration::from_secs(30 * 60);
 const LOCK_POLL: Duration = Duration::from_millis(50);
-/// Marks a directory that is still being built.
+/// The name prefix of a directory that is still being built.
 const TEMP_PREFIX: &str = ".building-";
 
 #[derive(Debug, thiserror::Error)]
@@ -39,21 +40,21 @@ pub enum CacheError {
     Remove { path: PathBuf, source: io::Error },
 }
 
-/// The cache's root directory. Everything in it can be deleted at any time and is built again.
+/// The cache, by its root directory. All contents can be deleted at any time and are built again.
 #[derive(Clone, Debug)]
 pub struct Cache {
     root: PathBuf,
 }
 
 impl Cache {
-    /// `$XDG_CACHE_HOME/pvmm`, or `~/.cache/pvmm`.
+    /// Opens `$XDG_CACHE_HOME/pvmm`, or `~/.cache/pvmm`.
     pub fn open() -> Result<Cache, CacheError> {
         let xdg = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
         let home = std::env::var_os("HOME").map(PathBuf::from);
         Cache::at(&root_from(xdg, home).ok_or(CacheError::NoHome)?)
     }
 
-    /// A cache somewhere else, for tests and for embedders.
+    /// Opens a cache at another path, for tests and embedders.
     pub fn at(root: &Path) -> Result<Cache, CacheError> {
         let cache = Cache { root: root.to_owned() };
         create_dir(&cache.root)?;
@@ -64,12 +65,13 @@ impl Cache {
         &self.root
     }
 
-    /// Where entry `name` of `kind` is or would be.
+    /// Returns the path of entry `name` of `kind`, whether or not it exists.
     pub fn path(&self, kind: &str, name: &str) -> PathBuf {
         self.root.join(kind).join(name)
     }
 
-    /// Waits for the right to change `kind/name`; it ends when the lock is dropped or the process dies.
+    /// Waits for the exclusive lock of `kind/name`, which is released when dropped or when the
+    /// process dies.
     pub fn lock(
         &self,
         kind: &str,
@@ -117,15 +119,15 @@ impl Cache {
         if told {
             progress.done();
         }
-        // Only for the waiter's message, so a failure here is no reason to stop.
+        // The pid is only for the message of a waiting process, so a failure is ignored.
         let _ = file.set_len(0).and_then(|()| writeln!(file, "{}", std::process::id()));
         Ok(Lock { _file: file })
     }
 
-    /// Makes sure that `kind/name` exists and `current` accepts it, building it if not.
+    /// Ensures that `kind/name` exists and `current` accepts it, building it if not.
     ///
-    /// Two processes that want the same entry do the work once: the second waits and finds it.
-    /// `build` fills an empty directory that nobody else sees; an error or a crash leaves no entry.
+    /// Two processes that need one entry build it once: the second waits and finds it. `build`
+    /// fills an empty directory that no other process sees; an error or a crash leaves no entry.
     pub fn publish<E: From<CacheError>>(
         &self,
         kind: &str,
@@ -150,9 +152,9 @@ impl Cache {
         Ok(path)
     }
 
-    /// Refuses work that would fill the disk, before it has taken a minute to find out.
+    /// Fails early if the disk has too little space for a build.
     pub fn need_mib(&self, needed_mib: u64) -> Result<(), CacheError> {
-        // A filesystem that cannot tell is given the benefit of the doubt.
+        // If the filesystem cannot report its free space, the work is tried.
         let free_mib = sys::free_bytes(&self.root).map_or(u64::MAX, |bytes| bytes >> 20);
         if free_mib < needed_mib {
             return Err(CacheError::Full { path: self.root.clone(), free_mib, needed_mib });
@@ -160,7 +162,7 @@ impl Cache {
         Ok(())
     }
 
-    /// Removes `kind/name`; false if it was not there.
+    /// Removes `kind/name`; returns false if it did not exist.
     pub fn remove(
         &self,
         kind: &str,
@@ -172,7 +174,7 @@ impl Cache {
         if !path.exists() {
             return Ok(false);
         }
-        // Renamed first, so that nobody finds a half-removed entry.
+        // Renamed first, so that no reader finds a half-removed entry.
         let parent = self.root.join(kind);
         let failed = |source| CacheError::Remove { path: path.clone(), source };
         let temp = Temp::create(&parent, name)?;
@@ -182,13 +184,13 @@ impl Cache {
     }
 }
 
-/// The right to change one entry, until dropped.
+/// The exclusive lock of one entry, held until dropped.
 #[derive(Debug)]
 pub struct Lock {
     _file: File,
 }
 
-/// A directory that is removed again unless it was renamed away.
+/// A directory that is removed on drop, unless it was renamed.
 struct Temp(PathBuf);
 
 impl Temp {
@@ -210,7 +212,8 @@ impl Drop for Temp {
     }
 }
 
-/// A content key: hex SHA-256 over the parts, each with its length so that they cannot run together.
+/// Computes a content key: hex SHA-256 over the parts, each with its length so that different
+/// splits give different keys.
 pub fn key<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut hash = Sha256::new();
     for part in parts {
@@ -220,7 +223,7 @@ pub fn key<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     hex(&hash.finalize())
 }
 
-/// Hex SHA-256 of a file.
+/// Returns the hex SHA-256 of a file.
 pub fn file_digest(path: &Path) -> io::Result<String> {
     let mut file = File::open(path)?;
     let mut hash = Sha256::new();
@@ -239,7 +242,7 @@ fn hex(bytes: &[u8]) -> String {
 }
 
 fn root_from(xdg: Option<PathBuf>, home: Option<PathBuf>) -> Option<PathBuf> {
-    // The base directory specification says to ignore a relative path.
+    // The XDG base directory specification requires relative paths to be ignored.
     let base = xdg.filter(|path| path.is_absolute());
     base.or_else(|| home.filter(|path| path.is_absolute()).map(|home| home.join(".cache")))
         .map(|base| base.join("pvmm"))
@@ -249,8 +252,8 @@ fn create_dir(path: &Path) -> Result<(), CacheError> {
     fs::create_dir_all(path).map_err(|source| CacheError::Create { path: path.to_owned(), source })
 }
 
-/// Removes what dead builders left. Ours to judge: `name`'s lock is held, so its builder is gone;
-/// for other names the process id in the directory's name says whether somebody still works there.
+/// Removes what dead builders left behind. The lock of `name` is held, so its builder is gone; for
+/// other names the process id in the directory's name shows whether the builder still runs.
 fn sweep(parent: &Path, name: &str) {
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
         let file_name = entry.file_name();
@@ -287,15 +290,15 @@ fn sync_dir(path: &Path) -> Result<(), CacheError> {
         .map_err(|source| CacheError::Sync { path: path.to_owned(), source })
 }
 
-/// Renames `temp` to `path`. A predecessor is swapped out, so readers see the old or the new entry,
-/// never none; whoever has its files open keeps them.
+/// Renames `temp` to `path`. An existing entry is exchanged, so that readers see the old or the new
+/// entry, never none; open files of the old entry stay valid.
 fn put_in_place(temp: &Path, path: &Path) -> Result<(), CacheError> {
     let failed = |source| CacheError::Publish { path: path.to_owned(), source };
     if fs::symlink_metadata(path).is_err() {
         return fs::rename(temp, path).map_err(failed);
     }
     if sys::exchange(temp, path).is_err() {
-        // A filesystem that cannot swap: there is a moment without an entry.
+        // On a filesystem without RENAME_EXCHANGE there is a moment without an entry.
         let old = temp.with_extension("old");
         fs::rename(path, &old).map_err(failed)?;
         fs::rename(temp, path).map_err(failed)?;

@@ -1,5 +1,4 @@
-//! Tests of the cache.
-//! They are beside it because they reach into what it leaves on disk.
+//! Tests of the cache, including the files that it leaves on disk.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -1,5 +1,6 @@
-//! Reads the files out of a Debian package.
-//! It is done here in Rust so that nothing is installed and no maintainer script ever runs.
+//! Reads the files of a Debian package.
+//!
+//! Done in Rust, so that nothing is installed and no maintainer script ever runs.
 
 use std::fs::File;
 use std::io::{self, BufReader, Read, Seek, SeekFrom};
@@ -29,7 +30,7 @@ pub(crate) type Files = tar::Archive<Box<dyn Read>>;
 pub(crate) enum Part {
     /// Maintainer scripts and metadata.
     Control,
-    /// The files it would install.
+    /// The files to install.
     Data,
 }
 
@@ -70,13 +71,13 @@ pub(crate) fn open(path: &Path, part: Part) -> Result<Files, DebError> {
             };
             return Ok(tar::Archive::new(stream));
         }
-        // Members start at even offsets.
+        // Members of an ar archive start at even offsets.
         let skip = i64::try_from(size.next_multiple_of(2)).map_err(|_| not_a_package())?;
         file.seek(SeekFrom::Current(skip)).map_err(failed)?;
     }
 }
 
-/// A path inside a package as names from the root, or none if it tries to leave it.
+/// Returns a package's path relative to the root, or `None` if it has `..` components.
 pub(crate) fn inner_path(path: &Path) -> Option<PathBuf> {
     use std::path::Component;
     let mut inner = PathBuf::new();
@@ -94,7 +95,7 @@ pub(crate) fn inner_path(path: &Path) -> Option<PathBuf> {
 pub(crate) mod tests {
     use super::*;
 
-    /// A package with these files (path, content) and nothing else.
+    /// Writes a package with these files (path, content) and nothing else.
     pub(crate) fn package(path: &Path, files: &[(&str, &[u8])]) {
         let mut data = tar::Builder::new(Vec::new());
         for (name, content) in files {

@@ -1,17 +1,19 @@
-//! Writes the first root of every guest: a newc cpio archive with the agent as `/init`.
-//! It is made here, in memory, so that booting needs neither cpio nor root nor a file on disk.
+//! Builds the initramfs of every guest: a newc cpio archive with the agent as `/init`.
+//!
+//! Built in memory, so that booting needs neither cpio nor root nor a file on disk.
 
-/// Directories the agent mounts things on, plus the modules' own.
+/// Mount points for the agent, and the folder of the modules.
 const DIRECTORIES: [&str; 8] = ["dev", "proc", "sys", "run", "tmp", "modules", "newroot", "upper"];
 
 const S_IFDIR: u32 = 0o040_000;
 const S_IFREG: u32 = 0o100_000;
 const S_IFCHR: u32 = 0o020_000;
 
-/// The archive's end marker, a name that no file may have.
+/// The end marker of the archive; no file may have this name.
 const TRAILER: &str = "TRAILER!!!";
 
-/// An uncompressed initramfs: the agent, and `modules` with their load order in `/modules/order`.
+/// Builds an uncompressed initramfs: the agent, and `modules` with their load order in
+/// `/modules/order`.
 ///
 /// Each module is (name without `.ko`, uncompressed ELF), dependencies first.
 pub fn initramfs(agent: &[u8], modules: &[(String, Vec<u8>)]) -> Vec<u8> {
@@ -35,8 +37,8 @@ pub fn initramfs(agent: &[u8], modules: &[(String, Vec<u8>)]) -> Vec<u8> {
     cpio.out
 }
 
-/// An archive of plain files, each a name, a mode and its bytes, to stand behind an initramfs: the kernel unpacks
-/// one after the other, and of two files of one name the later stays.
+/// Builds an archive of plain files (name, mode, content) to append to an initramfs: the kernel
+/// unpacks the archives in order, and a later file replaces an earlier one of its name.
 pub fn appendix(files: &[(&str, u32, &[u8])]) -> Vec<u8> {
     let mut cpio = Cpio { out: Vec::new(), inode: 0 };
     for (name, mode, content) in files {
@@ -52,8 +54,9 @@ struct Cpio {
 }
 
 impl Cpio {
-    /// One header as in the kernel's Documentation/driver-api/early-userspace/buffer-format.rst:
-    /// thirteen hexadecimal words, the name with its NUL, then the content, both padded to 4.
+    /// Writes one entry in the format of the kernel's
+    /// Documentation/driver-api/early-userspace/buffer-format.rst: thirteen hexadecimal words, the
+    /// name with its NUL, then the content, both padded to 4 bytes.
     fn entry(&mut self, name: &str, mode: u32, device: (u32, u32), content: &[u8]) {
         self.inode += 1;
         let links = if mode & S_IFDIR == S_IFDIR { 2 } else { 1 };
@@ -95,7 +98,7 @@ mod tests {
 
     type Entry = (String, u32, (u32, u32), Vec<u8>);
 
-    /// (name, mode, device, content) of every entry, read back without the writer's help.
+    /// Lists (name, mode, device, content) of every entry, parsed independently of the writer.
     fn list(archive: &[u8]) -> Vec<Entry> {
         let (mut at, mut entries) = (0, Vec::new());
         loop {

@@ -1,5 +1,6 @@
 //! The writable disk of one VM: a private copy of an empty ext4 filesystem, mostly holes.
-//! It has no name in any directory, so a VMM that is killed leaves nothing of it behind.
+//!
+//! It is an unnamed file, so that a killed monitor process leaves nothing of it behind.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -14,18 +15,19 @@ use crate::progress::Progress;
 use crate::sys;
 use crate::tool::{self, ToolError};
 
-/// What a VM gets unless told otherwise. It costs the host only what the guest writes.
+/// The default disk size of a VM. The host stores only what the guest writes.
 pub const DEFAULT_BYTES: u64 = 8 << 30;
-/// Below this ext4 has no room for itself; above, the tables of an empty one are no longer small.
+/// Below this ext4 has no room for its metadata; above, the metadata of an empty disk is large.
 pub const MIN_BYTES: u64 = 16 << 20;
 pub const MAX_BYTES: u64 = 1 << 40;
 
 const KIND: &str = "disks";
 const IMAGE: &str = "empty.ext4";
-/// Raised when the options below change.
+/// Increased when the options below change.
 const LAYOUT: u32 = 1;
 const DEADLINE: Duration = Duration::from_secs(60);
-/// All block groups' tables go together at the start, so the data of an empty disk is one stretch.
+/// Keeps the metadata of all block groups together at the start, so that an empty disk's data is
+/// one extent.
 const GROUPS_TOGETHER: &str = "8192";
 
 #[derive(Debug, thiserror::Error)]
@@ -44,7 +46,7 @@ pub enum OverlayError {
     Copy { path: PathBuf, source: io::Error },
 }
 
-/// The empty disk of this size, made once and kept.
+/// Returns the empty disk of this size, made once and cached.
 pub fn pristine(
     cache: &Cache,
     bytes: u64,
@@ -53,7 +55,7 @@ pub fn pristine(
     if !(MIN_BYTES..=MAX_BYTES).contains(&bytes) {
         return Err(OverlayError::Size { bytes });
     }
-    // In whole blocks, so that the file and the filesystem agree on where it ends.
+    // Rounded up to whole blocks, so that file and filesystem have one size.
     let bytes = bytes.next_multiple_of(4096);
     let name = format!("empty-{bytes}-{LAYOUT}");
     let path = cache.path(KIND, &name).join(IMAGE);
@@ -65,7 +67,8 @@ pub fn pristine(
     Ok(path)
 }
 
-/// A fresh writable disk for one VM, in the filesystem of `dir`; it vanishes with its last user.
+/// Creates a writable disk for one VM on the filesystem of `dir`; it is freed with its last
+/// descriptor.
 pub fn create_upper(cache: &Cache, dir: &Path, bytes: u64) -> Result<File, OverlayError> {
     let pristine = pristine(cache, bytes, &mut crate::progress::Silent)?;
     let from = File::open(&pristine)
@@ -81,7 +84,7 @@ fn make(image: &Path, bytes: u64) -> Result<(), OverlayError> {
         .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-m", "0"])
         // No journal: the disk does not outlive its VM, so there is nothing to recover.
         .args(["-O", "^has_journal,^resize_inode", "-G", GROUPS_TOGETHER])
-        // A new file is all zeroes. Said here, it also keeps the guest from zeroing the inode tables
+        // A new file is all zeros. Stating that also keeps the guest from zeroing the inode tables
         // in the background, which would write to the host and wake an idle VM.
         .args(["-E", "packed_meta_blocks=1,nodiscard,assume_storage_prezeroed=1,root_owner=0:0"])
         .arg(image)
@@ -91,7 +94,7 @@ fn make(image: &Path, bytes: u64) -> Result<(), OverlayError> {
         .map_err(|source| OverlayError::Make { source })
 }
 
-/// A file without a name; on filesystems that lack that, one whose name is gone at once.
+/// Creates an unnamed file; on filesystems without O_TMPFILE, a file that is unlinked at once.
 fn unnamed(dir: &Path) -> Result<File, OverlayError> {
     let failed = |source| OverlayError::Create { path: dir.to_owned(), source };
     let open = |flags, path: &Path| {
@@ -111,7 +114,8 @@ fn unnamed(dir: &Path) -> Result<File, OverlayError> {
     }
 }
 
-/// Shares the blocks where the filesystem can, and copies those that are not holes where not.
+/// Shares the blocks of `from` where the filesystem supports it; otherwise copies all but the
+/// holes.
 fn copy(from: &File, to: &File) -> io::Result<()> {
     if sys::reflink(from, to).is_ok() {
         return Ok(());

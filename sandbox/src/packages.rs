@@ -1,5 +1,7 @@
-//! Fetches Debian packages with apt, into directories of our own.
-//! apt does what it is good at (mirrors, signatures, dependencies) and the host stays as it is.
+//! Downloads Debian packages with apt, into private directories.
+//!
+//! apt handles mirrors, signatures and dependencies, and the host's own package state is not
+//! touched.
 
 use std::fs;
 use std::io;
@@ -13,16 +15,16 @@ use crate::cache::{Cache, CacheError, Lock};
 use crate::progress::Progress;
 use crate::tool::{self, Said, ToolError};
 
-/// Package lists younger than this are not fetched again.
+/// The age up to which package lists are not fetched again.
 const LISTS_FRESH: Duration = Duration::from_secs(60 * 60);
-/// Lists and apt's index of them, with room for a few packages.
+/// Disk space for the lists and apt's index of them, with room for a few packages.
 const LISTS_MIB: u64 = 256;
 const UPDATE_DEADLINE: Duration = Duration::from_secs(5 * 60);
 const RESOLVE_DEADLINE: Duration = Duration::from_secs(60);
 const DOWNLOAD_DEADLINE: Duration = Duration::from_secs(20 * 60);
 
-/// Packages that only serve maintainer scripts, which never run here. apt is told that they are
-/// installed; otherwise they would bring perl and dpkg into every image.
+/// Packages that only serve maintainer scripts, which never run here. apt sees them as installed;
+/// otherwise they would pull perl and dpkg into every image.
 const STAND_INS: [(&str, &str); 4] = [
     ("debconf", "Provides: debconf-2.0\n"),
     ("dpkg", ""),
@@ -71,21 +73,21 @@ pub struct Package {
 }
 
 impl Package {
-    /// The file name apt gives it; a version's colon cannot stand in one.
+    /// Returns the file name that apt gives the package, with colons in the version escaped.
     fn file_name(&self) -> String {
         let version = self.version.replace(':', "%3a");
         format!("{}_{version}_{}.deb", self.name, self.architecture)
     }
 }
 
-/// apt over private directories, one user at a time.
+/// apt on private directories, locked for one process at a time.
 pub struct Apt {
     dir: PathBuf,
     _lock: Lock,
 }
 
 impl Apt {
-    /// Opens the private directories and, if the package lists are old, fetches them anew.
+    /// Opens the private directories and fetches the package lists again if they are old.
     pub fn open(cache: &Cache, progress: &mut dyn Progress) -> Result<Apt, PackagesError> {
         let lock = cache.lock("apt", "state", progress)?;
         let apt = Apt { dir: cache.root().join("apt"), _lock: lock };
@@ -127,7 +129,8 @@ impl Apt {
         lists.into_iter().any(|entry| entry.file_name().to_string_lossy().contains("_Packages"))
     }
 
-    /// One source that fails does not matter as long as what we need is found in the others.
+    /// Fetches the package lists. A source that fails does not matter if the others have what is
+    /// needed.
     fn update(&self, progress: &mut dyn Progress) -> Result<(), PackagesError> {
         progress.step("Fetching Debian package lists");
         let mut command = self.command("apt-get");
@@ -147,12 +150,12 @@ impl Apt {
                 let said = "it names no source".to_owned();
                 return Err(PackagesError::Unreachable { said });
             }
-            // Stale lists are better than none, but are tried again the next time.
+            // Stale lists are better than none; the next run tries again.
             Some(line) if failed.is_some() || !whole => log::warn!("apt-get update: {line}"),
             _ => {
                 let path = self.stamp();
                 fs::write(&path, "").map_err(|source| PackagesError::Prepare { path, source })?;
-                // Packages that the mirrors have replaced; whether it works does not matter.
+                // Removes packages that the mirrors have replaced; failure does not matter.
                 let mut command = self.command("apt-get");
                 command.args(["--quiet", "autoclean"]);
                 let _ = self.run(command, RESOLVE_DEADLINE);
@@ -162,10 +165,11 @@ impl Apt {
         Ok(())
     }
 
-    /// The first of `names` that exists, as the real kernel package behind the meta-package.
+    /// Returns the first of `names` that exists, as the real kernel package behind the
+    /// meta-package.
     pub fn kernel(&self, names: &[&str]) -> Result<Package, PackagesError> {
         for name in names {
-            // A meta-package depends on the one real kernel of its flavour.
+            // A meta-package depends on the real kernel package of its flavour.
             let depends = self.ask(&["depends", "--important", name])?;
             let real = depends.iter().find_map(|line| line.trim().strip_prefix("Depends: "));
             let real = real.filter(|real| real.starts_with("linux-image-")).unwrap_or(name);
@@ -181,7 +185,7 @@ impl Apt {
         Err(PackagesError::NoKernel { package: names.join(" or ") })
     }
 
-    /// What apt-cache says, nothing if it knows of no such package.
+    /// Returns the output of apt-cache; empty if the package is unknown.
     fn ask(&self, arguments: &[&str]) -> Result<Vec<String>, PackagesError> {
         let mut command = self.command("apt-cache");
         command.args(arguments);
@@ -192,7 +196,7 @@ impl Apt {
         }
     }
 
-    /// `names` with everything they need, as apt would install them on an empty machine.
+    /// Returns `names` with all dependencies, as apt would install them on an empty system.
     pub fn resolve(&self, names: &[String]) -> Result<Vec<Package>, PackagesError> {
         for name in names {
             check_name(name)?;
@@ -203,7 +207,8 @@ impl Apt {
         Ok(said.out.iter().filter_map(|line| parse_inst(line)).collect())
     }
 
-    /// Downloads exactly these packages, without dependencies, and gives their files' paths.
+    /// Downloads exactly these packages, without dependencies, and returns the paths of their
+    /// files.
     pub fn download(
         &self,
         packages: &[Package],
@@ -225,11 +230,11 @@ impl Apt {
             more => format!("Downloading {} Debian packages", more.len()),
         });
         let mut command = self.command("apt-get");
-        // `download` writes into the current directory, and only there after checking the digest.
+        // `download` writes into the current directory, after checking the digest.
         command.current_dir(&archives).args(["--quiet", "download"]);
         command.args(absent.iter().map(|p| format!("{}={}", p.name, p.version)));
         tool::run(command, "apt", DOWNLOAD_DEADLINE, progress, fetched).map_err(|err| {
-            // The mirrors may have moved on from what our lists say: next time, ask them anew.
+            // The mirrors may be newer than the lists, so they are fetched again next time.
             let _ = fs::remove_file(self.stamp());
             download_error(err)
         })?;
@@ -251,19 +256,19 @@ impl Apt {
     }
 }
 
-/// Refuses what apt would read as an option, a file or a pattern.
+/// Refuses a name that apt would read as an option, a file or a pattern.
 pub fn check_name(package: &str) -> Result<(), PackagesError> {
     let fine = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit();
     let bytes = package.as_bytes();
     let valid = bytes.len() >= 2
         && fine(bytes[0])
         && bytes.iter().all(|&byte| fine(byte) || b"+-.".contains(&byte))
-        // apt takes a trailing + or - as "install" or "remove"; no such name but g++ matters.
+        // apt reads a trailing + or - as "install" or "remove"; of such names only g++ is needed.
         && (!package.ends_with(['-']));
     if valid { Ok(()) } else { Err(PackagesError::Name { package: package.to_owned() }) }
 }
 
-/// The database of installed packages that apt sees: only the stand-ins.
+/// Returns the database of installed packages that apt sees: only the stand-ins.
 fn status() -> String {
     let stanza = |(name, extra): &(&str, &str)| {
         format!(
@@ -274,8 +279,8 @@ fn status() -> String {
     STAND_INS.iter().map(stanza).collect()
 }
 
-/// apt's settings. As a file and not as options, because only a file can clear the host's hooks,
-/// and read after the host's own, so that its mirrors, keys and proxy still count.
+/// Returns apt's configuration. A file and not options, because only a file can clear the host's
+/// hooks; it is read after the host's own, so that the host's mirrors, keys and proxy still apply.
 fn configuration(dir: &Path) -> String {
     let dir = dir.display();
     format!(
@@ -307,20 +312,20 @@ Acquire::https::Timeout "30";
     )
 }
 
-/// `Inst NAME (VERSION ORIGIN... [ARCH])`, a line of `apt-get --simulate install`.
+/// Parses a line of `apt-get --simulate install`: `Inst NAME (VERSION ORIGIN... [ARCH])`.
 fn parse_inst(line: &str) -> Option<Package> {
     let (name, rest) = line.strip_prefix("Inst ")?.split_once(" (")?;
-    // What follows the parenthesis is apt's own bookkeeping.
+    // The rest after the parenthesis is not used.
     let inside = rest.split(')').next()?;
     let version = inside.split_whitespace().next()?;
     let architecture = inside.rsplit_once('[')?.1.split(']').next()?;
-    // `[old version]` stands between name and parenthesis when a package is installed already.
+    // `[old version]` precedes the parenthesis if a package is already installed.
     let name = name.split_whitespace().next()?;
     let owned = |text: &str| text.to_owned();
     Some(Package { name: owned(name), version: owned(version), architecture: owned(architecture) })
 }
 
-/// `Get:12 MIRROR SUITE ARCH NAME ARCH VERSION [SIZE]`: tells which file is on its way.
+/// Parses `Get:12 MIRROR SUITE ARCH NAME ARCH VERSION [SIZE]` to show which file is being fetched.
 fn fetched(line: &str) -> Option<String> {
     let mut words = line.strip_prefix("Get:")?.split_whitespace().skip(2);
     let suite = words.next()?;

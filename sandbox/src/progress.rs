@@ -1,23 +1,24 @@
-//! What a long piece of work tells the person who waits for it.
-//! It is here, and not in the launcher, so that the library itself never prints.
+//! Progress events of long work.
+//!
+//! A trait and not output, so that the library itself never prints.
 
-/// One thing that happened.
+/// A progress event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event<'a> {
-    /// A new step began; it lasts until the next `Step` or `Done`.
+    /// A step began; it lasts until the next `Step` or `Done`.
     Step(&'a str),
-    /// The step got on a little.
+    /// The step has made progress.
     Detail(&'a str),
-    /// The current step ended well.
+    /// The current step succeeded.
     Done,
 }
 
-/// Takes events as they happen. Every closure over an [`Event`] is one.
+/// Receives progress events. Implemented for every closure over an [`Event`].
 pub trait Progress {
     fn event(&mut self, event: Event<'_>);
 
-    /// Whether the person has stopped waiting; asked several times a second. Work then ends with an
-    /// error and removes what it had half built.
+    /// Whether the work should stop; called several times a second. If so, the work fails and
+    /// removes what it has half built.
     fn interrupted(&mut self) -> bool {
         false
     }
@@ -41,7 +42,7 @@ impl<F: FnMut(Event<'_>)> Progress for F {
     }
 }
 
-/// For callers that have nobody to tell.
+/// Ignores all events.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Silent;
 

@@ -1,5 +1,6 @@
-//! The few system calls that the standard library does not offer.
-//! They are together so that the rest of the crate needs no unsafe code.
+//! System calls that the standard library does not offer.
+//!
+//! Kept together so that the rest of the crate needs no unsafe code.
 #![allow(unsafe_code)] // flock, renameat2, FICLONE, SEEK_DATA and statvfs have no safe form in std.
 
 use std::ffi::CString;
@@ -9,7 +10,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// Takes an exclusive lock if nobody has it; it goes when the file is closed, however that happens.
+/// Takes an exclusive lock if it is free; it is released when the file is closed in any way.
 pub(crate) fn try_lock(file: &File) -> io::Result<bool> {
     // SAFETY: flock takes no pointer; the descriptor is open for as long as `file` is borrowed.
     match unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } {
@@ -21,7 +22,7 @@ pub(crate) fn try_lock(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Swaps two paths in one step, so that no reader ever finds either missing.
+/// Exchanges two paths atomically, so that no reader finds either missing.
 pub(crate) fn exchange(a: &Path, b: &Path) -> io::Result<()> {
     let (a, b) = (c_path(a)?, c_path(b)?);
     // SAFETY: both strings end in NUL and outlive the call.
@@ -37,14 +38,14 @@ pub(crate) fn exchange(a: &Path, b: &Path) -> io::Result<()> {
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Makes `to` share the blocks of `from`, where the filesystem can.
+/// Makes `to` share the blocks of `from`; fails if the filesystem does not support it.
 pub(crate) fn reflink(from: &File, to: &File) -> io::Result<()> {
     // SAFETY: FICLONE's argument is a descriptor, passed by value; both are open.
     let done = unsafe { libc::ioctl(to.as_raw_fd(), libc::FICLONE, from.as_raw_fd()) };
     if done == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
-/// The next stretch of data at or after `from` as (start, end), or none if only a hole follows.
+/// Returns the next data range at or after `from` as (start, end); `None` if only a hole follows.
 pub(crate) fn next_data(file: &File, from: u64) -> io::Result<Option<(u64, u64)>> {
     let Some(start) = seek(file, from, libc::SEEK_DATA)? else { return Ok(None) };
     let end = seek(file, start, libc::SEEK_HOLE)?;
@@ -64,7 +65,7 @@ fn seek(file: &File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> 
     }
 }
 
-/// What an ordinary user may still write to the filesystem of `path`.
+/// Returns the bytes that an ordinary user may still write to the filesystem of `path`.
 pub(crate) fn free_bytes(path: &Path) -> io::Result<u64> {
     let path = c_path(path)?;
     let mut found = std::mem::MaybeUninit::<libc::statvfs>::uninit();

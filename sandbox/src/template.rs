@@ -1,5 +1,6 @@
-//! Templates: named root filesystem images, and the recipes they are built from.
-//! A VM boots one read-only, so a template is only ever replaced whole, never changed.
+//! Templates: named root filesystem images, and the recipes that they are built from.
+//!
+//! A VM boots one read-only, so a template is only ever replaced as a whole, never changed.
 
 use std::fs;
 use std::io;
@@ -13,22 +14,22 @@ use crate::packages::{self, Apt, Package, PackagesError};
 use crate::progress::Progress;
 use crate::rootfs::{self, RootfsError};
 
-/// The template that `pvmm run` takes when told nothing.
+/// The default template of `pvmm run`.
 pub const BASE: &str = "base";
 
-/// Raised when the build itself changes, so that templates of an older pvmm are built anew.
+/// Increased when the build itself changes, so that templates of an older pvmm are rebuilt.
 const RECIPE_VERSION: u32 = 1;
 const KIND: &str = "templates";
 const IMAGE: &str = "rootfs.ext4";
 const MANIFEST: &str = "template.json";
-/// Only while it is being built.
+/// The folder of downloaded packages; it exists only during a build.
 const PACKAGES: &str = "packages";
 const NAME_CAP: usize = 63;
-/// The packages, the unpacked tree and the image of `base` together.
+/// Disk space for the packages, the unpacked tree and the image of `base` together.
 const BUILD_MIB: u64 = 320;
 
-/// Python with pip and venv, a shell, the usual small tools, certificates. No tzdata: without it the zone is
-/// UTC, which is what a sandbox should be in, and it would add 3 MB.
+/// Python with pip and venv, a shell, the usual small tools, certificates. No tzdata: it would add
+/// 3 MB, and without it the time zone is UTC, which is right for a sandbox.
 const BASE_PACKAGES: [&str; 20] = [
     "base-files",
     "base-passwd",
@@ -80,12 +81,12 @@ pub enum TemplateError {
     Damaged { name: String },
 }
 
-/// What a template is to be made of: `base`, and more Debian packages.
+/// What a template is built from: `base`, and more Debian packages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {
     pub name: String,
-    /// Beyond those of `base`.
+    /// Packages in addition to those of `base`.
     #[serde(default)]
     pub packages: Vec<String>,
 }
@@ -95,7 +96,7 @@ impl Recipe {
         Recipe { name: BASE.to_owned(), packages: Vec::new() }
     }
 
-    /// `base` with more packages, under another name.
+    /// Makes a recipe of `base` with more packages, under another name.
     pub fn new(name: &str, packages: &[String]) -> Result<Recipe, TemplateError> {
         Recipe { name: name.to_owned(), packages: packages.to_vec() }.checked()
     }
@@ -127,7 +128,8 @@ impl Recipe {
         base.chain(self.packages.iter().cloned()).collect()
     }
 
-    /// Changes when the recipe does, and not when only the mirrors have something newer.
+    /// Returns the recipe's key, which depends on the recipe and not on newer packages at the
+    /// mirrors.
     fn key(&self) -> String {
         let packages = self.all_packages();
         let version = RECIPE_VERSION.to_string();
@@ -135,25 +137,25 @@ impl Recipe {
     }
 }
 
-/// What `template.json` holds.
+/// The contents of `template.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Manifest {
     pub name: String,
     pub recipe: Recipe,
-    /// Digest of the recipe, with its version.
+    /// The digest of the recipe, with its version.
     pub key: String,
-    /// The system's own name, such as "Debian GNU/Linux 12 (bookworm)".
+    /// The name of the system, such as "Debian GNU/Linux 12 (bookworm)".
     pub system: String,
-    /// SHA-256 of the image.
+    /// The SHA-256 of the image.
     pub digest: String,
     pub image_bytes: u64,
     /// Seconds since 1970.
     pub created: u64,
-    /// Everything that was installed, at the version that was current then.
+    /// All installed packages, with the versions at the time of the build.
     pub packages: Vec<Package>,
 }
 
-/// A template that is there.
+/// A template that has been built.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Template {
     pub rootfs: PathBuf,
@@ -166,8 +168,8 @@ impl Template {
         &self.manifest.name
     }
 
-    /// The template of this recipe as it is in the cache, built only if it is missing or older
-    /// than the recipe.
+    /// Returns the template of this recipe, and builds it only if it is missing or older than the
+    /// recipe.
     pub fn ensure(
         cache: &Cache,
         recipe: &Recipe,
@@ -175,14 +177,14 @@ impl Template {
     ) -> Result<Template, TemplateError> {
         let key = recipe.key();
         let fits = |path: &Path| load(path).is_some_and(|template| template.manifest.key == key);
-        // Without the lock: a replaced template is never missing, so this needs none.
+        // No lock is needed: while a template is replaced it is never missing.
         if fits(&cache.path(KIND, &recipe.name)) {
             return Template::find(cache, &recipe.name);
         }
         Template::make(cache, recipe, progress, fits)
     }
 
-    /// Builds the template anew, from the packages that are current now.
+    /// Builds the template again, from the current packages.
     pub fn build(
         cache: &Cache,
         recipe: &Recipe,
@@ -211,7 +213,7 @@ impl Template {
         load(&path).ok_or_else(|| TemplateError::Damaged { name: recipe.name.clone() })
     }
 
-    /// The template called `name`.
+    /// Returns the template `name`.
     pub fn find(cache: &Cache, name: &str) -> Result<Template, TemplateError> {
         check_name(name)?;
         let path = cache.path(KIND, name);
@@ -230,7 +232,7 @@ impl Template {
         Err(TemplateError::Unknown { name: name.to_owned(), there })
     }
 
-    /// All templates, by name; damaged ones are left out.
+    /// Lists all templates by name; damaged ones are skipped.
     pub fn list(cache: &Cache) -> Result<Vec<Template>, TemplateError> {
         let path = cache.root().join(KIND);
         let entries = match fs::read_dir(&path) {
@@ -257,12 +259,12 @@ impl Template {
         if cache.remove(KIND, name, progress)? {
             return Ok(());
         }
-        // For its message, which lists what there is.
+        // Called for its error message, which lists the existing templates.
         Template::find(cache, name).map(drop)
     }
 }
 
-/// `[a-z0-9][a-z0-9._-]{0,62}`: a file name that is no hidden file and no option.
+/// Checks for `[a-z0-9][a-z0-9._-]{0,62}`: neither a hidden file nor an option.
 pub fn check_name(name: &str) -> Result<(), TemplateError> {
     let plain = |c: u8| c.is_ascii_lowercase() || c.is_ascii_digit();
     let bytes = name.as_bytes();
@@ -272,8 +274,8 @@ pub fn check_name(name: &str) -> Result<(), TemplateError> {
     if valid { Ok(()) } else { Err(TemplateError::Name { name: name.to_owned() }) }
 }
 
-/// Downloads all that the recipe needs, and links it into `dir`: from there it cannot vanish, so apt
-/// is free for the next builder while this one unpacks.
+/// Downloads the packages of the recipe and links them into `dir`, where they cannot be removed, so
+/// that apt is free for the next builder while this one unpacks.
 fn fetch(
     cache: &Cache,
     recipe: &Recipe,

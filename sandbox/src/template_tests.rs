@@ -1,5 +1,6 @@
-//! Tests of templates that need no network; `tests/build.rs` really builds one.
-//! They are beside it because they write entries as an older or broken pvmm would have.
+//! Tests of templates that need no network; `tests/build.rs` builds a real one.
+//!
+//! Next to the module because they write entries as an older or broken pvmm would have.
 
 use super::*;
 use crate::progress::Silent;
@@ -10,7 +11,7 @@ fn cache() -> (tempfile::TempDir, Cache) {
     (dir, cache)
 }
 
-/// Puts a template in place without building anything.
+/// Publishes a template without building anything.
 fn put(cache: &Cache, recipe: &Recipe) {
     let put = cache.publish(
         KIND,

@@ -1,5 +1,6 @@
-//! Runs a host tool (apt, mke2fs, debugfs) with a deadline and keeps what it said.
-//! It is one file so that a missing or failing tool always becomes one line that names the fix.
+//! Runs a host tool (apt, mke2fs, debugfs) with a deadline and captures its output.
+//!
+//! A missing or failing tool always becomes a one-line error that names the fix.
 
 use std::io::{self, BufRead, BufReader, Read};
 use std::process::{Child, Command, Stdio};
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use crate::progress::{Progress, Silent};
 
-/// Tools talk in lines; one longer than this is cut, so a mad tool cannot fill our memory.
+/// The longest line kept; longer ones are cut, to bound memory.
 const LINE_CAP: u64 = 64 * 1024;
 const LINES_CAP: usize = 100_000;
 const INTERRUPT_POLL: Duration = Duration::from_millis(100);
@@ -29,7 +30,7 @@ pub enum ToolError {
     Timeout { tool: String, seconds: u64 },
 }
 
-/// What a tool that succeeded said.
+/// The output of a tool that succeeded.
 #[derive(Debug, Default)]
 pub(crate) struct Said {
     pub(crate) out: Vec<String>,
@@ -41,7 +42,7 @@ enum Line {
     Err(String),
 }
 
-/// Runs `command` to its end; `detail` picks from its standard output what is worth telling.
+/// Runs `command` to its end; `detail` selects lines of its standard output to report as progress.
 pub(crate) fn run(
     mut command: Command,
     package: &'static str,
@@ -75,7 +76,7 @@ pub(crate) fn run(
 
     let mut said = Said::default();
     loop {
-        // Asked every time round, since a tool that never stops talking must stop too.
+        // Checked for every line, because a tool that never stops printing must be stopped too.
         let left = end.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(ToolError::Timeout { tool, seconds: deadline.as_secs() });
@@ -96,7 +97,7 @@ pub(crate) fn run(
         }
     }
     for reader in readers {
-        // Both ended when the channel closed, so this does not wait.
+        // Both threads ended when the channel closed, so this does not block.
         let _ = reader.join();
     }
     let status = loop {
@@ -105,7 +106,7 @@ pub(crate) fn run(
             Ok(None) if Instant::now() >= end => {
                 return Err(ToolError::Timeout { tool, seconds: deadline.as_secs() });
             }
-            // It closed its output and is about to exit.
+            // The tool has closed its output and is about to exit.
             Ok(None) => std::thread::sleep(Duration::from_millis(1)),
             Err(source) => return Err(ToolError::Wait { tool, source }),
         }
@@ -117,7 +118,7 @@ pub(crate) fn run(
     Err(ToolError::Failed { tool, said: message, lines: said.err })
 }
 
-/// As [`run`], for tools that are done in a moment and have nothing to tell.
+/// Runs a short command without progress; otherwise as [`run`].
 pub(crate) fn run_quietly(
     command: Command,
     package: &'static str,
@@ -126,7 +127,7 @@ pub(crate) fn run_quietly(
     run(command, package, deadline, &mut Silent, |_| None)
 }
 
-/// A child that is stopped and reaped whenever we stop looking at it.
+/// A child process that is killed and reaped on drop.
 struct Stopped(Child);
 
 impl Drop for Stopped {
@@ -138,7 +139,7 @@ impl Drop for Stopped {
     }
 }
 
-/// The one line that says most: apt marks errors with `E:`, others put them last.
+/// Returns the most relevant line: apt marks errors with `E:`, other tools print them last.
 fn summary(said: &Said) -> Option<String> {
     let lines = || said.err.iter().chain(&said.out).filter(|line| !line.trim().is_empty());
     let errors = lines().find_map(|line| line.strip_prefix("E: ").map(str::to_owned));

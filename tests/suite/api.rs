@@ -1,4 +1,5 @@
-//! Every path of the API with bodies that are wrong, before the start, while the guest runs, and while it is paused.
+//! Every path of the API with bodies that are wrong, before the start, while the guest runs, and
+//! while it is paused.
 
 use pvmm_tests::firecracker::Firecracker;
 use serde_json::{Value, json};

@@ -1,7 +1,9 @@
-//! pvmm beside Firecracker: one script of requests to each of them, and everything that differs is listed.
+//! pvmm beside Firecracker: one script of requests to each of them, and everything that differs is
+//! listed.
 //!
-//! The script, `beside.txt`, says in words what it does; a difference that it does not name fails the test, and so
-//! does one that it names and that is none. Firecracker is whatever `FIRECRACKER_BIN` is.
+//! The script, `beside.txt`, says in words what it does; a difference that it does not name fails
+//! the test, and so does one that it names and that is none. Firecracker is whatever
+//! `FIRECRACKER_BIN` is.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};

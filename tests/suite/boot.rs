@@ -77,7 +77,29 @@ fn boot_of_stock_debian_kernel_answers() {
     assert_eq!(guest.prints("python3 -c 'print(6*7)'"), "42");
 }
 
-/// Debian's scripts run first, load the drivers by udev, and hand over where they would mount the root.
+/// Nothing but the command line and the MP table says what the machine has.
+#[test]
+fn boot_without_acpi_finds_its_devices_by_virtio_mmio_words() {
+    let guest = Guest::boot_with(|config| config.cmdline += " acpi=off");
+    assert_eq!(guest.prints("test -e /sys/firmware/acpi || echo none; nproc"), "none\n2");
+    let bound = guest.prints("cd /sys/bus/platform/drivers/virtio-mmio && ls -d virtio-mmio.*");
+    assert!(bound.lines().count() >= 3, "{bound}");
+    // Its disk and its vsock interrupt through the I/O APIC.
+    assert_ne!(guest.prints("grep -c 'IO-APIC.*virtio' /proc/interrupts"), "0");
+    assert_eq!(guest.prints("python3 -c 'print(6*7)'"), "42");
+}
+
+/// ACPI's announcement of a device counts where both are there, and none is bound twice.
+#[test]
+fn boot_with_acpi_and_words_binds_each_device_once() {
+    let guest = Guest::boot();
+    let bound = "cd /sys/bus/platform/drivers/virtio-mmio && ls -d";
+    assert!(guest.prints(&format!("{bound} LNRO0005:*")).lines().count() >= 3);
+    assert_eq!(guest.prints(&format!("{bound} virtio-mmio.* 2>/dev/null || echo none")), "none");
+}
+
+/// Debian's scripts run first, load the drivers by udev, and hand over where they would mount the
+/// root.
 const HAND_OVER: &str = "mountroot() {
     mkdir -p /dev/pvmm; cat /proc/modules > /dev/pvmm/modules
     udevadm control --exit
@@ -144,8 +166,8 @@ fn guest_has_no_virtualization_and_reads_avx_state_back() {
     assert_eq!(guest.prints(&code), "kept 4");
 }
 
-/// Four processes on one vCPU: each loads a vector register with random bytes, gives the processor away a
-/// thousand times, and stores the register.
+/// Four processes on one vCPU: each loads a vector register with random bytes, gives the processor
+/// away a thousand times, and stores the register.
 const VECTORS: &str = r#"
 import ctypes, mmap, os, sys
 size = int(sys.argv[1])

@@ -1,7 +1,8 @@
 //! Clients of Firecracker that others published, unmodified, against a real guest.
 //!
-//! `cargo xtask compat` builds them and says where they are; without that there is nothing to run. A client's
-//! driver (`tests/compat`) says when it is time to look at the guest, and that is done from here.
+//! `cargo xtask compat` builds them and says where they are; without that there is nothing to run.
+//! A client's driver (`tests/compat`) says when it is time to look at the guest, and that is done
+//! from here.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};

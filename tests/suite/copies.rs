@@ -36,7 +36,8 @@ fn tap(user: &User, vm: &str) -> String {
     facts(user, vm)["taps"][0].as_str().expect("a tap").to_owned()
 }
 
-/// Where a process's program, heap and stack lie, and the bytes from which its stack canary is made.
+/// Where a process's program, heap and stack lie, and the bytes from which its stack canary is
+/// made.
 fn layout(pid: u64) -> [String; 4] {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let start = |what: &str| {

@@ -30,8 +30,8 @@ fn drive(image: &NamedTempFile, engine: EngineKind) -> Drive {
     drive
 }
 
-/// Three disks beside the root, each another way to the host: what a guest wrote is what it reads after
-/// its caches are dropped, and what the host finds in the file.
+/// Three disks beside the root, each another way to the host: what a guest wrote is what it reads
+/// after its caches are dropped, and what the host finds in the file.
 #[test]
 fn drives_of_every_engine_keep_a_pattern() {
     let (plain, uring, unsafe_cache) = (image(8), image(8), image(8));
@@ -140,8 +140,8 @@ for n in range(1, 1 << 60):
     for at in (0, (256 << 20) - 4096): os.pwritev(disk, [block], at)
 \" </dev/null >/dev/null 2>&1 &";
 
-/// A drive that the guest writes in place, on a file system that cannot share blocks: the copy is of one instant,
-/// and the guest does not stand still for it.
+/// A drive that the guest writes in place, on a file system that cannot share blocks: the copy is
+/// of one instant, and the guest does not stand still for it.
 #[test]
 fn writable_drive_without_reflink_is_copied_while_the_guest_runs() {
     let host = FileSystem::ext4(600);
@@ -174,7 +174,8 @@ fn writable_drive_without_reflink_is_copied_while_the_guest_runs() {
     assert!(middle.iter().all(|byte| *byte == 101));
 }
 
-/// The same where files can share blocks: nothing is copied, and what the guest writes later is its own.
+/// The same where files can share blocks: nothing is copied, and what the guest writes later is its
+/// own.
 #[test]
 fn writable_drive_with_reflink_shares_its_blocks_with_the_copy() {
     let host = FileSystem::xfs(600);

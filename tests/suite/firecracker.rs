@@ -1,4 +1,5 @@
-//! The binary in the place of Firecracker, with a real guest: the requests of known clients, and of bad ones.
+//! The binary in the place of Firecracker, with a real guest: the requests of known clients, and of
+//! bad ones.
 
 use std::io::Write;
 use std::thread;
@@ -90,8 +91,8 @@ fn requests_with_the_quirks_of_known_clients_are_taken() {
     assert_eq!(vm.get("/machine-config")["vcpu_count"], 1);
 }
 
-/// A hundred clients that all start the same machine; one that leaves in the middle; one that is slow; and
-/// bodies that are no bodies.
+/// A hundred clients that all start the same machine; one that leaves in the middle; one that is
+/// slow; and bodies that are no bodies.
 #[test]
 fn i5_bad_clients_get_the_right_status_and_the_machine_lives_on() {
     let vm = Firecracker::new();
@@ -225,8 +226,8 @@ impl Baked {
     }
 }
 
-/// How much slower this host is than one on which a round trip over a Unix socket takes a tenth of a
-/// millisecond, as it does on ordinary ones; but no more is granted than sixteen times the time.
+/// How much slower this host is than one on which a round trip over a Unix socket takes a tenth of
+/// a millisecond, as it does on ordinary ones; but no more is granted than sixteen times the time.
 fn slowness(vm: &Firecracker) -> f64 {
     let ask = || vm.ask("GET", "/version", &Value::Null).took;
     let mut times: Vec<Duration> = (0..21).map(|_| ask()).collect();
@@ -239,8 +240,8 @@ fn limit(what: &str, took: Duration, limit_ms: f64, factor: f64) {
     assert!(took.as_secs_f64() * 1000.0 <= limit_ms * factor, "{what}: {took:?}");
 }
 
-/// Sequences A, C and B of a known platform, with its time limits: a guest is baked, and restored in another
-/// process on another tap, with another root drive and socket.
+/// Sequences A, C and B of a known platform, with its time limits: a guest is baked, and restored
+/// in another process on another tap, with another root drive and socket.
 #[test]
 fn snapshot_goes_on_in_another_process_with_another_tap_drive_and_socket() {
     pvmm_tests::network::isolated(|| {
@@ -315,7 +316,8 @@ fn snapshot_goes_on_in_another_process_with_another_tap_drive_and_socket() {
     });
 }
 
-/// After a load that failed, nobody can say what is left: the client hears why, and the process ends.
+/// After a load that failed, nobody can say what is left: the client hears why, and the process
+/// ends.
 #[test]
 fn load_of_what_cannot_go_on_is_refused_and_ends_the_process() {
     let vm = Firecracker::new();
@@ -396,7 +398,8 @@ fn snapshot_goes_on_with_memory_from_a_page_server() {
 /// Who a guest is.
 const IDS: &str = "cat /etc/machine-id /proc/sys/kernel/random/boot_id";
 
-/// pvmm's own: drives named in the load itself, copies of a running machine, and back to a checkpoint.
+/// pvmm's own: drives named in the load itself, copies of a running machine, and back to a
+/// checkpoint.
 #[test]
 fn machine_is_forked_while_it_runs_and_rolled_back() {
     let vm = Firecracker::new();

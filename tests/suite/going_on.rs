@@ -1,4 +1,5 @@
-//! What a guest was in the middle of goes on in its copies: processes, terminals, sleeps, the way to the host.
+//! What a guest was in the middle of goes on in its copies: processes, terminals, sleeps, the way
+//! to the host.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
@@ -96,7 +97,8 @@ fn guest_reaches_the_host_by_vsock_in_a_fork_and_after_a_restore() {
     }
 }
 
-/// How long the sleeper sleeps. Longer than a freeze and a restore take, so that some of it is left.
+/// How long the sleeper sleeps. Longer than a freeze and a restore take, so that some of it is
+/// left.
 const SLEEP: Duration = Duration::from_secs(8);
 
 #[test]

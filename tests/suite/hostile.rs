@@ -1,7 +1,7 @@
 //! A guest kernel that attacks its devices from the first instruction, on a real processor.
 //!
-//! The monitor must live, count what happened, still have working devices for a driver that starts over,
-//! and be able to start the next machine.
+//! The monitor must live, count what happened, still have working devices for a driver that starts
+//! over, and be able to start the next machine.
 
 use pvmm::{BootProtocol, Drive, Outcome, Vm, VmConfig, Vsock};
 use pvmm_tests::script::{self, Step, store};

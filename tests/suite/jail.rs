@@ -1,4 +1,5 @@
-//! A machine in the jail that `pvmm-jailer` builds: it answers, it boots a guest, and it is as confined as was asked.
+//! A machine in the jail that `pvmm-jailer` builds: it answers, it boots a guest, and it is as
+//! confined as was asked.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, chown};
@@ -51,8 +52,8 @@ fn until<T>(what: &str, act: impl Fn() -> Option<T>) -> T {
     }
 }
 
-/// Puts what the machine needs where a platform puts it: into the jail's root, before there is a jail. A program
-/// that is not static finds its libraries there too.
+/// Puts what the machine needs where a platform puts it: into the jail's root, before there is a
+/// jail. A program that is not static finds its libraries there too.
 fn furnish(root: &Path, program: &Path) {
     fs::create_dir_all(root).unwrap();
     let kernel = default_kernel();
@@ -137,8 +138,8 @@ fn jailed_machine_answers_boots_and_is_confined() {
     fs::remove_dir_all(&jails).unwrap();
 }
 
-/// How runtimes start a machine that nobody talks to: detached, and all of it in a file. What the caller has
-/// set for itself is not the machine's.
+/// How runtimes start a machine that nobody talks to: detached, and all of it in a file. What the
+/// caller has set for itself is not the machine's.
 #[test]
 fn daemonized_jail_with_a_config_file_boots_and_has_its_pid_in_the_root() {
     let dir = TempDir::new().unwrap();

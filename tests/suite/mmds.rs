@@ -1,4 +1,5 @@
-//! A guest that asks for its metadata through its network card, while the card goes on carrying its traffic.
+//! A guest that asks for its metadata through its network card, while the card goes on carrying its
+//! traffic.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -59,7 +60,8 @@ fn guest_gets_its_metadata_and_still_its_traffic() {
         assert_eq!(guest.prints(&json), "200 {\"b\":1}");
         assert_eq!(guest.prints(&with_token("GET /nothing")).split(' ').next(), Some("404"));
 
-        // On the link itself, where the address has to be asked for first; a long answer comes whole.
+        // On the link itself, where the address has to be asked for first; a long answer comes
+        // whole.
         guest.prints("busybox ip route add 169.254.169.254 dev eth0");
         let start = Instant::now();
         assert_eq!(guest.prints(&with_token("GET /long")), format!("200 {long}"));

@@ -1,5 +1,7 @@
 //! Fork, snapshot, restore, checkpoint and rollback as a user types them.
 
+use std::fs::{self, Permissions};
+use std::os::unix::fs::PermissionsExt;
 use std::time::Duration;
 
 use pvmm_tests::cli::User;
@@ -69,6 +71,34 @@ fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
     ok(&user, &["kill", "--signal", "KILL", "back"]);
     let missing = user.pvmm(["restore", "no-such-snapshot"]);
     assert_eq!((missing.code, missing.stderr.lines().count()), (Some(2), 1), "{missing:?}");
+}
+
+/// The signature is of what the folder holds: memory of 512 MiB is signed and checked in the time
+/// of its data.
+#[test]
+fn snapshot_with_a_key_is_restored_with_that_key_only() {
+    let user = User::new();
+    user.detached(&["--name", "web", "--cpus", "2"]);
+    shell(&user, "web", "echo signed > /root/word");
+    let place = TempDir::new().unwrap();
+    let path = |name: &str| place.path().join(name).to_str().unwrap().to_owned();
+    for (name, byte) in [("right", 1u8), ("wrong", 2)] {
+        fs::write(path(name), [byte; 32]).unwrap();
+        fs::set_permissions(path(name), Permissions::from_mode(0o600)).unwrap();
+    }
+    ok(&user, &["snapshot", "web", &path("signed"), "--key", &path("right")]);
+    ok(&user, &["snapshot", "web", &path("plain")]);
+    ok(&user, &["kill", "--signal", "KILL", "web"]);
+
+    for (snapshot, key) in [("signed", "wrong"), ("plain", "right")] {
+        let said = user.pvmm(["restore", &path(snapshot), "--key", &path(key)]);
+        assert_eq!((said.code, said.stderr.lines().count()), (Some(2), 1), "{said:?}");
+        assert!(said.stderr.contains("signature"), "{said:?}");
+    }
+    assert_eq!(ok(&user, &["ps", "--quiet"]), "");
+    ok(&user, &["restore", &path("signed"), "--key", &path("right"), "--name", "back"]);
+    assert_eq!(shell(&user, "back", "cat /root/word"), "signed");
+    ok(&user, &["kill", "--signal", "KILL", "back"]);
 }
 
 #[test]

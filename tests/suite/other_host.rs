@@ -1,5 +1,5 @@
-//! Snapshots of another host: everything in a saved state that belongs to where it was saved is refused at load, by
-//! name, or shown to be harmless.
+//! Snapshots of another host: everything in a saved state that belongs to where it was saved is
+//! refused at load, by name, or shown to be harmless.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -64,8 +64,9 @@ fn h4_snapshot_of_another_clock_rate_is_refused_at_load_or_scaled() {
     }
 }
 
-/// Two measurements of one clock differ a little, in each boot of a host another way. The guest goes on, its clock
-/// too, and the rate that it was booted with is still the one that later hosts are compared with.
+/// Two measurements of one clock differ a little, in each boot of a host another way. The guest
+/// goes on, its clock too, and the rate that it was booted with is still the one that later hosts
+/// are compared with.
 #[test]
 fn snapshot_of_a_clock_measured_again_goes_on_and_differences_do_not_add_up() {
     let place = TempDir::new().unwrap();
@@ -74,7 +75,8 @@ fn snapshot_of_a_clock_measured_again_goes_on_and_differences_do_not_add_up() {
     let first = place.path().join("first");
     guest.vm.freeze().unwrap().write(&first, WriteOptions::default()).unwrap();
     drop(guest);
-    // Without an invariant clock the guest asks KVM for the time, and even a bad measurement does no harm.
+    // Without an invariant clock the guest asks KVM for the time, and even a bad measurement does
+    // no harm.
     let invariant =
         testing::cpuid(&first, 0x8000_0007, 0).is_some_and(|leaf| leaf[3] >> 8 & 1 == 1);
     let part = if invariant { 5000 } else { 200 };

@@ -19,7 +19,8 @@ fn guest_on(host: &FileSystem) -> Guest {
     })
 }
 
-/// Starts a write to the second disk, which the host does not end before it is thawed, and then `line` in the guest.
+/// Starts a write to the second disk, which the host does not end before it is thawed, and then
+/// `line` in the guest.
 fn write_held_by(host: &FileSystem, guest: &Guest, line: &str) {
     let write = "dd if=/dev/urandom of=/dev/vdb bs=64k count=1 oflag=direct";
     guest.prints(&format!("{write} 2>/dev/null"));

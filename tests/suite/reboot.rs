@@ -1,4 +1,5 @@
-//! A snapshot outlives the host's own boot: `make soak` writes one, boots its host anew, and goes on from it.
+//! A snapshot outlives the host's own boot: `make soak` writes one, boots its host anew, and goes
+//! on from it.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -7,7 +7,8 @@ use std::os::unix::net::UnixListener;
 use pvmm_tests::firecracker::{Firecracker, SOON};
 use serde_json::json;
 
-/// A runtime boots with a stub for each container to come, and puts the container's image there later.
+/// A runtime boots with a stub for each container to come, and puts the container's image there
+/// later.
 #[test]
 fn stub_drives_of_no_bytes_are_patched_to_images_with_a_limit_while_the_guest_runs() {
     let vm = Firecracker::new();

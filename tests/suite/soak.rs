@@ -61,8 +61,9 @@ fn rollbacks(times: usize) {
     disk.set_len(16 << 20).unwrap();
     let mut guest = Guest::boot_with(|config| {
         config.drives.push(Drive::from_file(disk));
-        // An emulated processor translates a program anew for each address it lies at, and throws all its work
-        // away, also that for the host, when it has no more room: the next rollback then takes twenty times as long.
+        // An emulated processor translates a program anew for each address it lies at, and throws
+        // all its work away, also that for the host, when it has no more room: the next rollback
+        // then takes twenty times as long.
         config.cmdline.push_str(" norandmaps");
     });
     guest.prints("echo 0 > /tmp/n");
@@ -100,8 +101,8 @@ fn soak_rollback() {
     rollbacks(10_000);
 }
 
-/// Draws random numbers for ever, and says in memory whether it is about to draw the next one: between the two
-/// marks it does nothing but count.
+/// Draws random numbers for ever, and says in memory whether it is about to draw the next one:
+/// between the two marks it does nothing but count.
 const SPIN: &str = "import mmap, os
 f = os.open('/dev/shm/drawn', os.O_RDWR | os.O_CREAT)
 os.ftruncate(f, 4 << 20)
@@ -116,7 +117,8 @@ while True:
     m[8:12] = n.to_bytes(4, 'little')
 ";
 
-/// Freezes the workload at a moment at which its process is about to draw; how many it has drawn until then.
+/// Freezes the workload at a moment at which its process is about to draw; how many it has drawn
+/// until then.
 fn freeze_about_to_draw(control: &Agent) -> u32 {
     for _ in 0..50 {
         control.freeze(Instant::now() + SOON).unwrap();
@@ -129,8 +131,8 @@ fn freeze_about_to_draw(control: &Agent) -> u32 {
     panic!("the process was never found about to draw");
 }
 
-/// The first random bytes that a process draws in a fork, which was about to draw them when it was frozen, are
-/// others in every fork; so are the kernel's identities, and the clock is right.
+/// The first random bytes that a process draws in a fork, which was about to draw them when it was
+/// frozen, are others in every fork; so are the kernel's identities, and the clock is right.
 fn forks_are_apart(count: usize) {
     let mut guest = Guest::boot();
     guest.agent.write_file("/tmp/spin.py", SPIN.as_bytes(), &Default::default()).unwrap();
@@ -168,11 +170,12 @@ fn soak_forks_are_apart() {
     forks_are_apart(64);
 }
 
-/// What a busy guest may stand still to be forked. An emulated one takes a tenth of it while two other
-/// programs are busy; one that waits for its memory to be copied takes longer.
+/// What a busy guest may stand still to be forked. An emulated one takes a tenth of it while two
+/// other programs are busy; one that waits for its memory to be copied takes longer.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Counts in memory and on a disk, the disk one step behind; both are the same instant in every fork.
+/// Counts in memory and on a disk, the disk one step behind; both are the same instant in every
+/// fork.
 fn forks_under_load(count: usize) {
     let disk = tempfile::tempfile().unwrap();
     disk.set_len(1 << 20).unwrap();

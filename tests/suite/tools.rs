@@ -1,4 +1,5 @@
-//! Programs that people bring to a sandbox, in guests that have them: Node, git, wheels, a kernel of one's own.
+//! Programs that people bring to a sandbox, in guests that have them: Node, git, wheels, a kernel
+//! of one's own.
 
 use std::time::Duration;
 

@@ -60,7 +60,8 @@ fn fork_at_rest_gives_back_pages_that_are_its_templates_and_lives_on() {
     assert_eq!(child.prints("sha256sum /dev/shm/data"), before);
 }
 
-/// A child that has run a command, rested and been trimmed, and how many pieces it shares with a sibling.
+/// A child that has run a command, rested and been trimmed, and how many pieces it shares with a
+/// sibling.
 fn rested(template: &Template) -> (Child, usize) {
     let mut child = Child::of(template);
     child.prints("true");
@@ -127,8 +128,8 @@ fn sibling_that_is_cut_or_a_link_or_nonsense_does_not_matter() {
     assert_eq!(other(&|| fs::write(&sibling, vec![0xa5; size as usize]).unwrap()), 0);
 }
 
-/// From the wish for a machine to the answer of its first exec, with and without. Interleaved, so that what
-/// else the host does hurts all alike.
+/// From the wish for a machine to the answer of its first exec, with and without. Interleaved, so
+/// that what else the host does hurts all alike.
 #[test]
 #[ignore = "make soak; figures, see docs/snapshots.md"]
 fn soak_prefault_figures() {

@@ -4,30 +4,24 @@ use std::io::{self, Write};
 use std::sync::Arc;
 
 use pvmm_devices::legacy::console::{self, ConsoleConfig};
-use pvmm_devices::virtio::balloon::Balloon;
-use pvmm_devices::virtio::net;
-use pvmm_devices::virtio::rng::{Rng, RngConfig};
-use pvmm_devices::virtio::vsock::{Vsock, VsockConfig};
+use pvmm_devices::virtio::registry::DeviceConfig;
 
 use crate::agent::ReadyListener;
-use crate::arch::x86_64::{cpuid, kernel, layout, tables};
-use crate::balloon;
+use crate::arch::x86_64::{cpuid, kernel, layout, mp_table, tables};
 use crate::boot_timer::{self, BootTimer};
-use crate::config::{self, BucketConfig, Console, VmConfig};
-use crate::drives;
+use crate::config::{BucketConfig, Console, VmConfig};
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::{KvmHost, KvmVm};
-use crate::machine::{Held, Machine, MachineError, Opened};
+use crate::machine::{Machine, MachineBuilder, MachineError, Opened, VmResources, drives};
 use crate::memory::{Memory, MemoryImage};
 use crate::scratch::Scratch;
 use crate::trace;
-use crate::vm::Vm;
 
 /// Makes the machine that `config` describes, paused before its first instruction.
 ///
 /// Everything the machine will ever open is opened before its threads start.
-pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
+pub fn boot(mut config: VmConfig) -> Result<Machine, Error> {
     config.validate()?;
     let timer = config.boot_timer.then(BootTimer::start);
 
@@ -51,21 +45,21 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
     let kvm = KvmVm::new(&host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
     trace::step("KVM machine, slots and vCPUs");
-    let mut machine =
-        Machine::new(&kvm, guest, open_console(config.console, config.console_limit))?;
-    machine.generation.write()?;
+    let mut builder =
+        MachineBuilder::new(&kvm, guest, open_console(config.console, config.console_limit))?;
+    builder.generation.write()?;
     for device in devices {
-        machine.attach(device, &kvm, guest)?;
+        builder.attach(device, &kvm, guest)?;
     }
     if let Some(timer) = timer {
         let place =
-            machine.buses.mmio.insert(layout::BOOT_TIMER, boot_timer::SIZE, Arc::new(timer));
+            builder.buses.mmio.insert(layout::BOOT_TIMER, boot_timer::SIZE, Arc::new(timer));
         place.map_err(MachineError::from)?;
     }
     trace::step("machine and devices");
 
     // What the guest finds: tables, kernel, registers.
-    let places = machine.places();
+    let places = builder.places();
     let image = kernel::Image {
         kernel: &config.kernel,
         initrd: config.initrd.as_ref(),
@@ -74,6 +68,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         memory_mib: config.memory_mib,
         rsdp: tables::write(config.vcpus, &places, config.keyboard, guest)?,
     };
+    mp_table::write(config.vcpus, guest)?;
     let entry = kernel::load(&image, guest)?;
     trace::step("load kernel");
     let threads_per_core = if config.smt { 2 } else { 1 };
@@ -83,7 +78,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         vcpu::configure(vcpu, id, topology, &host, entry, guest)?;
     }
 
-    let held = Held {
+    let resources = VmResources {
         drives,
         taps,
         scratch,
@@ -97,7 +92,7 @@ pub fn boot(mut config: VmConfig) -> Result<Vm, Error> {
         clock_khz: None,
         vcpu_threads,
     };
-    machine.start(vcpus, kvm, memory, held)
+    builder.start(vcpus, kvm, memory, resources)
 }
 
 /// Opens what stands behind the virtio devices, in the order in which the guest will number them.
@@ -107,23 +102,12 @@ fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
         Error::new(ErrorKind::InvalidConfig, "cannot open a device", error)
     };
     for drive in std::mem::take(&mut config.drives) {
-        opened.add_drive(drives::open(drive).map_err(refused)?);
+        let (config, storage) = drives::prepare(drive).map_err(refused)?;
+        let device = DeviceConfig::Block(config).open().map_err(|e| refused(e.into()))?;
+        opened.add(device, Some(storage));
     }
-    for wish in std::mem::take(&mut config.nets) {
-        opened.add_net(net::Net::new(wish).map_err(|e| refused(e.into()))?);
-    }
-    if let Some(config::Vsock { guest_cid, uds_path, keep_socket }) = config.vsock.take() {
-        opened.vsock_path = Some(uds_path.clone());
-        let config = VsockConfig { guest_cid: guest_cid.into(), uds_path, keep_socket };
-        opened.devices.push(Box::new(Vsock::open(&config).map_err(|e| refused(e.into()))?));
-    }
-    if config.rng {
-        let rng = Rng::limited(RngConfig::default(), &config.rng_limits);
-        opened.devices.push(Box::new(rng));
-    }
-    if let Some(wish) = config.balloon {
-        let balloon = Balloon::new(balloon::device_config(wish, config.memory_mib));
-        opened.devices.push(Box::new(balloon));
+    for config in config.take_devices() {
+        opened.add(config.open().map_err(|e| refused(e.into()))?, None);
     }
     Ok(opened)
 }
@@ -138,8 +122,8 @@ pub(crate) fn open_console(to: Console, limit: Option<BucketConfig>) -> console:
     console::Console::new(target, ConsoleConfig { limit, ..ConsoleConfig::default() })
 }
 
-/// The caller's words, then each virtio device: kernels with ACPI find the devices there, and those that
-/// have only the parameter find them here.
+/// The caller's words, then each virtio device: kernels with ACPI find the devices there, and those
+/// that have only the parameter find them here.
 fn command_line(given: &str, places: &[tables::MmioDevice]) -> String {
     let mut line = given.to_owned();
     for place in places {

@@ -1,23 +1,29 @@
 //! What a machine should be: typed by the caller, checked once, before anything is made.
 //!
-//! Every recipe starts from a `VmConfig`; a bad value is refused here by the name of its field, so that
-//! no later step has to doubt what it was given.
+//! Every recipe starts from a `VmConfig`; a bad value is refused here by the name of its field, so
+//! that no later step has to doubt what it was given.
 
 use std::fs::File;
 use std::path::PathBuf;
 
+use crate::error::{Error, ErrorKind};
 use pvmm_devices::rate_limiter::RateLimiterError;
 pub use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
+use pvmm_devices::virtio::balloon::{BalloonConfig, pages_of_mib};
 pub use pvmm_devices::virtio::block::{CacheMode, EngineKind};
 pub use pvmm_devices::virtio::net::{
     Mac, MacError, MmdsConfig, MmdsVersion, NetConfig as Net, TapSource,
 };
+use pvmm_devices::virtio::registry::{DeviceConfig, DeviceKind};
+use pvmm_devices::virtio::rng::RngConfig;
 pub use pvmm_devices::virtio::vsock::MAX_UDS_PATH;
+use pvmm_devices::virtio::vsock::VsockConfig;
 
 /// The most vCPUs a machine may have.
 pub const MAX_VCPUS: u32 = 32;
-/// The least memory a Linux guest can start in, and the most that is accepted (1 TiB).
+/// The least memory that a Linux guest can start in, in MiB.
 pub const MIN_MEMORY_MIB: u64 = 32;
+/// The most memory that a machine may have, in MiB (1 TiB).
 pub const MAX_MEMORY_MIB: u64 = 1 << 20;
 /// The longest kernel command line, devices included.
 pub const MAX_CMDLINE: usize = 2048;
@@ -42,10 +48,13 @@ pub const MAX_NETS: usize = 8;
 pub struct VmConfig {
     /// ELF `vmlinux` or `bzImage`.
     pub kernel: PathBuf,
+    /// The initial RAM disk, which brings the agent; `None`, the default, boots without one.
     pub initrd: Option<Initrd>,
     /// The kernel command line; the devices are added to it.
     pub cmdline: String,
+    /// Guest memory in MiB, [`MIN_MEMORY_MIB`] to [`MAX_MEMORY_MIB`]; 256 by default.
     pub memory_mib: u64,
+    /// The number of vCPUs, 1 to [`MAX_VCPUS`]; 1 by default.
     pub vcpus: u32,
     /// Two vCPUs are threads of one core; their number is then even.
     pub smt: bool,
@@ -53,6 +62,7 @@ pub struct VmConfig {
     pub drives: Vec<Drive>,
     /// Network cards, in order: `eth0`, `eth1`, … None by default.
     pub nets: Vec<Net>,
+    /// The socket device by which the host reaches the agent; `None`, the default, leaves it out.
     pub vsock: Option<Vsock>,
     /// A device by which the guest gives memory back.
     pub balloon: Option<Balloon>,
@@ -60,35 +70,41 @@ pub struct VmConfig {
     pub rng: bool,
     /// What the guest may take from it per time.
     pub rng_limits: RateLimiterConfig,
+    /// Where the output of the serial console goes; discarded by default.
     pub console: Console,
     /// What the guest may write to its console per time; what goes beyond that is dropped.
     pub console_limit: Option<BucketConfig>,
-    /// Listen for the agent's word that it is ready, beside the vsock's socket, for [`crate::Vm::agent`] to wait
-    /// for. Without it that call only connects.
+    /// Listen for the agent's word that it is ready, beside the vsock's socket, for
+    /// [`crate::Vm::agent`] to wait for. Without it that call only connects.
     pub awaits_agent: bool,
-    /// Tell the guest of a keyboard, for [`crate::Vm::press_ctrl_alt_del`]. Looking for one takes it a moment.
+    /// Tell the guest of a keyboard, for [`crate::Vm::press_ctrl_alt_del`]. Looking for one takes
+    /// it a moment.
     pub keyboard: bool,
     /// Log how long the guest takes until it writes 123 to the byte at 0xc000_0000.
     pub boot_timer: bool,
+    /// How the kernel is entered; [`BootProtocol::Auto`] by default.
     pub boot_protocol: BootProtocol,
-    /// Where nameless files for a machine's own writes to its disks are made: at most as much as the disks are
-    /// large for the machine, and again for each of the sixteen layers that are kept of it. Without one the
-    /// directory for temporary files, or `/var/tmp` where that is in memory.
+    /// Where nameless files for a machine's own writes to its disks are made: at most as much as
+    /// the disks are large for the machine, and again for each of the sixteen layers that are kept
+    /// of it. Without one the directory for temporary files, or `/var/tmp` where that is in memory.
     pub scratch_dir: Option<PathBuf>,
-    /// Accept a directory in memory (tmpfs, ramfs) for them, which then is the host's. Refused otherwise.
+    /// Accept a directory in memory (tmpfs, ramfs) for them, which then is the host's. Refused
+    /// otherwise.
     pub scratch_in_memory: bool,
-    /// Take note, after each [`crate::Vm::save_files`], of what the guest writes, so that the next one of
-    /// [`crate::snapshot::SaveKind::Diff`] holds no more than that. Costs the guest a fault on the first write
-    /// to each page. Without it such a save holds what changed since the machine was made.
+    /// Take note, after each [`crate::Vm::save_files`], of what the guest writes, so that the next
+    /// one of [`crate::snapshot::SaveKind::Diff`] holds no more than that. Costs the guest a fault
+    /// on the first write to each page. Without it such a save holds what changed since the machine
+    /// was made.
     pub track_changes: bool,
-    /// Back the memory with pages of 2 MiB where the kernel has them at hand: fewer faults, coarser copies.
+    /// Back the memory with pages of 2 MiB where the kernel has them at hand: fewer faults, coarser
+    /// copies.
     pub huge_pages: bool,
     /// How the vCPU threads are called.
     pub vcpu_threads: ThreadNames,
 }
 
-/// What a machine's vCPU threads are called, for those who look for them from outside. The number of the vCPU
-/// follows.
+/// What a machine's vCPU threads are called, for those who look for them from outside. The number
+/// of the vCPU follows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ThreadNames {
     /// `pvmm-vcpu-0`.
@@ -110,14 +126,18 @@ impl ThreadNames {
 /// An initial RAM disk, in a file or already in memory.
 #[derive(Debug)]
 pub enum Initrd {
+    /// The file at this path, read when the machine boots.
     Path(PathBuf),
+    /// These bytes.
     Bytes(Vec<u8>),
 }
 
 /// A raw disk image.
 #[derive(Debug)]
 pub struct Drive {
+    /// Where the drive's bytes are.
     pub source: DriveSource,
+    /// The guest cannot write to the drive.
     pub read_only: bool,
     /// What the guest reads as the drive's serial number, at most 20 bytes of ASCII.
     pub id: String,
@@ -134,11 +154,13 @@ pub struct Drive {
 /// Where a drive's bytes are.
 #[derive(Debug)]
 pub enum DriveSource {
+    /// The image at this path, opened when the machine is made. The guest's writes go to the file
+    /// itself.
     Path(PathBuf),
     /// An image that is already open, perhaps without a name.
     File(File),
-    /// Opened when the machine is resumed for the first time, unless it was replaced by then. Only for
-    /// machines that go on from a template; one that boots opens it at once.
+    /// Opened when the machine is resumed for the first time, unless it was replaced by then. Only
+    /// for machines that go on from a template; one that boots opens it at once.
     Later(PathBuf),
 }
 
@@ -150,7 +172,8 @@ pub struct Vsock {
     /// Host clients connect here and say `CONNECT port`; the guest's own connections arrive at
     /// `<uds_path>_<port>`.
     pub uds_path: PathBuf,
-    /// The socket's file stays when the machine ends, for callers that want to remove it themselves.
+    /// The socket's file stays when the machine ends, for callers that want to remove it
+    /// themselves.
     pub keep_socket: bool,
 }
 
@@ -158,6 +181,12 @@ impl Vsock {
     /// A socket whose file goes with the machine.
     pub fn new(guest_cid: u32, uds_path: impl Into<PathBuf>) -> Self {
         Self { guest_cid, uds_path: uds_path.into(), keep_socket: false }
+    }
+}
+
+impl From<Vsock> for VsockConfig {
+    fn from(Vsock { guest_cid, uds_path, keep_socket }: Vsock) -> Self {
+        Self { guest_cid: guest_cid.into(), uds_path, keep_socket }
     }
 }
 
@@ -174,12 +203,33 @@ pub struct Balloon {
     pub free_page_hinting: bool,
 }
 
+impl Balloon {
+    /// Configures the device, in a machine with so much memory.
+    fn device(self, memory_mib: u64) -> DeviceConfig {
+        DeviceConfig::Balloon(BalloonConfig {
+            limit_pages: pages_of_mib(memory_mib),
+            target_pages: pages_of_mib(self.target_mib),
+            deflate_on_oom: self.deflate_on_oom,
+            free_page_reporting: self.free_page_reporting,
+            free_page_hinting: self.free_page_hinting,
+        })
+    }
+}
+
+/// Configures an entropy device.
+fn rng(limits: RateLimiterConfig) -> DeviceConfig {
+    DeviceConfig::Rng(RngConfig::default().limits(limits))
+}
+
 /// Where the guest's serial console goes.
 #[derive(Debug, Default)]
 pub enum Console {
+    /// Nowhere: the output is dropped.
     #[default]
     Discard,
+    /// To the standard output of this process.
     Stdout,
+    /// To this file.
     File(File),
 }
 
@@ -189,37 +239,67 @@ pub enum BootProtocol {
     /// PVH where the kernel has its note, otherwise the 64-bit Linux protocol.
     #[default]
     Auto,
+    /// PVH; a kernel without the note for it is refused, and so is every `bzImage`.
     Pvh,
+    /// The 64-bit Linux protocol.
     Linux64,
 }
 
 /// A field that cannot be accepted, and what would be.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum ConfigError {
+    /// The number of vCPUs is odd although `smt` is set.
     #[error("vcpus: {0} is odd, and smt makes cores of two")]
     Threads(u32),
+    /// The number of vCPUs is zero or too large.
     #[error("vcpus: {0} is not between 1 and {MAX_VCPUS}")]
     Vcpus(u32),
+    /// The memory is too small or too large; the value is in MiB.
     #[error("memory: {0} MiB is not between {MIN_MEMORY_MIB} and {MAX_MEMORY_MIB}")]
     Memory(u64),
+    /// The kernel command line is too long or not ASCII.
     #[error("cmdline: {0}")]
     Cmdline(&'static str),
+    /// There are too many drives.
     #[error("drives: {0} is more than {MAX_DRIVES}")]
     Drives(usize),
+    /// The rate limit of a drive can never work.
     #[error("drive: rate limit of {0}")]
     Limits(RateLimiterError),
+    /// The rate limit of the entropy device can never work.
     #[error("rng: rate limit of {0}")]
     RngLimits(RateLimiterError),
+    /// There are too many network cards.
     #[error("nets: {0} is more than {MAX_NETS}")]
     Nets(usize),
+    /// A network card is configured wrongly.
     #[error("net {index}: {why}")]
-    Net { index: usize, why: String },
+    Net {
+        /// Its place among the cards, from 0.
+        index: usize,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The balloon would take more than all of guest memory.
     #[error("balloon: a target of {target} MiB is more than the memory, {memory} MiB")]
-    Balloon { target: u64, memory: u64 },
+    Balloon {
+        /// The balloon's target in MiB.
+        target: u64,
+        /// Guest memory in MiB.
+        memory: u64,
+    },
+    /// The guest's context id is below 3 or all ones.
     #[error("vsock: guest cid {0} is reserved; use 3 or more")]
     Cid(u32),
+    /// A path contains a NUL byte; the value names the field.
     #[error("{0}: the path contains a NUL byte")]
     Nul(&'static str),
+}
+
+impl From<ConfigError> for Error {
+    fn from(error: ConfigError) -> Self {
+        Error::new(ErrorKind::InvalidConfig, "bad configuration", error)
+    }
 }
 
 impl VmConfig {
@@ -250,6 +330,16 @@ impl VmConfig {
             huge_pages: false,
             vcpu_threads: ThreadNames::default(),
         }
+    }
+
+    /// Takes the configurations of the devices other than drives, in the order in which the guest
+    /// will number them.
+    pub(crate) fn take_devices(&mut self) -> Vec<DeviceConfig> {
+        let nets = std::mem::take(&mut self.nets).into_iter().map(DeviceConfig::Net);
+        let vsock = self.vsock.take().map(|vsock| DeviceConfig::Vsock(vsock.into()));
+        let rng = self.rng.then(|| rng(self.rng_limits));
+        let balloon = self.balloon.map(|balloon| balloon.device(self.memory_mib));
+        nets.chain(vsock).chain(rng).chain(balloon).collect()
     }
 
     /// Refuses what no machine can be, naming the field.
@@ -306,10 +396,12 @@ impl VmConfig {
 }
 
 impl Drive {
+    /// Describes a drive that the guest only reads, backed by the image at `path`.
     pub fn read_only(path: impl Into<PathBuf>) -> Self {
         Self::new(DriveSource::Path(path.into()), true)
     }
 
+    /// Describes a drive that the guest writes in place, in the image at `path`.
     pub fn writable(path: impl Into<PathBuf>) -> Self {
         Self::new(DriveSource::Path(path.into()), false)
     }
@@ -339,10 +431,67 @@ fn with_causes(error: &dyn std::error::Error) -> String {
 }
 
 fn no_nul(field: &'static str, path: &std::path::Path) -> Result<(), ConfigError> {
-    match path.as_os_str().as_encoded_bytes().contains(&0) {
-        true => Err(ConfigError::Nul(field)),
-        false => Ok(()),
+    if path.as_os_str().as_encoded_bytes().contains(&0) {
+        Err(ConfigError::Nul(field))
+    } else {
+        Ok(())
     }
+}
+
+/// What a machine gets that its template cannot give it.
+#[derive(Debug, Default)]
+pub struct Overrides {
+    /// Its own socket; without one it takes the template's, which only one machine at a time can
+    /// have.
+    pub vsock: Option<Vsock>,
+    /// Other drives, by their place in the template.
+    pub drives: Vec<(usize, Drive)>,
+    /// Other taps and addresses, by their place; without one a card takes the interface of the
+    /// template's name.
+    pub nets: Vec<(usize, Net)>,
+    /// What the guest may take from the entropy device per time.
+    pub rng_limits: RateLimiterConfig,
+    /// Where the output of the serial console goes; discarded by default.
+    pub console: Console,
+    /// As in [`crate::VmConfig`].
+    pub console_limit: Option<BucketConfig>,
+    /// As in [`crate::VmConfig`].
+    pub scratch_dir: Option<PathBuf>,
+    /// As in [`crate::VmConfig`].
+    pub scratch_in_memory: bool,
+    /// As in [`crate::VmConfig`].
+    pub track_changes: bool,
+    /// How much of the template's working set is prefaulted; [`Prefault::InKvm`] by default.
+    pub prefault: Prefault,
+    /// Move the guest's clock on by the time that it did not run, instead of hiding that from it:
+    /// timers that have run out meanwhile fire at once.
+    pub catch_up: bool,
+    /// How its vCPU threads are called.
+    pub vcpu_threads: ThreadNames,
+    /// As in [`crate::VmConfig`]; of memory that comes from a file only what the guest writes can
+    /// be so.
+    pub huge_pages: bool,
+    /// The socket of a process that supplies the memory; see [`crate::Template::fork`].
+    pub page_server: Option<PathBuf>,
+}
+
+impl Overrides {
+    /// Returns what the host supplies for a saved device without a backend.
+    pub(crate) fn device(&self, kind: DeviceKind) -> Option<DeviceConfig> {
+        (kind == DeviceKind::Rng).then(|| rng(self.rng_limits))
+    }
+}
+
+/// What is made ready of a template's working set before the machine runs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Prefault {
+    /// Each page when it is touched.
+    Nothing,
+    /// The pages, in this process.
+    Mapped,
+    /// The pages, and their places in KVM's tables where it can do that.
+    #[default]
+    InKvm,
 }
 
 #[cfg(test)]

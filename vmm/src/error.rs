@@ -10,15 +10,6 @@ use pvmm_devices::virtio::device_loop::DeviceError;
 use pvmm_devices::virtio::mmio::RestoreError;
 use pvmm_devices::vmgenid::VmGenIdError;
 
-use crate::agent::AgentError;
-use crate::arch::x86_64::kernel::KernelError;
-use crate::arch::x86_64::tables::TablesError;
-use crate::config::ConfigError;
-use crate::kvm::vm::KvmError;
-use crate::machine::MachineError;
-use crate::memory::{MemoryError, PageServerError};
-use crate::vcpu::thread::ThreadError;
-
 /// Why a call failed.
 #[derive(Debug)]
 pub struct Error {
@@ -37,13 +28,17 @@ pub enum ErrorKind {
     HostUnsupported,
     /// The host has no more memory, descriptors or disk; trying again later may help.
     HostResource,
-    /// A snapshot that is whole, and not for this host or this pvmm; the message names the difference.
+    /// A snapshot that is whole, and not for this host or this pvmm; the message names the
+    /// difference.
     SnapshotIncompatible,
     /// A snapshot that is not what was written; the message names the part.
     SnapshotCorrupt,
     /// The guest did something that ended it.
     GuestFault,
-    /// The agent in the guest went away.
+    /// The agent in the guest answered that it cannot do what was asked, such as for a file that is
+    /// not there.
+    GuestRefused,
+    /// The agent in the guest went away, or is not ours.
     AgentLost,
     /// A deadline passed.
     Timeout,
@@ -68,6 +63,7 @@ impl Error {
         Self { kind, act: act.into(), source: None }
     }
 
+    /// Returns whose fault the error is, for a caller that decides what to do about it.
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
@@ -91,92 +87,17 @@ impl fmt::Display for Error {
     }
 }
 
-// The causes are part of the message already; handing them out as a source too would print them twice.
+// The causes are part of the message already; handing them out as a source too would print them
+// twice.
 impl std::error::Error for Error {}
-
-impl From<ConfigError> for Error {
-    fn from(error: ConfigError) -> Self {
-        Self::new(ErrorKind::InvalidConfig, "bad configuration", error)
-    }
-}
-
-impl From<KernelError> for Error {
-    fn from(error: KernelError) -> Self {
-        Self::new(ErrorKind::InvalidConfig, "cannot load the guest", error)
-    }
-}
-
-impl From<KvmError> for Error {
-    fn from(error: KvmError) -> Self {
-        let kind = match error {
-            KvmError::Open(_) | KvmError::Missing(_) | KvmError::Cpuid(_) => {
-                ErrorKind::HostUnsupported
-            }
-            _ => ErrorKind::HostResource,
-        };
-        Self::new(kind, "KVM", error)
-    }
-}
-
-impl From<MachineError> for Error {
-    fn from(error: MachineError) -> Self {
-        match error {
-            MachineError::Kvm(error) => error.into(),
-            MachineError::TooManyDevices => {
-                Self::new(ErrorKind::InvalidConfig, "bad configuration", error)
-            }
-            MachineError::Bus(_) => Self::new(ErrorKind::Bug, "cannot build the machine", error),
-            _ => Self::new(ErrorKind::HostResource, "cannot build the machine", error),
-        }
-    }
-}
-
-impl From<TablesError> for Error {
-    fn from(error: TablesError) -> Self {
-        Self::new(ErrorKind::Bug, "cannot write the machine's tables", error)
-    }
-}
 
 impl From<VmGenIdError> for Error {
     fn from(error: VmGenIdError) -> Self {
         let kind = match error {
             VmGenIdError::Memory { .. } => ErrorKind::Bug,
-            _ => ErrorKind::HostResource,
+            VmGenIdError::Random(_) => ErrorKind::HostResource,
         };
         Self::new(kind, "generation", error)
-    }
-}
-
-impl From<ThreadError> for Error {
-    fn from(error: ThreadError) -> Self {
-        let kind = match error {
-            ThreadError::Start(_) => ErrorKind::HostResource,
-            ThreadError::Gone => ErrorKind::Bug,
-            ThreadError::Stuck => ErrorKind::Timeout,
-            ThreadError::State(error) => return error.into(),
-        };
-        Self::new(kind, "vCPU", error)
-    }
-}
-
-impl From<MemoryError> for Error {
-    fn from(error: MemoryError) -> Self {
-        let kind = match error {
-            MemoryError::Regions => ErrorKind::SnapshotCorrupt,
-            _ => ErrorKind::HostResource,
-        };
-        Self::new(kind, "memory", error)
-    }
-}
-
-impl From<PageServerError> for Error {
-    fn from(error: PageServerError) -> Self {
-        let kind = match error {
-            PageServerError::Connect { .. } => ErrorKind::InvalidConfig,
-            PageServerError::Userfault(_) => ErrorKind::HostUnsupported,
-            _ => ErrorKind::HostResource,
-        };
-        Self::new(kind, "page server", error)
     }
 }
 
@@ -196,27 +117,15 @@ impl From<DeviceError> for Error {
     fn from(error: DeviceError) -> Self {
         let kind = match error {
             DeviceError::Timeout { .. } => ErrorKind::Timeout,
-            _ => ErrorKind::Bug,
+            DeviceError::Update(_) => ErrorKind::InvalidConfig,
+            DeviceError::Busy | DeviceError::Events(_) => ErrorKind::HostResource,
+            DeviceError::Unknown
+            | DeviceError::AlreadyActive
+            | DeviceError::Superseded
+            | DeviceError::NotQuiet
+            | DeviceError::InFlight { .. }
+            | DeviceError::Gone => ErrorKind::Bug,
         };
         Self::new(kind, "device thread", error)
-    }
-}
-
-impl From<AgentError> for Error {
-    fn from(error: AgentError) -> Self {
-        let kind = match error {
-            AgentError::NotReady | AgentError::NotListening { .. } | AgentError::Overdue => {
-                ErrorKind::Timeout
-            }
-            AgentError::InvalidRequest { .. } | AgentError::HoldsSecrets => {
-                ErrorKind::InvalidConfig
-            }
-            AgentError::Listen { .. } | AgentError::Socket(_) | AgentError::TooMany => {
-                ErrorKind::HostResource
-            }
-            AgentError::Encode(_) => ErrorKind::Bug,
-            _ => ErrorKind::AgentLost,
-        };
-        Self::new(kind, "agent", error)
     }
 }

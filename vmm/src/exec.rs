@@ -1,5 +1,6 @@
-//! Running a command in the guest: the request, the running process, the collected output.
-//! A process ends with exactly one exit status or with an error that says why there is none.
+//! Runs commands in the guest: the request, the running process, the collected output.
+//!
+//! A process ends with exactly one exit status, or with an error that says why there is none.
 
 mod detached;
 mod output;
@@ -22,21 +23,30 @@ pub use status::ExitStatus;
 use crate::agent::{Agent, AgentError};
 use output::Capture;
 
-/// An exec that gave no exit status.
+/// The reason why an exec gave no exit status.
 #[derive(Debug, thiserror::Error)]
 pub enum ExecError {
+    /// The request can never work, and was not sent.
     #[error("{field}: {why}")]
-    InvalidRequest { field: &'static str, why: &'static str },
+    InvalidRequest {
+        /// The part of the request that is wrong.
+        field: &'static str,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// The guest did not report the end of a command that has passed its time limit by this long.
     #[error("the guest did not end the command {0:?} after its time limit")]
     Overdue(Duration),
+    /// A detached command could not be started; the status says at which step.
     #[error("the command could not be started: {:?}", .0.status)]
     NotStarted(Box<ExitStatus>),
+    /// The agent or the connection to it failed.
     #[error(transparent)]
     Agent(#[from] AgentError),
 }
 
 impl Agent {
-    /// Starts a command; output and end come as events.
+    /// Starts a command; its output and its end arrive as events.
     pub fn start(&self, request: &ExecRequest) -> Result<Process, ExecError> {
         request.check()?;
         self.start_message(request, &request.message())
@@ -53,7 +63,7 @@ impl Agent {
         request.check()?;
         let mut wire = request.message();
         if let Request::Exec(exec) = &mut wire {
-            // What would be dropped here anyway need not travel.
+            // Output that would be dropped here need not be sent.
             let tail = request.cap.tail.min(MAX_TAIL as usize) as u32;
             let beyond = request.cap.tail - tail as usize;
             let head = (request.cap.head as u64).saturating_add(beyond as u64);

@@ -4,31 +4,27 @@
 
 use std::sync::Arc;
 
-use pvmm_devices::virtio::balloon::Balloon;
+use pvmm_devices::virtio::block::BlockConfig;
 use pvmm_devices::virtio::block::wire::SECTOR_SIZE;
-use pvmm_devices::virtio::block::{Block, BlockConfig};
-use pvmm_devices::virtio::net::{Net, NetStateV2, TapSource};
-use pvmm_devices::virtio::registry::DeviceState;
-use pvmm_devices::virtio::rng::{Rng, RngConfig};
-use pvmm_devices::virtio::vsock::{Vsock, VsockConfig, VsockStateV2};
+use pvmm_devices::virtio::net::{NetConfig, TapSource};
+use pvmm_devices::virtio::registry::{DeviceConfig, DeviceKind, DeviceState};
+use pvmm_devices::virtio::vsock::{VsockConfig, VsockStateV1};
 
 use crate::boot::open_console;
-use crate::config;
-use crate::drives::{self, HeldDrive};
+use crate::config::{Overrides, Prefault};
 use crate::error::{Error, ErrorKind};
+use crate::frozen::Frozen;
 use crate::kvm::vm::{KvmError, KvmHost, KvmVm};
 use crate::kvm::{state, vcpu};
-use crate::machine::{Held, Machine, Opened};
+use crate::machine::{Machine, MachineBuilder, Opened, VmResources, drives};
 use crate::memory::{Memory, PageServer, WorkingSet};
 use crate::scratch::Scratch;
 use crate::storage::Storage;
-use crate::template::{Overrides, Prefault, Template};
 use crate::trace;
 use crate::vcpu::thread::Preparation;
-use crate::vm::Vm;
 
 /// Makes a machine of a template, paused.
-pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Error> {
+pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, Error> {
     // What the host must supply.
     let scratch = Scratch::new(overrides.scratch_dir.as_deref(), overrides.scratch_in_memory);
     let Opened { devices, drives, taps, vsock_path } =
@@ -39,7 +35,7 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
     let mut page_server = connect_page_server(template, &overrides, &memory)?;
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
-    let saved = &*template.machine;
+    let saved = &*template.state;
     let kvm = KvmVm::new(&template.host, &memory.guest)?;
     trace::step("KVM machine and slots");
     let mut vcpus = Vec::with_capacity(saved.vcpus.len());
@@ -49,42 +45,40 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
         vcpus.push(vcpu);
     }
     trace::step("vCPUs and CPUID");
-    let mut machine = Machine::new(
+    let mut builder = MachineBuilder::new(
         &kvm,
         &memory.guest,
         open_console(overrides.console, overrides.console_limit),
     )?;
-    machine.devices.handle().quiesce_all()?;
+    builder.devices.handle().quiesce_all()?;
     trace::step("machine");
     for device in devices {
-        machine.attach(device, &kvm, &memory.guest)?;
+        builder.attach(device, &kvm, &memory.guest)?;
     }
     trace::step("attach devices");
 
     // State: both kinds of APIC before the devices, which raise what was pending.
-    let clock = match overrides.catch_up {
-        true => saved.clock.advanced(state::host_time()),
-        false => saved.clock,
-    };
+    let clock =
+        if overrides.catch_up { saved.clock.advanced(state::host_time()) } else { saved.clock };
     state::load_clock(kvm.fd(), clock)?;
-    machine.ioapic.restore(&saved.ioapic);
+    builder.ioapic.restore(&saved.ioapic);
     trace::step("clock and I/O APIC");
     for ((id, vcpu), saved) in (0..).zip(&vcpus).zip(&saved.vcpus) {
-        let msrs = state::msrs_to_tell(vcpu, id, saved, &kvm)?;
+        let msrs = state::msrs_to_set(vcpu, id, saved, &kvm)?;
         state::load(vcpu, id, saved, kvm.shape(), Some(&msrs)).map_err(not_taken)?;
     }
     trace::step("vCPU state");
-    for (transport, saved) in machine.transports.iter().zip(&saved.transports) {
+    for (transport, saved) in builder.transports.iter().zip(&saved.transports) {
         transport.restore(saved)?;
     }
     trace::step("device state");
-    machine.serial.restore(&saved.serial)?;
-    machine.generation.renew()?;
+    builder.serial.restore(&saved.serial)?;
+    builder.generation.renew()?;
     trace::step("serial and generation");
 
-    let (working_set, _first) = match &template.lessons {
-        Some(lessons) => {
-            let (set, first) = lessons.attend(&memory.guest);
+    let (working_set, _first) = match &template.learner {
+        Some(learner) => {
+            let (set, first) = learner.observe(&memory.guest);
             (Some(set), first)
         }
         None => (template.working_set.clone(), None),
@@ -94,41 +88,42 @@ pub fn restore(template: &Template, mut overrides: Overrides) -> Result<Vm, Erro
         _ => None,
     };
     if let Some(server) = &mut page_server {
-        server.started(machine.devices.handle().clone(), machine.ending.report())?;
+        server.started(builder.devices.handle().clone(), builder.ending.report())?;
     }
     let (base, ready) = (template.base.clone(), None);
     let memory_sums = template.memory_sums.clone();
     let clock_khz = saved.vcpus.first().map(|vcpu| vcpu.tsc_khz);
     let Overrides { track_changes, vcpu_threads, .. } = overrides;
     #[rustfmt::skip]
-    let held = Held {
+    let resources = VmResources {
         drives, taps, scratch, vsock_path, ready, base, working_set, _first, track_changes, memory_sums, clock_khz,
         vcpu_threads,
     };
-    let mut vm = machine.start(vcpus, kvm, memory, held)?;
-    vm.page_server = page_server;
-    vm.prefault = prefault;
+    let mut machine = builder.start(vcpus, kvm, memory, resources)?;
+    machine.page_server = page_server;
+    machine.prefault = prefault;
     trace::step("hand over");
-    Ok(vm)
+    Ok(machine)
 }
 
 /// A guest's memory is ready to be forked, unless something else is wanted of its pages.
-fn map_memory(template: &Template, overrides: &Overrides) -> Result<Memory, Error> {
+fn map_memory(template: &Frozen, overrides: &Overrides) -> Result<Memory, Error> {
     let image = template.image.clone();
     if overrides.huge_pages {
         let memory = Memory::map(image)?;
         memory.prefer_huge_pages();
         return Ok(memory);
     }
-    match overrides.track_changes || overrides.page_server.is_some() {
-        true => Ok(Memory::map(image)?),
-        false => Ok(Memory::map_to_fork(image)?),
+    if overrides.track_changes || overrides.page_server.is_some() {
+        Ok(Memory::map(image)?)
+    } else {
+        Ok(Memory::map_to_fork(image)?)
     }
 }
 
 /// Hands the memory's faults to the server that the overrides name.
 fn connect_page_server(
-    template: &Template,
+    template: &Frozen,
     overrides: &Overrides,
     memory: &Memory,
 ) -> Result<Option<PageServer>, Error> {
@@ -146,8 +141,8 @@ fn connect_page_server(
     }
 }
 
-/// What makes the pages of a first use ready, on the first vCPU's thread: KVM asks a vCPU how memory is
-/// walked, and meanwhile the owner dials.
+/// What makes the pages of a first use ready, on the first vCPU's thread: KVM asks a vCPU how
+/// memory is walked, and meanwhile the owner dials.
 fn prefault(
     set: &Arc<WorkingSet>,
     wish: Prefault,
@@ -168,88 +163,62 @@ fn prefault(
 
 /// Opens what stands behind the devices. Overrides come first: nothing that was replaced is opened.
 fn open_devices(
-    template: &Template,
+    template: &Frozen,
     overrides: &mut Overrides,
     scratch: &Scratch,
 ) -> Result<Opened, Error> {
     let mut opened = Opened::default();
-    for saved in &template.machine.transports {
-        match &saved.device {
-            DeviceState::Block(saved) => {
-                let index = opened.drives.len();
-                let refused = refused(format!("drive {index}"));
-                let size = saved.capacity_sectors.saturating_mul(SECTOR_SIZE);
-                let made = match take(&mut overrides.drives, index) {
-                    Some(drive) => drives::prepare_restored(drive, size),
-                    None => thaw(template, index, scratch, size),
-                };
-                let (config, storage) = made.map_err(&refused)?;
-                let block = Block::restore(config, saved).map_err(|e| refused(e.into()))?;
-                let held = HeldDrive::new(&block, storage);
-                opened.add_drive((block, held));
-            }
-            DeviceState::Net(saved) => {
-                open_net(template, overrides, &mut opened, &(*saved).into())?;
-            }
-            DeviceState::NetV2(saved) => open_net(template, overrides, &mut opened, saved)?,
-            DeviceState::Vsock(saved) => {
-                open_vsock(template, overrides, &mut opened, &saved.clone().into())?;
-            }
-            DeviceState::VsockV2(saved) => open_vsock(template, overrides, &mut opened, saved)?,
-            DeviceState::Balloon(saved) => {
-                let refused = refused("balloon".to_owned());
-                let balloon = Balloon::restore(saved).map_err(|e| refused(e.into()))?;
-                opened.devices.push(Box::new(balloon));
-            }
-            DeviceState::Rng(_) => {
-                let refused = refused("rng".to_owned());
-                overrides.rng_limits.validate().map_err(|e| refused(e.into()))?;
-                let rng = Rng::limited(RngConfig::default(), &overrides.rng_limits);
-                opened.devices.push(Box::new(rng));
-            }
-        }
+    for saved in &template.state.transports {
+        let (state, kind) = (&saved.device, saved.device.kind());
+        let index = opened.count(kind);
+        let refused = refused(match kind {
+            DeviceKind::Block => format!("drive {index}"),
+            DeviceKind::Net => format!("network card {index}"),
+            kind => kind.name().to_owned(),
+        });
+        let supplied = supply(template, overrides, scratch, state, index);
+        let (config, storage) = supplied.map_err(&refused)?;
+        opened.add(state.restore(config).map_err(|e| refused(e.into()))?, storage);
     }
     check_all_used(overrides, &opened)?;
     Ok(opened)
 }
 
-fn open_vsock(
-    template: &Template,
+/// Returns what the host supplies for a saved device, the `index`th of its kind: the override if
+/// there is one, otherwise what the template names.
+fn supply(
+    template: &Frozen,
     overrides: &mut Overrides,
-    opened: &mut Opened,
-    saved: &VsockStateV2,
-) -> Result<(), Error> {
-    let config = match overrides.vsock.take() {
-        Some(config::Vsock { guest_cid, uds_path, keep_socket }) => {
-            VsockConfig { guest_cid: guest_cid.into(), uds_path, keep_socket }
+    scratch: &Scratch,
+    state: &DeviceState,
+    index: usize,
+) -> Result<(Option<DeviceConfig>, Option<Storage>), drives::OpenError> {
+    let config = match state {
+        DeviceState::Block(saved) => {
+            let size = saved.capacity_sectors.saturating_mul(SECTOR_SIZE);
+            let (config, storage) = match take(&mut overrides.drives, index) {
+                Some(drive) => drives::prepare_restored(drive, size)?,
+                None => thaw(template, index, scratch, size)?,
+            };
+            return Ok((Some(DeviceConfig::Block(config)), Some(storage)));
         }
-        None => VsockConfig {
-            guest_cid: saved.guest_cid,
-            uds_path: template.vsock_path.clone().unwrap_or_default(),
-            keep_socket: false,
-        },
+        DeviceState::Net(_) => {
+            let tap = || template.taps.get(index).cloned().unwrap_or_default();
+            let same = || NetConfig::new(TapSource::Name(tap()));
+            let config = take(&mut overrides.nets, index).unwrap_or_else(same);
+            Some(DeviceConfig::Net(config))
+        }
+        DeviceState::Vsock(VsockStateV1 { guest_cid, .. }) => {
+            let same = || {
+                let uds_path = template.vsock_path.clone().unwrap_or_default();
+                VsockConfig { guest_cid: *guest_cid, uds_path, keep_socket: false }
+            };
+            let config = overrides.vsock.take().map_or_else(same, VsockConfig::from);
+            Some(DeviceConfig::Vsock(config))
+        }
+        _ => overrides.device(state.kind()),
     };
-    opened.vsock_path = Some(config.uds_path.clone());
-    let vsock = Vsock::open(&config)
-        .and_then(|vsock| vsock.restore(saved))
-        .map_err(|e| refused("vsock".to_owned())(e.into()))?;
-    opened.devices.push(Box::new(vsock));
-    Ok(())
-}
-
-fn open_net(
-    template: &Template,
-    overrides: &mut Overrides,
-    opened: &mut Opened,
-    saved: &NetStateV2,
-) -> Result<(), Error> {
-    let index = opened.taps.len();
-    let tap = template.taps.get(index).cloned().unwrap_or_default();
-    let same = || config::Net::new(TapSource::Name(tap));
-    let wish = take(&mut overrides.nets, index).unwrap_or_else(same);
-    let refused = refused(format!("network card {index}"));
-    opened.add_net(Net::restore(wish, saved).map_err(|e| refused(e.into()))?);
-    Ok(())
+    Ok((config, None))
 }
 
 /// An override for a device that is not there is a mistake; devices cannot be added at restore.
@@ -265,7 +234,7 @@ fn check_all_used(overrides: &Overrides, opened: &Opened) -> Result<(), Error> {
 }
 
 fn thaw(
-    template: &Template,
+    template: &Frozen,
     index: usize,
     scratch: &Scratch,
     size: u64,
@@ -279,7 +248,8 @@ fn take<T>(overrides: &mut Vec<(usize, T)>, index: usize) -> Option<T> {
     Some(overrides.swap_remove(position).1)
 }
 
-/// A state that KVM does not take back is one of another host, whatever `snapshot/host.rs` found right about it.
+/// A state that KVM does not take back is one of another host, whatever `snapshot/host.rs` found
+/// right about it.
 fn not_taken(error: KvmError) -> Error {
     Error::new(ErrorKind::SnapshotIncompatible, "KVM", error)
 }

@@ -1,7 +1,7 @@
 //! Files without a name for what a machine writes to its disks and nobody keeps.
 //!
-//! They are gone with the last process that holds them, however it ends. They belong on a disk: a guest that
-//! writes to files in a tmpfs takes the host's memory, as much as its disk is large.
+//! They are gone with the last process that holds them, however it ends. They belong on a disk: a
+//! guest that writes to files in a tmpfs takes the host's memory, as much as its disk is large.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -16,13 +16,26 @@ const ON_DISK: &str = "/var/tmp";
 /// A folder that cannot hold the disk writes of machines.
 #[derive(Debug, thiserror::Error)]
 pub enum ScratchError {
+    /// The folder is on a file system that keeps its files in memory.
     #[error("disk writes of VMs would take this host's memory: {} is on {kind}", dir.display())]
-    InMemory { dir: PathBuf, kind: &'static str },
+    InMemory {
+        /// The folder.
+        dir: PathBuf,
+        /// The file system: `tmpfs` or `ramfs`.
+        kind: &'static str,
+    },
+    /// The file system of the folder cannot hold files without a name.
     #[error("{} keeps no files without a name (O_TMPFILE)", dir.display())]
-    NoUnnamed { dir: PathBuf },
+    NoUnnamed {
+        /// The folder.
+        dir: PathBuf,
+    },
+    /// A file cannot be made in the folder for another reason.
     #[error("cannot make files in {}", dir.display())]
     Make {
+        /// The folder.
         dir: PathBuf,
+        /// The error of the file system.
         #[source]
         source: io::Error,
     },
@@ -36,6 +49,9 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    /// Describes where files are made: in `dir`, or without one as in
+    /// [`crate::VmConfig::scratch_dir`]. A folder in memory is refused unless `in_memory` is set.
+    /// Nothing is opened yet.
     pub fn new(dir: Option<&Path>, in_memory: bool) -> Self {
         Self { dir: dir.map(Path::to_owned), in_memory }
     }

@@ -8,12 +8,11 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use pvmm_devices::virtio::block::io::{Changes, LayeredDisk};
-use pvmm_devices::virtio::block::{BlockConfig, Source};
+use pvmm_devices::virtio::block::{BlockConfig, BlockHandle, Source};
 use pvmm_devices::{open, sparse};
 
 use crate::config::DriveSource;
 use crate::scratch::Scratch;
-use crate::snapshot::SnapshotError;
 
 /// How often what was written during a copy is copied while the guest runs.
 const COPY_ROUNDS: usize = 4;
@@ -33,8 +32,8 @@ pub enum Storage {
     Later { path: PathBuf, read_only: bool },
 }
 
-/// What the device needs and what the owner keeps. A nameless image that the guest writes becomes layers,
-/// if that is allowed.
+/// What the device needs and what the owner keeps. A nameless image that the guest writes becomes
+/// layers, if that is allowed.
 pub fn open_source(
     source: DriveSource,
     read_only: bool,
@@ -45,9 +44,10 @@ pub fn open_source(
             let file = open::image(&path, open::Access::Read).map_err(|error| {
                 io::Error::new(error.kind(), format!("{}: {error}", path.display()))
             })?;
-            let storage = match read_only {
-                true => Storage::Fixed { file, path: Some(path.clone()) },
-                false => Storage::InPlace { file, path: Some(path.clone()) },
+            let storage = if read_only {
+                Storage::Fixed { file, path: Some(path.clone()) }
+            } else {
+                Storage::InPlace { file, path: Some(path.clone()) }
             };
             (Source::Path(path), storage)
         }
@@ -57,9 +57,10 @@ pub fn open_source(
         }
         DriveSource::File(file) => {
             let kept = file.try_clone()?;
-            let storage = match read_only {
-                true => Storage::Fixed { file: kept, path: None },
-                false => Storage::InPlace { file: kept, path: None },
+            let storage = if read_only {
+                Storage::Fixed { file: kept, path: None }
+            } else {
+                Storage::InPlace { file: kept, path: None }
             };
             (Source::File(file), storage)
         }
@@ -74,8 +75,8 @@ pub enum FrozenStorage {
         path: Option<PathBuf>,
     },
     Layers(LayeredDisk),
-    /// The file of this name, in place, opened when a machine runs with it. Without a name every machine must
-    /// be given another.
+    /// The file of this name, in place, opened when a machine runs with it. Without a name every
+    /// machine must be given another.
     Named {
         path: Option<PathBuf>,
         read_only: bool,
@@ -88,10 +89,24 @@ pub enum FrozenStorage {
     },
 }
 
+/// A drive of a machine: the handle of its device, and the storage behind it.
+pub struct AttachedDrive {
+    pub handle: BlockHandle,
+    pub storage: Storage,
+    /// There between [`crate::Vm::prepare_freeze`] and the freeze.
+    pub copy: Option<DriveCopy>,
+}
+
+impl AttachedDrive {
+    pub fn new(handle: BlockHandle, storage: Storage) -> Self {
+        Self { handle, storage, copy: None }
+    }
+}
+
 impl Storage {
-    /// The drive as it is now; what is written later goes elsewhere. The guest must be paused. A drive that is written in
-    /// place is shared with its copy by the file system, or was copied before, as [`DriveCopy`] says; otherwise all of it
-    /// is copied now.
+    /// The drive as it is now; what is written later goes elsewhere. The guest must be paused. A
+    /// drive that is written in place is shared with its copy by the file system, or was copied
+    /// before, as [`DriveCopy`] says; otherwise all of it is copied now.
     pub fn freeze(&self, scratch: &Scratch, copy: Option<DriveCopy>) -> io::Result<FrozenStorage> {
         match self {
             Self::Fixed { file, path } => {
@@ -102,7 +117,8 @@ impl Storage {
                 Ok(FrozenStorage::Layers(layers.fork(scratch.file()?)?))
             }
             Self::InPlace { file, path } => {
-                // Its owner wants the writes in the named file, so it is the copy that stands still.
+                // Its owner wants the writes in the named file, so it is the copy that stands
+                // still.
                 let copy = match copy {
                     Some(copy) => copy.finish(file)?,
                     None => copy_of(file, path.as_deref(), scratch)?,
@@ -115,7 +131,8 @@ impl Storage {
         }
     }
 
-    /// Begins a copy of a drive that would otherwise be copied by [`Self::freeze`], while the guest runs.
+    /// Begins a copy of a drive that would otherwise be copied by [`Self::freeze`], while the guest
+    /// runs.
     pub fn begin_copy(&self, scratch: &Scratch) -> io::Result<Option<DriveCopy>> {
         match self {
             Self::InPlace { file, path } if shared(file, path.as_deref(), scratch).is_none() => {
@@ -176,6 +193,25 @@ impl Storage {
     }
 }
 
+/// Why a drive that a snapshot only names cannot be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum MissingDrive {
+    #[error("drive {index}: {path} is not the file it was; give another with an override")]
+    Changed { index: usize, path: String },
+    #[error(
+        "drive {index}: {path} is in no folder that a snapshot may name files of; allow its \
+         folder, or give another drive with an override"
+    )]
+    NotAllowed { index: usize, path: String },
+}
+
+impl MissingDrive {
+    pub fn new(index: usize, path: &Path, allowed: bool) -> Self {
+        let path = path.display().to_string();
+        if allowed { Self::Changed { index, path } } else { Self::NotAllowed { index, path } }
+    }
+}
+
 impl FrozenStorage {
     /// The same for a machine that goes on from here, in which the drive had `size` bytes.
     pub fn thaw(&self, scratch: &Scratch, size: u64) -> io::Result<(BlockConfig, Storage)> {
@@ -195,26 +231,15 @@ impl FrozenStorage {
                 let layers = layers.fork(scratch.file()?)?;
                 Ok((BlockConfig::from_layers(layers.clone()), Storage::Layers(layers)))
             }
-            Self::Missing { index, .. } => Err(io::Error::other(self.missing(*index))),
-        }
-    }
-
-    /// What is wrong with a drive that is not there.
-    pub fn missing(&self, index: usize) -> SnapshotError {
-        match self {
-            Self::Missing { path, allowed: false, .. } => {
-                SnapshotError::DriveRoot { index, path: path.display().to_string() }
+            Self::Missing { index, path, allowed } => {
+                Err(io::Error::other(MissingDrive::new(*index, path, *allowed)))
             }
-            Self::Missing { path, .. } => {
-                SnapshotError::Drive { index, path: path.display().to_string() }
-            }
-            _ => SnapshotError::Drive { index, path: String::new() },
         }
     }
 }
 
-/// A copy of a drive that its guest writes meanwhile. The device notes what it writes in `changes`, from before the copy
-/// begins.
+/// A copy of a drive that its guest writes meanwhile. The device notes what it writes in `changes`,
+/// from before the copy begins.
 #[derive(Debug)]
 pub struct DriveCopy {
     copy: File,
@@ -222,7 +247,8 @@ pub struct DriveCopy {
 }
 
 impl DriveCopy {
-    /// Copies everything, then what was written meanwhile, until that is little or has been tried often enough.
+    /// Copies everything, then what was written meanwhile, until that is little or has been tried
+    /// often enough.
     pub fn advance(&self, file: &File) -> io::Result<()> {
         let size = size_of(file)?;
         self.copy.set_len(size)?;

@@ -1,7 +1,7 @@
 //! Where the time of a recipe goes: named instants, kept only while somebody asks for them.
 //!
-//! A recipe says what it has just done; without a listener on its own thread that costs one look at a
-//! thread-local. Only the thread that asked is listened to, so nothing is shared.
+//! A recipe says what it has just done; without a listener on its own thread that costs one look at
+//! a thread-local. Only the thread that asked is listened to, so nothing is shared.
 
 use std::cell::RefCell;
 use std::time::Instant;
@@ -9,7 +9,9 @@ use std::time::Instant;
 /// Something that was done, and when.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
+    /// What was done.
     pub name: &'static str,
+    /// When it was done.
     pub done: Instant,
 }
 

@@ -1,8 +1,9 @@
 //! Carries guest output to the host: a bounded buffer and a thread that empties it.
 //!
-//! The thread may block on its target for ever; whoever pushes never does. What does not fit is dropped
-//! and counted. The target's descriptor is left in its own mode, for a terminal shares that with the shell.
-//! The thread starts with the first byte: most guests that are restored never print one.
+//! The thread may block on its target for ever; a caller of `push` never blocks. What does not fit
+//! is dropped and counted. The target's file descriptor keeps its blocking mode, because a terminal
+//! shares that with the shell. The thread starts with the first byte: most restored guests never
+//! print one.
 
 use std::io::{self, ErrorKind, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,16 +13,16 @@ use std::time::Duration;
 
 use crate::rate_limiter::{BucketConfig, Cost, RateLimiter, RateLimiterConfig};
 
-// How long the end of a console waits for a target that takes nothing.
+// How long dropping a console waits for a target that accepts nothing.
 const CLOSE_DEADLINE: Duration = Duration::from_secs(1);
-// How soon a target that is in non-blocking mode and full is tried again.
+// How soon a full target in non-blocking mode is tried again.
 const RETRY: Duration = Duration::from_millis(5);
 
-/// How much a console holds and lets through.
+/// The capacity and rate limit of a console.
 #[derive(Clone, Copy, Debug)]
 pub struct ConsoleConfig {
     pub capacity_bytes: usize,
-    /// What the guest may say per time; what it says beyond that is dropped.
+    /// The rate limit of the guest's output; output beyond it is dropped.
     pub limit: Option<BucketConfig>,
 }
 
@@ -31,12 +32,12 @@ impl Default for ConsoleConfig {
     }
 }
 
-/// Guest output on its way to the host.
+/// A buffer of guest output on its way to the host.
 pub struct Console {
     pipe: Arc<Pipe>,
 }
 
-/// The end that guest output is pushed into; clones push into the same buffer.
+/// The writing end of a console. Clones write into one buffer.
 #[derive(Clone)]
 pub struct ConsoleInput {
     pipe: Arc<Pipe>,
@@ -44,15 +45,15 @@ pub struct ConsoleInput {
 
 struct Pipe {
     config: ConsoleConfig,
-    state: Mutex<State>,
+    state: Mutex<ConsoleState>,
     changed: Condvar,
     dropped: AtomicU64,
-    /// Of those, what the limit did not let through.
+    /// The part of `dropped` that the limit caused.
     limited: AtomicU64,
 }
 
-struct State {
-    /// Here until the thread takes it.
+struct ConsoleState {
+    /// The host output, until the thread takes it.
     target: Option<Box<dyn Write + Send>>,
     thread: Option<JoinHandle<()>>,
     bytes: Vec<u8>,
@@ -62,9 +63,9 @@ struct State {
 }
 
 impl Console {
-    /// What is pushed goes to `target`, by way of the thread `pvmm-console`.
+    /// Creates a console that writes to `target` on the thread `pvmm-console`.
     pub fn new(target: Box<dyn Write + Send>, config: ConsoleConfig) -> Self {
-        let state = State {
+        let state = ConsoleState {
             target: Some(target),
             thread: None,
             bytes: Vec::new(),
@@ -81,12 +82,12 @@ impl Console {
         ConsoleInput { pipe: self.pipe.clone() }
     }
 
-    /// Bytes that the target never got.
+    /// Returns the number of bytes that never reached the target.
     pub fn dropped_bytes(&self) -> u64 {
         self.pipe.dropped.load(Ordering::Relaxed)
     }
 
-    /// Bytes that the target never got because of the limit.
+    /// Returns the number of bytes that never reached the target because of the limit.
     pub fn limited_bytes(&self) -> u64 {
         self.pipe.limited.load(Ordering::Relaxed)
     }
@@ -100,7 +101,7 @@ impl Drop for Console {
         self.pipe.changed.notify_all();
         let waited = self.pipe.changed.wait_timeout_while(state, CLOSE_DEADLINE, |s| !s.ended);
         let ended = waited.map_or_else(|e| e.into_inner().0.ended, |(state, _)| state.ended);
-        // A thread that its target still holds is left to the end of the process.
+        // A thread that is still blocked on its target is left until the process ends.
         if ended && thread.join().is_err() {
             log::error!("console thread panicked");
         }
@@ -146,7 +147,7 @@ impl ConsoleInput {
     }
 }
 
-/// Always succeeds: a serial port has no way to say that nobody listens.
+/// Always succeeds: a serial port cannot report that its output goes nowhere.
 impl Write for ConsoleInput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.push(bytes);
@@ -159,7 +160,7 @@ impl Write for ConsoleInput {
 }
 
 impl Pipe {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ConsoleState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -168,7 +169,7 @@ impl Pipe {
     }
 
     fn drain(&self, mut target: Box<dyn Write + Send>) {
-        // Swapped with the shared buffer, so that the lock is held for an instant only.
+        // Swapped with the shared buffer, so that the lock is held only briefly.
         let mut batch = Vec::with_capacity(self.config.capacity_bytes);
         let mut broken = false;
         loop {
@@ -185,14 +186,14 @@ impl Pipe {
             self.count_dropped(batch.len() - written);
             batch.clear();
         }
-        // Nobody is left to be told.
+        // An error cannot be reported from here.
         let _ = target.flush();
         drop(target);
         self.lock().ended = true;
         self.changed.notify_all();
     }
 
-    /// Writes as much as the target ever takes; less than all means that it is broken.
+    /// Writes as much as the target accepts. Returns less than all if the target is broken.
     fn write(&self, target: &mut dyn Write, batch: &[u8]) -> usize {
         let mut done = 0;
         while let Some(rest @ [_, ..]) = batch.get(done..) {
@@ -208,12 +209,12 @@ impl Pipe {
                 Err(_) => return done,
             }
         }
-        // A target that buffers, such as standard output, shows it now.
+        // A target that buffers, such as standard output, must show the output now.
         let _ = target.flush();
         done
     }
 
-    /// Sleeps, or until the console is closed; true if it was.
+    /// Sleeps for `duration` or until the console is closed. Returns true if it was closed.
     fn sleep(&self, duration: Duration) -> bool {
         let slept = self.changed.wait_timeout_while(self.lock(), duration, |s| !s.closed);
         slept.map_or_else(|e| e.into_inner().0.closed, |(state, _)| state.closed)
@@ -227,7 +228,8 @@ mod tests {
 
     use super::*;
 
-    /// A target that sends what it gets, and waits for a permit before each write if it has permits.
+    /// A target that sends what it gets to a channel, and waits for a permit before each write if
+    /// it has permits.
     struct Target {
         sent: Sender<Vec<u8>>,
         permits: Option<Receiver<()>>,
@@ -295,7 +297,7 @@ mod tests {
     #[test]
     fn f1_output_beyond_the_limit_is_dropped_and_counted() {
         let (sent, received) = mpsc::channel();
-        // So slow that nothing is added while the test runs.
+        // So slow that nothing is refilled while the test runs.
         let limit = BucketConfig { size: 100, one_time_burst: 50, refill_time_ms: 1 << 26 };
         let config = ConsoleConfig { limit: Some(limit), ..ConsoleConfig::default() };
         let console = Console::new(Box::new(Target { sent, permits: None }), config);

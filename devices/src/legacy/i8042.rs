@@ -1,9 +1,9 @@
-//! The keyboard controller and a keyboard with three keys: reset, Ctrl-Alt-Del, and answers that keep a
+//! The keyboard controller with a minimal keyboard: reset, Ctrl-Alt-Del, and answers that keep a
 //! driver's probe short.
 //!
 //! A guest that reboots through the keyboard controller, as Linux does by default, pulses its reset
-//! line. A driver that probes it gets every answer at once instead of waiting for one that never comes.
-//! Nothing of this is saved: what a key press needs is in the guest's driver.
+//! line. A driver that probes it gets every answer at once instead of waiting for one that never
+//! comes. No state is saved: the state that a key press needs is in the guest's driver.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
@@ -12,7 +12,7 @@ use super::power::{PowerEvent, PowerSink};
 use crate::bus::BusDevice;
 use crate::lines::Line;
 
-/// The first of the ports, and how many there are up to the command port.
+/// The first port, and the number of ports up to the command port.
 pub const PORT_BASE: u64 = 0x60;
 pub const PORTS: u64 = 5;
 
@@ -28,47 +28,47 @@ const UNLOCKED: u8 = 1 << 4;
 const CONTROL_AT_START: u8 = SYSTEM_OK | KEYBOARD_OFF | AUX_OFF;
 const KEYBOARD_OFF: u8 = 1 << 4;
 const AUX_OFF: u8 = 1 << 5;
-// Timer 2 is always at its end, for code that waits for it.
+// Timer 2 has always expired, for code that waits for it.
 const TIMER_DONE: u8 = 1 << 5;
-// Longer than any answer; what a guest does not read is forgotten.
+// More than any answer; answers that a guest does not read are dropped.
 const ANSWERS_MAX: usize = 16;
-// Control, Alt and Delete go down and up again, in the second set of scan codes, which the controller
-// passes on as it is.
+// Control, Alt and Delete are pressed and released, in scan code set 2, which the controller does
+// not translate.
 const CTRL_ALT_DEL: [u8; 11] = [0x14, 0x11, 0xe0, 0x71, 0xe0, 0xf0, 0x71, 0xf0, 0x11, 0xf0, 0x14];
-// The keyboard has understood.
+// The keyboard's acknowledgement of a byte.
 const ACKNOWLEDGE: u8 = 0xfa;
 
 /// The controller at ports 0x60 to 0x64.
 pub struct I8042 {
-    state: Mutex<State>,
+    state: Mutex<ControllerState>,
     keyboard_line: Line,
     sink: PowerSink,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct ControllerState {
     control: u8,
     answers: VecDeque<Answer>,
-    // A command whose parameter comes to the data port.
+    // A controller command whose parameter comes to the data port.
     awaiting: Option<u8>,
-    // The same of the keyboard.
+    // A keyboard command whose parameter comes to the data port.
     keyboard_awaiting: Option<u8>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Answer {
     byte: u8,
-    // Announced by an interrupt, where the controller's own answers are waited for.
+    // Bytes of the keyboard raise an interrupt; the controller's own answers are polled.
     from_keyboard: bool,
 }
 
 impl I8042 {
     pub fn new(sink: PowerSink, keyboard_line: Line) -> Self {
-        let state = State { control: CONTROL_AT_START, ..State::default() };
+        let state = ControllerState { control: CONTROL_AT_START, ..ControllerState::default() };
         Self { state: Mutex::new(state), keyboard_line, sink }
     }
 
-    /// Presses Ctrl-Alt-Del. Lost if the guest has not read what was pressed before.
+    /// Presses Ctrl-Alt-Del. The keys are lost if the guest has not read earlier ones.
     pub fn press_ctrl_alt_del(&self) {
         self.with_state(|state| {
             if state.answers.len() + CTRL_ALT_DEL.len() <= ANSWERS_MAX {
@@ -78,7 +78,7 @@ impl I8042 {
         self.announce();
     }
 
-    /// Interrupts the guest if a byte of the keyboard is the next to be read.
+    /// Interrupts the guest if the next byte to be read is from the keyboard.
     fn announce(&self) {
         let next = self.with_state(|state| state.answers.front().copied());
         if next.is_some_and(|answer| answer.from_keyboard) {
@@ -86,12 +86,12 @@ impl I8042 {
         }
     }
 
-    fn with_state<T>(&self, act: impl FnOnce(&mut State) -> T) -> T {
+    fn with_state<T>(&self, act: impl FnOnce(&mut ControllerState) -> T) -> T {
         act(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-impl State {
+impl ControllerState {
     fn answer(&mut self, byte: u8) {
         self.queue(Answer { byte, from_keyboard: false });
     }
@@ -106,7 +106,7 @@ impl State {
         }
     }
 
-    /// A byte for the keyboard, which answers as one that has just been plugged in.
+    /// Handles a byte for the keyboard, which answers like one that was just plugged in.
     fn keyboard(&mut self, byte: u8) {
         let awaiting = self.keyboard_awaiting.take();
         if byte == 0xee && awaiting.is_none() {
@@ -115,27 +115,27 @@ impl State {
         }
         self.type_byte(ACKNOWLEDGE);
         match (awaiting, byte) {
-            // Which set of scan codes it uses.
+            // The current scan code set.
             (Some(0xf0), 0) => self.type_byte(2),
             (Some(_), _) => {}
             // Lights, scan codes and repeat rate have a parameter.
             (None, 0xed | 0xf0 | 0xf3) => self.keyboard_awaiting = Some(byte),
-            // What it is: a keyboard.
+            // The identifier of a keyboard.
             (None, 0xf2) => [0xab, 0x83].into_iter().for_each(|byte| self.type_byte(byte)),
-            // Its self-test passed.
+            // The self-test passed.
             (None, 0xff) => self.type_byte(0xaa),
             (None, _) => {}
         }
     }
 
-    /// A command; true if it resets the machine.
+    /// Handles a controller command. Returns true if it resets the machine.
     fn command(&mut self, command: u8) -> bool {
         self.awaiting = None;
         match command {
             0x20 => self.answer(self.control),
             0xa7 => self.control |= AUX_OFF,
             0xa8 => self.control &= !AUX_OFF,
-            // The auxiliary port fails its test, so that nobody looks for a mouse.
+            // The auxiliary port fails its test, so that drivers do not probe for a mouse.
             0xa9 => self.answer(0x02),
             0xaa => self.answer(0x55),
             0xab => self.answer(0x00),
@@ -150,16 +150,16 @@ impl State {
         false
     }
 
-    /// A byte for the data port; true if it resets the machine.
+    /// Handles a byte for the data port. Returns true if it resets the machine.
     fn data(&mut self, byte: u8) -> bool {
         match self.awaiting.take() {
             Some(0x60) => self.control = byte,
             // The output port: bit 0 is the reset line, active low.
             Some(0xd1) => return byte & 1 == 0,
-            // Loops back, and never as auxiliary data: there is no such port.
+            // Loops back, and never as auxiliary data: there is no auxiliary port.
             Some(0xd2 | 0xd3) => self.answer(byte),
-            // For a mouse, which is not there: an answer nobody waits for would only be taken for that of
-            // the next command.
+            // For a mouse, which does not exist: an answer would be taken for that of the next
+            // command.
             Some(_) => {}
             None => self.keyboard(byte),
         }
@@ -198,7 +198,7 @@ impl BusDevice for I8042 {
             _ => false,
         };
         self.announce();
-        // After unlock, for the sink is somebody else's code.
+        // After unlock, because the sink is the caller's code.
         if reset {
             (self.sink)(PowerEvent::Reset);
         }
@@ -235,7 +235,7 @@ mod tests {
         data[0]
     }
 
-    /// Sends a command as a driver does, and takes the answer if the status says that there is one.
+    /// Sends a command as a driver does, and reads the answer if the status reports one.
     fn ask(controller: &I8042, command: u8, parameter: Option<u8>) -> Option<u8> {
         controller.write(COMMAND, &[command]);
         if let Some(byte) = parameter {
@@ -273,7 +273,7 @@ mod tests {
         assert_eq!(ask(&controller, 0xd3, Some(0x5a)), Some(0x5a));
     }
 
-    /// What a driver reads on interrupts, until there is none.
+    /// Reads bytes on interrupts as a driver does, until there are none.
     fn typed(controller: &I8042, raised: &Raised) -> Vec<u8> {
         let interrupted = || raised.take() > 0;
         std::iter::from_fn(|| interrupted().then(|| read(controller, DATA))).collect()
@@ -304,7 +304,7 @@ mod tests {
             bytes.iter().for_each(|byte| controller.write(DATA, &[*byte]));
             assert_eq!(typed(&controller, &raised), answer, "{bytes:x?}");
         }
-        // A controller's answer comes without.
+        // A controller's answer raises no interrupt.
         assert_eq!(ask(&controller, 0xaa, None), Some(0x55));
         assert_eq!(raised.take(), 0);
     }

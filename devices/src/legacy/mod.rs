@@ -1,9 +1,9 @@
 //! The few devices that a guest expects at fixed ports.
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
 //! | `serial.rs` | the first serial port |
-//! | `console.rs` | how its output reaches the host without ever holding up a vCPU |
+//! | `console.rs` | how its output reaches the host without ever blocking a vCPU |
 //! | `i8042.rs` | the keyboard controller, as far as reboot needs it |
 //! | `power.rs` | poweroff and reset registers of hardware-reduced ACPI |
 

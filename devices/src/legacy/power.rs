@@ -1,12 +1,12 @@
-//! The registers by which a guest switches its machine off or resets it (ACPI 6.5 section 4.8.3.7).
+//! The registers by which a guest powers off or resets its machine (ACPI 6.5 section 4.8.3.7).
 //!
-//! Hardware-reduced ACPI has no power management block; three single bytes take its place.
+//! Hardware-reduced ACPI has no power management block; three one-byte registers take its place.
 
 use std::sync::Arc;
 
 use crate::bus::BusDevice;
 
-/// How many ports the registers take.
+/// The number of ports of the registers.
 pub const PORTS: u64 = 3;
 /// Offset of the sleep control register.
 pub const SLEEP_CONTROL: u64 = 0;
@@ -14,24 +14,24 @@ pub const SLEEP_CONTROL: u64 = 0;
 pub const SLEEP_STATUS: u64 = 1;
 /// Offset of the reset register.
 pub const RESET: u64 = 2;
-/// What the DSDT's `_S5` object must say for the sleep control register to mean poweroff.
+/// The sleep type for poweroff, which the DSDT's `_S5` object must contain.
 pub const SLEEP_TYPE_S5: u8 = 5;
-/// What the FADT's reset value must be.
+/// The reset value, which the FADT must contain.
 pub const RESET_VALUE: u8 = 1;
 
 const SLEEP_ENABLE: u8 = 1 << 5;
 
-/// What a guest asked of its machine.
+/// A power request of the guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PowerEvent {
     Poweroff,
     Reset,
 }
 
-/// Told of power events on the vCPU thread that caused them; it must not block.
+/// Receives power events on the vCPU thread that caused them. It must not block.
 pub type PowerSink = Arc<dyn Fn(PowerEvent) + Send + Sync>;
 
-/// The three registers.
+/// The three power registers.
 pub struct PowerRegisters {
     sink: PowerSink,
 }
@@ -50,7 +50,7 @@ impl BusDevice for PowerRegisters {
 
     fn write(&self, offset: u64, data: &[u8]) {
         match (offset, data) {
-            // Bits 2 to 4 name the sleep state.
+            // Bits 2 to 4 are the sleep state.
             (SLEEP_CONTROL, [value])
                 if value & SLEEP_ENABLE != 0 && value >> 2 & 7 == SLEEP_TYPE_S5 =>
             {
@@ -68,7 +68,7 @@ mod tests {
 
     use super::*;
 
-    /// What registers reported after these writes.
+    /// Returns the events that the registers report for these writes.
     fn events(writes: &[(u64, &[u8])]) -> Vec<PowerEvent> {
         let events = Arc::new(Mutex::new(Vec::new()));
         let seen = events.clone();

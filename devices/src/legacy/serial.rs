@@ -1,7 +1,7 @@
 //! The first serial port: a 16550 by vm-superio, between a guest and a console of the host.
 //!
-//! vCPUs reach it through ports and never wait: output goes to the console's bounded buffer, input
-//! comes from a bounded one that is refilled as the guest reads.
+//! vCPUs access it through ports and never wait: output goes to the console's bounded buffer, input
+//! comes from a bounded buffer that is refilled as the guest reads.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,19 +16,20 @@ use super::console::ConsoleInput;
 use crate::bus::BusDevice;
 use crate::lines::Line;
 
-/// How many ports it takes.
+/// The number of ports.
 pub const PORTS: u64 = 8;
 
-// Host input that the guest has not made room for yet.
+// The maximum host input that waits for room in the FIFO.
 const PENDING_MAX: usize = 4 << 10;
-// Interrupt enable bits, and what the identification register says of each; its bit 0 says of none.
+// Interrupt enable bits, and the identification register's value for each; bit 0 means no
+// interrupt.
 const RECEIVED: u8 = 1 << 0;
 const SENT: u8 = 1 << 1;
 const RECEIVED_ID: u8 = 1 << 2;
 const SENT_ID: u8 = 1 << 1;
 const NONE_ID: u8 = 1 << 0;
 
-/// A serial port at the moment of a snapshot. Untrusted.
+/// The state of a serial port at the time of a snapshot. Untrusted.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SerialStateV1 {
     pub baud_divisor_low: u8,
@@ -76,14 +77,14 @@ struct Port {
 }
 
 impl Serial {
-    /// A port that prints to `output`.
+    /// Creates a port that prints to `output`.
     pub fn new(output: ConsoleInput, line: Line) -> io::Result<Self> {
         let uart = Uart::new(line.clone(), output.clone());
         let port = Mutex::new(Port { uart, pending: VecDeque::new() });
         Ok(Self { port, line, output, input_room: EventFd::new(EFD_NONBLOCK)? })
     }
 
-    /// Takes what fits of host input and returns how much that was. When it was not all, wait for
+    /// Takes as much host input as fits and returns how much that was. If it was not all, wait for
     /// `input_room` before offering the rest.
     pub fn feed(&self, bytes: &[u8]) -> usize {
         let mut port = self.port();
@@ -94,7 +95,8 @@ impl Serial {
         taken.len()
     }
 
-    /// Becomes readable when the guest has read and there is room for input again.
+    /// Returns an eventfd that is readable when the guest has read and there is room for input
+    /// again.
     pub fn input_room(&self) -> &EventFd {
         &self.input_room
     }
@@ -117,14 +119,15 @@ impl Serial {
         }
     }
 
-    /// Puts a saved port back, before the guest runs.
+    /// Restores a saved port, before the guest runs.
     pub fn restore(&self, state: &SerialStateV1) -> Result<(), SerialError> {
         if state.pending.len() > PENDING_MAX {
             let (len, max) = (state.pending.len(), PENDING_MAX);
             return Err(SerialError::TooMuchInput { len, max });
         }
-        // An interrupt may have been on its way when the snapshot was taken. Raising it once more costs
-        // the guest a look at its registers; losing it would leave a transmission waiting for ever.
+        // An interrupt may have been pending when the snapshot was taken. Raising it once more
+        // costs the guest a read of its registers; losing it would leave a transmission waiting for
+        // ever.
         let mut pending_ids = 0;
         if state.interrupt_enable & SENT != 0 {
             pending_ids |= SENT_ID;
@@ -159,11 +162,11 @@ impl Serial {
 }
 
 impl Port {
-    /// Moves pending input to where the guest reads it, as far as there is room.
+    /// Moves pending input into the guest's FIFO, as far as there is room.
     fn refill(&mut self) {
         while self.uart.fifo_capacity() > 0 {
             let (bytes, _) = self.pending.as_slices();
-            // Loopback mode takes nothing; the input waits until it ends.
+            // Loopback mode accepts nothing; the input waits until it ends.
             match self.uart.enqueue_raw_bytes(bytes) {
                 Ok(taken @ 1..) => drop(self.pending.drain(..taken)),
                 _ => return,
@@ -216,7 +219,7 @@ mod tests {
         data[0]
     }
 
-    /// Reads while the status says that data is ready.
+    /// Reads while the status reports data.
     fn read_all(serial: &Serial) -> Vec<u8> {
         let ready = || read(serial, STATUS) & 1 != 0;
         std::iter::from_fn(|| ready().then(|| read(serial, DATA))).collect()
@@ -266,7 +269,7 @@ mod tests {
         let (before, _console, _) = serial();
         before.write(ENABLE, &[SENT]);
         before.write(DATA, b"x");
-        // The guest has read what interrupted it, and waits for the next one.
+        // The guest has read the identification register, and waits for the next interrupt.
         read(&before, 2);
         let state = before.save();
         let (after, _console, raised) = serial();

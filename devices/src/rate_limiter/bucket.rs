@@ -1,19 +1,19 @@
-//! A token bucket in exact arithmetic, told the time by its caller.
+//! A token bucket in exact arithmetic; the caller passes the time.
 //!
-//! Levels are counted in tokens times nanoseconds of refill time: then one nanosecond adds exactly `size`
-//! of them, and neither rounding nor the frequency of questions changes what a device gets.
+//! Levels are counted in tokens times nanoseconds of refill time: one nanosecond then adds exactly
+//! `size` of them, and neither rounding nor the frequency of calls changes what a device gets.
 
 use std::time::Duration;
 
 use super::BucketConfig;
 
-/// Tokens, and those that are owed.
+/// A number of tokens, which is negative while tokens are owed.
 #[derive(Clone, Debug)]
 pub(super) struct Bucket {
-    // What one token is worth, and how much is added each nanosecond.
+    // The level of one token, and the level added each nanosecond.
     unit: i128,
     per_ns: i128,
-    // At most `full`; below zero after an expense larger than the bucket.
+    // At most `full`; negative after a charge larger than the level.
     level: i128,
     full: i128,
     burst: u64,
@@ -21,7 +21,7 @@ pub(super) struct Bucket {
 }
 
 impl Bucket {
-    /// A full bucket. `config` is valid, which keeps `full` below 2^111.
+    /// Creates a full bucket. `config` must be valid, which keeps `full` below 2^111.
     pub fn new(config: &BucketConfig, now: Duration) -> Self {
         let unit = i128::from(config.refill_time_ms.max(1)).saturating_mul(1_000_000);
         let per_ns = i128::from(config.size.max(1));
@@ -29,12 +29,12 @@ impl Bucket {
         Self { unit, per_ns, level: full, full, burst: config.one_time_burst, last: now }
     }
 
-    /// None if `tokens` may be spent now, otherwise how long until they may.
+    /// Returns None if `tokens` may be spent now, otherwise how long until they may.
     pub fn wait_for(&mut self, tokens: u64, now: Duration) -> Option<Duration> {
         self.refill(now);
         let needed = self.worth(tokens.saturating_sub(self.burst)).min(self.full);
         let missing = needed.saturating_sub(self.level);
-        // An expense of nothing passes even while the bucket owes.
+        // A cost of zero is admitted even while the bucket owes tokens.
         if missing <= 0 || needed == 0 {
             return None;
         }
@@ -42,7 +42,7 @@ impl Bucket {
         Some(Duration::from_nanos(u64::try_from(ns).unwrap_or(u64::MAX)))
     }
 
-    /// Spends `tokens`, whether they are there or not: first the burst's, then the bucket's.
+    /// Spends `tokens`, available or not: first those of the burst, then those of the bucket.
     pub fn charge(&mut self, tokens: u64, now: Duration) {
         self.refill(now);
         let from_burst = tokens.min(self.burst);
@@ -50,7 +50,7 @@ impl Bucket {
         self.level = self.level.saturating_sub(self.worth(tokens - from_burst));
     }
 
-    /// Puts `tokens` back, as far as the bucket holds them.
+    /// Puts `tokens` back, up to the size of the bucket.
     pub fn refund(&mut self, tokens: u64) {
         self.level = self.level.saturating_add(self.worth(tokens)).min(self.full);
     }
@@ -59,7 +59,8 @@ impl Bucket {
         i128::from(tokens).saturating_mul(self.unit)
     }
 
-    /// A clock that stands still or goes back adds nothing; one that leaps ahead fills the bucket at most.
+    /// Adds the tokens of the time passed. A clock that stops or goes back adds nothing; one that
+    /// leaps ahead at most fills the bucket.
     fn refill(&mut self, now: Duration) {
         let passed = now.saturating_sub(self.last).as_nanos();
         let passed = i128::try_from(passed).unwrap_or(i128::MAX);

@@ -1,4 +1,4 @@
-//! What a rate limiter promises, over random requests and times.
+//! The guarantees of a rate limiter, over random requests and times.
 
 use std::time::{Duration, Instant};
 
@@ -25,8 +25,8 @@ fn limiter(bytes: Option<BucketConfig>, ops: Option<BucketConfig>) -> RateLimite
 proptest! {
     #![proptest_config(ProptestConfig { cases: 4096, ..ProptestConfig::default() })]
 
-    /// Over any window: no more than burst, bucket and what flowed in, but for the one request that was
-    /// larger than the bucket and is owed for.
+    /// Over any window, no more is spent than burst, bucket and refill allow, except for the one
+    /// request that was larger than the bucket and leaves it in debt.
     #[test]
     fn spending_over_any_window_stays_within_the_budget(
         config in (1..200u64, 0..200u64, 1..100u64).prop_map(|(s, b, r)| config(s, b, r)),
@@ -55,7 +55,7 @@ proptest! {
         }
     }
 
-    /// Whatever was refused passes after exactly the time it was told to wait, and not before.
+    /// A refused request passes after exactly the time that it had to wait, and not before.
     #[test]
     fn refused_request_passes_when_its_wait_is_over(
         config in any_config(),
@@ -74,7 +74,7 @@ proptest! {
         }
     }
 
-    /// How often somebody asks changes nothing.
+    /// The number of calls in between changes nothing.
     #[test]
     fn questions_in_between_change_nothing(
         config in any_config(),
@@ -92,8 +92,8 @@ proptest! {
         prop_assert_eq!(busy.wait_for(tokens, at), quiet.wait_for(tokens, at));
     }
 
-    /// Neither huge numbers nor leaps of the clock, ahead or back, overflow anything or give more than
-    /// one bucket.
+    /// Neither huge numbers nor leaps of the clock, forward or back, overflow anything or give more
+    /// than one bucket.
     #[test]
     fn extremes_and_leaps_of_the_clock_are_harmless(
         config in any_config(),
@@ -148,7 +148,7 @@ fn one_time_burst_is_spent_first_and_never_comes_back() {
 fn request_is_paid_from_both_buckets_or_from_none() {
     let mut limiter = limiter(Some(config(1000, 0, 3_600_000)), Some(config(2, 0, 3_600_000)));
     assert!(limiter.admit(Cost::op(100)) && limiter.admit(Cost::op(100)));
-    // No operation left, so none of the bytes is taken.
+    // No operation is left, so no bytes are charged.
     assert!(!limiter.admit(Cost::op(800)));
     assert!(limiter.admit(Cost { bytes: 800, ops: 0 }));
     assert!(!limiter.admit(Cost { bytes: 1, ops: 0 }));

@@ -1,7 +1,7 @@
-//! When the next device of a loop wants a turn although nothing happens.
+//! The earliest time at which a device of a loop wants to run even if no event occurs.
 //!
-//! A descriptor for each timer would cost every machine a handful of them, and most are never set: the loop waits no
-//! longer than until the earliest time instead.
+//! A timer file descriptor for each device would cost every machine a handful of descriptors, most
+//! of them never used. Instead, the loop waits no longer than until the earliest time.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 const NEVER: u64 = u64::MAX;
 
-/// The earliest of the times that were set; clones share it. Only one thread at a time has the devices, so no order
-/// between threads has to be kept.
+/// The earliest of the times that were set. Clones share it. Only one thread at a time has the
+/// devices, so relaxed ordering suffices.
 #[derive(Clone, Debug)]
 pub struct Alarm {
     start: Instant,
-    /// Nanoseconds after the start.
+    /// Nanoseconds after `start`.
     at: Arc<AtomicU64>,
 }
 
@@ -23,14 +23,14 @@ impl Alarm {
         Self { start: Instant::now(), at: Arc::new(AtomicU64::new(NEVER)) }
     }
 
-    /// It goes off at `at`, unless it does earlier.
+    /// Makes the alarm expire at `at`, or earlier if it is already set to an earlier time.
     pub fn set(&self, at: Instant) {
         let nanos = at.saturating_duration_since(self.start).as_nanos();
         let nanos = u64::try_from(nanos).unwrap_or(NEVER);
         self.at.fetch_min(nanos, Ordering::Relaxed);
     }
 
-    /// How long there is until it goes off, if it is set.
+    /// Returns how long it is until the alarm expires, if it is set.
     pub fn wait(&self) -> Option<Duration> {
         match self.at.load(Ordering::Relaxed) {
             NEVER => None,

@@ -1,7 +1,7 @@
 //! A descriptor chain, read once from guest memory and checked before anything uses it.
 //!
-//! The guest may rewrite its descriptors at any time; what was latched here is what the worker works
-//! with, so a second look can never disagree with the first.
+//! The guest may rewrite its descriptors at any time. The worker uses only the copy made here, so a
+//! second read can never disagree with the first.
 
 use vm_memory::{Bytes, GuestAddress, GuestMemory as _, Permissions};
 
@@ -11,10 +11,10 @@ const NEXT: u16 = 1;
 const WRITE: u16 = 2;
 const INDIRECT: u16 = 4;
 const DESCRIPTOR_SIZE: u64 = 16;
-/// The longest chain and the longest indirect table that is followed.
+/// The maximum length of a chain and of an indirect table.
 pub const MAX_DESCRIPTORS: u16 = 1024;
 
-/// What can be wrong with a chain.
+/// Why a descriptor chain is malformed.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
 pub enum ChainFault {
     #[error("descriptor index {index} is outside a table of {size}")]
@@ -31,31 +31,32 @@ pub enum ChainFault {
     Order,
 }
 
-/// One buffer of a chain, known to lie in guest memory.
+/// One buffer of a descriptor chain. It lies in guest memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment {
     pub address: GuestAddress,
     pub len: u32,
 }
 
-/// A latched chain: buffers the device reads, then buffers it writes.
+/// A descriptor chain read from guest memory: buffers that the device reads, then buffers that it
+/// writes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Chain {
     head: u16,
     segments: Vec<Segment>,
     // Index of the first writable segment.
     writable_from: usize,
-    // Where in the available ring it was found.
+    // Position in the avail ring.
     position: u16,
 }
 
 impl Chain {
-    /// The index that identifies this chain to the driver.
+    /// Returns the descriptor index that identifies this chain to the driver.
     pub fn head(&self) -> u16 {
         self.head
     }
 
-    /// The ring's count of chains at which this one was found.
+    /// Returns the value of the avail ring's index at which this chain was found.
     pub(super) fn position(&self) -> u16 {
         self.position
     }
@@ -65,23 +66,24 @@ impl Chain {
         self
     }
 
-    /// Buffers that the driver filled, in order.
+    /// Returns the buffers that the driver filled, in order.
     pub fn readable(&self) -> &[Segment] {
         &self.segments[..self.writable_from]
     }
 
-    /// Buffers that the device may fill, in order.
+    /// Returns the buffers that the device may fill, in order.
     pub fn writable(&self) -> &[Segment] {
         &self.segments[self.writable_from..]
     }
 }
 
-/// The sum of the lengths; it cannot overflow, for a chain has at most 1,024 segments.
+/// Returns the sum of the lengths. It cannot overflow, because a chain has at most 1,024 segments.
 pub fn total_len(segments: &[Segment]) -> u64 {
     segments.iter().map(|segment| u64::from(segment.len)).sum()
 }
 
-/// Copies guest bytes from `offset` into `buf`; returns how many there were, less than `buf.len()` at the end.
+/// Copies guest bytes from `offset` into `buf`. Returns the number of bytes copied, less than
+/// `buf.len()` if the segments end first.
 pub fn read_at(memory: &GuestMemory, segments: &[Segment], offset: u64, buf: &mut [u8]) -> usize {
     let mut done = 0;
     for part in slice(segments, offset, buf.len() as u64) {
@@ -95,7 +97,7 @@ pub fn read_at(memory: &GuestMemory, segments: &[Segment], offset: u64, buf: &mu
     done
 }
 
-/// Copies `buf` into guest buffers from `offset`; returns how much fitted.
+/// Copies `buf` into guest buffers from `offset`. Returns how many bytes fitted.
 pub fn write_at(memory: &GuestMemory, segments: &[Segment], offset: u64, buf: &[u8]) -> usize {
     let mut done = 0;
     for part in slice(segments, offset, buf.len() as u64) {
@@ -108,7 +110,8 @@ pub fn write_at(memory: &GuestMemory, segments: &[Segment], offset: u64, buf: &[
     done
 }
 
-/// The parts of `segments` that cover `len` bytes from `offset`, cut where the segments end.
+/// Returns the parts of `segments` that cover `len` bytes from `offset`, or fewer where the
+/// segments end.
 pub fn slice(segments: &[Segment], offset: u64, len: u64) -> impl Iterator<Item = Segment> {
     let (mut skip, mut left) = (offset, len);
     segments.iter().filter_map(move |segment| {
@@ -121,7 +124,7 @@ pub fn slice(segments: &[Segment], offset: u64, len: u64) -> impl Iterator<Item 
     })
 }
 
-/// Follows the chain that starts at `head`.
+/// Reads and checks the descriptor chain that starts at `head`.
 pub(super) fn walk(
     memory: &GuestMemory,
     table: GuestAddress,
@@ -145,7 +148,7 @@ pub(super) fn walk(
             let len = descriptor.len;
             let entries = u64::from(len) / DESCRIPTOR_SIZE;
             let whole = entries * DESCRIPTOR_SIZE == u64::from(len);
-            // Direct descriptors may stand before an indirect one; nothing may follow it or nest in it.
+            // Direct descriptors may precede an indirect one; nothing may follow it or nest in it.
             let last = !indirect && descriptor.flags & NEXT == 0;
             if !last || !whole || entries == 0 || entries > u64::from(MAX_DESCRIPTORS) {
                 return Err(ChainFault::Indirect { len });

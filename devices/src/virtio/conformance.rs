@@ -1,6 +1,6 @@
-//! What every virtio device must do, whatever it is for: one suite, run for each.
+//! The tests that every virtio device must pass, whatever it is for.
 //!
-//! A device's `tests.rs` supplies a `Specimen` and says `conformance::suite!(its_specimen)`.
+//! A device's `tests.rs` supplies a `Specimen` and calls `conformance::suite!(its_specimen)`.
 
 use std::time::Duration;
 
@@ -16,24 +16,24 @@ use super::testing::{
 use super::{DeviceThread, VirtioDevice};
 use crate::lines;
 
-/// A device for the suite to try.
+/// A device for the suite to test.
 pub trait Specimen {
     type Device: VirtioDevice + 'static;
 
-    /// A queue that the device takes requests from as soon as it is kicked.
+    /// A queue whose requests the device serves as soon as it is kicked.
     const QUEUE: usize;
 
-    /// A device that no driver has used. The one before it is gone by then.
+    /// Creates a device that no driver has used. The previous device is gone by then.
     fn fresh(&self) -> Self::Device;
 
-    /// A device with a saved state. The one that it was saved from is gone by then.
+    /// Creates a device with a saved state. The saved device is gone by then.
     fn restored(&self, state: &DeviceState) -> Self::Device;
 
-    /// Makes the device do its work once, and ends the test if it does not.
+    /// Makes the device do its work once, and fails the test if it does not.
     fn exercise(&self, driver: &mut MockDriver);
 }
 
-/// Runs the suite for a specimen, as one test for each thing that a device must do.
+/// Runs the suite for a specimen, with one test for each requirement.
 macro_rules! suite {
     ($specimen:expr) => {
         $crate::virtio::conformance::suite!(@tests $specimen;
@@ -104,7 +104,7 @@ pub fn quiet_device_leaves_guest_memory_alone_until_resumed<S: Specimen>(specime
     let mut driver = MockDriver::ready(specimen.fresh());
     driver.run();
     driver.devices.handle().quiesce_all().unwrap();
-    // A malformed chain, so that there is something to see whatever the device is for.
+    // A malformed chain has a visible effect on any device.
     driver.descriptor(S::QUEUE, 0, 0, 1, 0, 0);
     driver.offer(S::QUEUE, 0);
     driver.kick(S::QUEUE);
@@ -176,7 +176,7 @@ pub fn device_activated_while_quiet_waits<S: Specimen>(specimen: &S) {
     specimen.exercise(&mut driver);
 }
 
-/// Descriptors that no device can do anything with: address, length, flags and successor.
+/// Descriptors that no device can use: address, length, flags and successor.
 const MALFORMED: [(u64, u32, u16, u16); 10] = [
     (0x2000, 16, NEXT, u16::MAX),
     (0x2000, 16, NEXT, 0),
@@ -201,7 +201,7 @@ pub fn malformed_chain_asks_for_reset_and_only_that<S: Specimen>(specimen: &S) {
         driver.run();
         assert!(driver.needs_reset(), "{address:#x}+{len:#x} {flags} {next}");
         assert_eq!(driver.used(S::QUEUE), None);
-        // Once, however often the guest kicks a queue that has stopped.
+        // Counted once, however often the guest kicks a queue that has stopped.
         driver.kick(S::QUEUE);
         driver.run();
         assert_eq!(driver.transport.counters().faults, faults);
@@ -247,7 +247,7 @@ pub fn descriptors_flipped_by_another_thread_do_no_harm<S: Specimen>(specimen: &
     specimen.exercise(&mut driver);
 }
 
-/// Sequences of whatever a guest can do to a queue: no panic, no endless work, and a reset always helps.
+/// Random actions of a guest on a queue: no panic, no endless work, and a reset always helps.
 pub fn random_rings_do_no_harm<S: Specimen>(specimen: &S) {
     use proptest::prelude::*;
     let addresses = prop_oneof![
@@ -261,7 +261,7 @@ pub fn random_rings_do_no_harm<S: Specimen>(specimen: &S) {
     let step = (prop::collection::vec(descriptor, 1..8), 0..10u16, any::<u16>(), 0..20u8);
     let steps = prop::collection::vec(step, 1..6);
     let mut runner = TestRunner::new(Config { cases: 64, ..Config::default() });
-    // One device for all cases: only resets stand between them, as in a guest.
+    // One device for all cases, with only resets in between, as in a guest.
     let driver = std::cell::RefCell::new(MockDriver::new(specimen.fresh()));
     runner
         .run(&steps, |steps| {
@@ -306,7 +306,7 @@ pub fn device_on_its_thread_stops_in_time<S: Specimen>(specimen: &S) {
     assert!(start.elapsed() < Duration::from_secs(10));
 }
 
-/// All of guest memory that a device could have touched.
+/// Copies all guest memory that a device could have touched.
 fn snapshot(driver: &MockDriver) -> Vec<u8> {
     let mut bytes = vec![0; (HOLE_START - MEMORY_START) as usize];
     driver.memory.read_slice(&mut bytes, GuestAddress(MEMORY_START)).unwrap();

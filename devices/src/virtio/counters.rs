@@ -1,11 +1,11 @@
-//! What one device counts about the driver that uses it.
+//! Counters of one device about the driver that uses it.
 //!
-//! Guest-made errors end in the ring or in a plea for reset and never travel up; these numbers are how
-//! the host hears of them.
+//! Guest errors end in the ring or in a request for a reset and are never returned to a caller;
+//! these numbers report them to the host.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Shared by a transport, its queues and its worker; only ever added to.
+/// The counters that a transport, its queues and its worker share. They only increase.
 #[derive(Debug, Default)]
 pub struct Counters {
     served: AtomicU64,
@@ -13,7 +13,7 @@ pub struct Counters {
     faults: AtomicU64,
 }
 
-/// The counters at one moment.
+/// The values of the counters at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CounterValues {
     /// Chains returned to the driver, whatever their outcome.
@@ -33,8 +33,8 @@ impl Counters {
         self.refused.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a fault and says whether it should be logged: the first, second, fourth and so on, so
-    /// that a guest that faults in a loop fills no log.
+    /// Counts a fault and returns whether to log it: the first, second, fourth and so on, so that a
+    /// guest that faults in a loop does not fill the log.
     pub fn add_fault(&self) -> bool {
         (self.faults.fetch_add(1, Ordering::Relaxed) + 1).is_power_of_two()
     }

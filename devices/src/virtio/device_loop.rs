@@ -1,7 +1,8 @@
 //! The event loop that owns every virtio device, idle or running, by value.
 //!
-//! Callers change a device only by a `Command`, one at a time, so nothing here needs a lock. The loop
-//! does not know on which thread it is: tests and fuzzers drive it inline, `thread.rs` gives it its own.
+//! Callers change a device only by a `Command`, one at a time, so nothing here needs a lock. The
+//! loop does not depend on the thread it runs on: tests and fuzzers drive it inline, `thread.rs`
+//! gives it a thread of its own.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,51 +15,52 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::alarm::Alarm;
 use super::registry::{DeviceState, DeviceUpdate};
-use super::{Activation, QueueConfig, UpdateError, Updated, VirtioDevice, Worker};
+use super::worker::ActiveDevice;
+use super::{Activation, QueueConfig, UpdateError, Updated, VirtioDevice};
 
-/// The least time between a turn and the one that a worker wants next.
+/// The shortest time from one run of a worker to its next timed run.
 const SHORTEST_WAIT: Duration = Duration::from_millis(1);
 
-/// Names a device of one loop.
+/// Identifies a device within one loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceId(usize);
 
-/// What the loop can be asked to do.
+/// A request to the loop.
 pub enum Command {
-    /// Take in a device that no driver uses.
+    /// Takes ownership of a device that no driver uses.
     Add(Box<dyn VirtioDevice>),
-    /// Turn an idle device into a worker.
+    /// Turns an idle device into a worker.
     Activate {
         id: DeviceId,
         epoch: u64,
         activation: Box<Activation>,
     },
-    /// Turn a worker back into an idle device. An activation of an earlier epoch that arrives later
-    /// was overtaken by this reset, and is refused.
+    /// Turns a worker back into an idle device. An activation of an earlier epoch that arrives
+    /// after this reset is refused.
     Reset {
         id: DeviceId,
         epoch: u64,
     },
-    /// Quiet every worker, and every worker that is activated until `Resume`.
+    /// Quiesces every worker, including those that are activated before the next `Resume`.
     Quiesce,
     Resume,
-    /// Copy out the state of a device; if it runs, only while quiet.
+    /// Copies out the state of a device. A running device must be quiesced.
     Save(DeviceId),
-    /// Take a device that no driver uses back to a saved state.
+    /// Restores a saved state of a device that no driver uses.
     Rewind {
         id: DeviceId,
         state: Box<DeviceState>,
     },
-    /// Change a setting of a device, in use or not.
+    /// Changes a setting of a device, idle or running.
     Update {
         id: DeviceId,
         update: DeviceUpdate,
     },
-    /// Stop every worker for good.
+    /// Stops every worker for good.
     Stop,
 }
 
-/// What a command answers.
+/// The result of a command.
 #[derive(Debug)]
 pub enum Reply {
     Done,
@@ -67,13 +69,13 @@ pub enum Reply {
     Updated(Updated),
 }
 
-/// A device's part of a snapshot.
+/// The part of a snapshot that one device supplies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedDevice {
     pub state: DeviceState,
     /// Queue positions, if a driver uses the device.
     pub queues: Option<Vec<QueueConfig>>,
-    /// Chains that the device has taken and not returned.
+    /// Descriptor chains that the device has popped and not returned.
     pub in_flight: u32,
 }
 
@@ -104,7 +106,7 @@ pub enum DeviceError {
 
 struct Slot {
     epoch: u64,
-    // None only while the value moves from one shape to the other.
+    // None only while the device changes from one form to the other.
     shape: Option<Shape>,
 }
 
@@ -115,33 +117,33 @@ enum Shape {
 
 /// Everything that the loop waits for.
 enum Subscriber {
-    Worker(Busy),
+    Device(Busy),
     Wake(Arc<EventFd>),
 }
 
-/// A worker, and when it wants a turn although nothing happens.
+/// A device in use and the time at which it wants to run next even if no event occurs.
 struct Busy {
-    worker: Box<dyn Worker>,
+    device: ActiveDevice,
     wakes_at: Option<Instant>,
     alarm: Alarm,
 }
 
 impl Busy {
     fn note_wake(&mut self) {
-        if let Some(at) = self.worker.take_wake() {
-            // Whoever wanted another turn at once would leave none to the others.
+        if let Some(at) = self.device.take_wake() {
+            // A worker that always wanted to run again at once would starve the others.
             let at = at.max(Instant::now() + SHORTEST_WAIT);
             self.wakes_at = Some(self.wakes_at.map_or(at, |known| known.min(at)));
             self.alarm.set(at);
         }
     }
 
-    /// Gives it its turn if that is due.
+    /// Wakes the worker if its time has come.
     fn wake(&mut self, now: Instant) {
         match self.wakes_at {
             Some(at) if at <= now => {
                 self.wakes_at = None;
-                self.worker.wake();
+                self.device.wake();
             }
             Some(at) => self.alarm.set(at),
             None => {}
@@ -149,7 +151,7 @@ impl Busy {
     }
 }
 
-/// All virtio devices of a machine, and the descriptors they wait for.
+/// All virtio devices of a machine, and the file descriptors that they wait for.
 pub struct DeviceLoop {
     events: EventManager<Subscriber>,
     slots: Vec<Slot>,
@@ -168,7 +170,8 @@ impl DeviceLoop {
         self.events.add_subscriber(Subscriber::Wake(wake));
     }
 
-    /// Waits up to `timeout_ms`, or for ever if negative, and serves what is ready; returns how many events that was.
+    /// Waits up to `timeout_ms`, or without limit if it is negative, and serves the events that are
+    /// ready. Returns the number of events.
     pub fn poll(&mut self, timeout_ms: i32) -> Result<usize, DeviceError> {
         let timeout_ms = match self.wake_due() {
             Some(wait) if timeout_ms < 0 || wait < timeout_ms => wait,
@@ -177,19 +180,18 @@ impl DeviceLoop {
         self.events.run_with_timeout(timeout_ms).map_err(DeviceError::Events)
     }
 
-    /// Gives those their turn whose time has come; returns how many milliseconds the next one has to wait.
+    /// Wakes the workers whose time has come. Returns the milliseconds until the next one is due.
     fn wake_due(&mut self) -> Option<i32> {
         if self.alarm.wait()?.is_zero() {
             self.alarm.clear();
             let now = Instant::now();
-            self.each_worker(|busy| busy.wake(now));
+            self.each_active(|busy| busy.wake(now));
         }
-        // A little late rather than a little early.
+        // Round up: a little late rather than a little early.
         let wait = self.alarm.wait()? + Duration::from_micros(999);
         Some(i32::try_from(wait.as_millis()).unwrap_or(i32::MAX))
     }
 
-    /// Carries out one command.
     pub fn handle(&mut self, command: Command) -> Result<Reply, DeviceError> {
         match command {
             Command::Add(device) => {
@@ -205,11 +207,11 @@ impl DeviceLoop {
             }
             Command::Quiesce => {
                 self.quiet = true;
-                self.each_worker(|busy| busy.worker.quiesce());
+                self.each_active(|busy| busy.device.quiesce());
             }
             Command::Resume => {
                 self.quiet = false;
-                self.each_worker(|busy| busy.worker.resume());
+                self.each_active(|busy| busy.device.resume());
             }
             Command::Save(id) => return self.save(id).map(|saved| Reply::Saved(Box::new(saved))),
             Command::Rewind { id, state } => {
@@ -246,15 +248,16 @@ impl DeviceLoop {
                 return Err(DeviceError::AlreadyActive);
             }
         };
-        let (worker, alarm) = (device.activate(activation), self.alarm.clone());
-        let busy = Busy { worker, wakes_at: None, alarm };
-        let subscriber = self.events.add_subscriber(Subscriber::Worker(busy));
+        let (device, alarm) = (ActiveDevice::new(device, activation), self.alarm.clone());
+        let busy = Busy { device, wakes_at: None, alarm };
+        let subscriber = self.events.add_subscriber(Subscriber::Device(busy));
         slot.shape = Some(Shape::Running(subscriber));
-        if let Ok(Subscriber::Worker(busy)) = self.events.subscriber_mut(subscriber) {
-            match self.quiet {
-                true => busy.worker.quiesce(),
-                // What the driver added before it was ready has no kick of its own.
-                false => busy.worker.wake(),
+        if let Ok(Subscriber::Device(busy)) = self.events.subscriber_mut(subscriber) {
+            if self.quiet {
+                busy.device.quiesce();
+            } else {
+                // Chains that the driver added before DRIVER_OK have no kick of their own.
+                busy.device.wake();
             }
         }
         Ok(())
@@ -264,8 +267,8 @@ impl DeviceLoop {
         let slot = self.slots.get_mut(id.0).ok_or(DeviceError::Unknown)?;
         if let Some(Shape::Running(subscriber)) = slot.shape {
             let removed = self.events.remove_subscriber(subscriber).map_err(DeviceError::Events)?;
-            if let Subscriber::Worker(busy) = removed {
-                slot.shape = Some(Shape::Idle(busy.worker.stop().device));
+            if let Subscriber::Device(busy) = removed {
+                slot.shape = Some(Shape::Idle(busy.device.stop()));
             }
         }
         Ok(())
@@ -281,7 +284,7 @@ impl DeviceLoop {
             Some(Shape::Running(subscriber)) => {
                 let subscriber = *subscriber;
                 match self.events.subscriber_mut(subscriber).map_err(DeviceError::Events)? {
-                    Subscriber::Worker(busy) => Ok(save_worker(&*busy.worker)),
+                    Subscriber::Device(busy) => Ok(busy.device.save()),
                     Subscriber::Wake(_) => Err(DeviceError::Unknown),
                 }
             }
@@ -294,7 +297,7 @@ impl DeviceLoop {
             Some(Shape::Idle(device)) => device.update(update),
             Some(Shape::Running(subscriber)) => {
                 match self.events.subscriber_mut(*subscriber).map_err(DeviceError::Events)? {
-                    Subscriber::Worker(busy) => busy.worker.update(update),
+                    Subscriber::Device(busy) => busy.device.update(update),
                     Subscriber::Wake(_) => return Err(DeviceError::Unknown),
                 }
             }
@@ -302,10 +305,10 @@ impl DeviceLoop {
         updated.map_err(DeviceError::Update)
     }
 
-    fn each_worker(&mut self, mut act: impl FnMut(&mut Busy)) {
+    fn each_active(&mut self, mut act: impl FnMut(&mut Busy)) {
         for slot in &self.slots {
             if let Some(Shape::Running(subscriber)) = slot.shape
-                && let Ok(Subscriber::Worker(busy)) = self.events.subscriber_mut(subscriber)
+                && let Ok(Subscriber::Device(busy)) = self.events.subscriber_mut(subscriber)
             {
                 act(busy);
             }
@@ -313,22 +316,15 @@ impl DeviceLoop {
     }
 }
 
-fn save_worker(worker: &dyn Worker) -> SavedDevice {
-    let queues = worker.queues();
-    SavedDevice {
-        state: worker.save(),
-        queues: Some(queues.iter().map(|queue| queue.save()).collect()),
-        in_flight: queues.iter().map(|queue| queue.in_flight()).sum(),
-    }
-}
-
 impl MutEventSubscriber for Subscriber {
     fn init(&mut self, ops: &mut EventOps) {
         match self {
-            Self::Worker(busy) => busy.worker.init(ops),
+            Self::Device(busy) => busy.device.init(ops),
             Self::Wake(wake) => {
                 if let Err(error) = ops.add(Events::new(&**wake, EventSet::IN)) {
-                    log::error!("device thread cannot watch its mailbox: {error}");
+                    log::error!(
+                        "device thread cannot register the event of its call queue: {error}"
+                    );
                 }
             }
         }
@@ -336,11 +332,11 @@ impl MutEventSubscriber for Subscriber {
 
     fn process(&mut self, events: Events, ops: &mut EventOps) {
         match self {
-            Self::Worker(busy) => {
-                busy.worker.process(events, ops);
+            Self::Device(busy) => {
+                busy.device.process(events, ops);
                 busy.note_wake();
             }
-            // Taking the wake-up is all: whoever polls looks into the mailbox next.
+            // Only clears the event: the caller of `poll` reads the call queue next.
             Self::Wake(wake) => {
                 let _ = wake.read();
             }

@@ -1,17 +1,18 @@
 //! Virtio 1.2 over MMIO: the transport, the rings and one folder per device.
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
-//! | `device.rs` | what a device and its worker must supply |
-//! | `registry.rs` | which devices exist |
+//! | `device.rs` | the trait of a device that no driver uses |
+//! | `worker.rs` | the trait of one in use, and what all of these have in common |
+//! | `registry.rs` | the list of devices, and how each is opened and restored |
 //! | `queue.rs`, `chain.rs` | how guest rings are read, once and checked |
-//! | `interrupt.rs` | how a worker gets the driver's attention |
+//! | `interrupt.rs` | how a worker notifies the driver |
 //! | `counters.rs` | what a device counts about its driver |
 //! | `mmio/` | what the guest's loads and stores mean |
-//! | `device_loop.rs`, `thread.rs` | who runs the devices |
-//! | `alarm.rs` | until when the loop may wait |
+//! | `device_loop.rs`, `thread.rs` | the event loop that runs the devices, and its thread |
+//! | `alarm.rs` | how long the loop may wait |
 //! | `balloon/`, `block/`, `net/`, `rng/`, `vsock/` | one device each |
-//! | `testing.rs`, `conformance.rs` | a driver to test them with, and what every device must pass |
+//! | `testing.rs`, `conformance.rs` | a driver to test them with, and the tests that every device must pass |
 
 mod alarm;
 pub mod balloon;
@@ -34,13 +35,15 @@ pub mod testing;
 mod tests;
 pub mod thread;
 pub mod vsock;
+pub mod worker;
 
 pub use chain::Chain;
 pub use counters::Counters;
-pub use device::{Activation, Stopped, UpdateError, Updated, VirtioDevice, Worker};
+pub use device::{Activation, UpdateError, Updated, VirtioDevice};
 pub use device_loop::{DeviceError, DeviceId};
 pub use interrupt::Interrupt;
 pub use mmio::MmioTransport;
 pub use queue::{QueueConfig, QueueFault, VirtQueue};
 pub use registry::DeviceKind;
 pub use thread::{DeviceHandle, DeviceThread};
+pub use worker::{Rings, Worker};

@@ -1,7 +1,8 @@
-//! A virtqueue in use: hands out checked descriptor chains and takes them back.
+//! A virtqueue in use: it hands out checked descriptor chains and takes them back.
 //!
-//! The ring arithmetic is virtio-queue's. What stands here is what a hostile driver must not get past:
-//! a bad ring is a `QueueFault` that stops the device, and no head is in flight twice.
+//! The ring arithmetic is the virtio-queue crate's. This file adds the checks that contain a
+//! hostile driver: a bad ring is a `QueueFault` that stops the device, and no head is in flight
+//! twice.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -15,13 +16,15 @@ use super::Counters;
 use super::chain::{self, Chain, ChainFault};
 use crate::GuestMemory;
 
-/// The used ring: flags and index, then entries, then at which index the driver shall kick.
+/// Layout of the used ring: flags and index, then the entries, then `avail_event`, the index at
+/// which the driver shall kick.
 const USED_HEADER: u64 = 4;
 const USED_ENTRY: u64 = 8;
-/// In its flags: the driver need not kick.
+/// Flag of the used ring: the driver need not kick.
 const NO_KICKS: u16 = 1;
 
-/// A queue as the driver configured it, or as a snapshot holds it. Untrusted until `VirtQueue::new`.
+/// A queue as the driver configured it, or as a snapshot holds it. Untrusted until
+/// `VirtQueue::new`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueueConfig {
     pub size: u16,
@@ -29,12 +32,12 @@ pub struct QueueConfig {
     pub desc_table: u64,
     pub avail_ring: u64,
     pub used_ring: u64,
-    /// Ring positions: zero for a fresh queue, saved ones for a restored one.
+    /// Ring positions: zero for a new queue, the saved ones for a restored queue.
     pub next_avail: u16,
     pub next_used: u16,
 }
 
-/// What a driver can do to a queue that ends its use until the next reset.
+/// A driver error that ends the use of a queue until the next reset.
 #[derive(Debug, thiserror::Error)]
 pub enum QueueFault {
     #[error("queue size {size} is not a power of two up to {max}")]
@@ -58,16 +61,16 @@ pub struct VirtQueue {
     kick: Arc<EventFd>,
     // One bit per head: set from `pop` to `push`.
     in_flight: Vec<u64>,
-    // Ring positions of malformed chains that went back while chains before them were still out: those
-    // may be undone, and then these must not be looked at a second time.
+    // Ring positions of malformed chains that were returned while earlier chains were in flight. An
+    // `undo_pop` of an earlier chain moves the position back, and these must then be skipped.
     returned: Vec<u16>,
-    // Whether anything was pushed since the driver's wish for interrupts was last read.
+    // Whether anything was pushed since the driver's request for interrupts was last read.
     pushed: bool,
     counters: Arc<Counters>,
 }
 
 impl VirtQueue {
-    /// Checks a configuration against memory and makes it a queue.
+    /// Checks a configuration against guest memory and makes a queue of it.
     pub fn new(
         config: &QueueConfig,
         max_size: u16,
@@ -104,7 +107,7 @@ impl VirtQueue {
         Ok(Self { queue, memory, kick, in_flight, returned, pushed: false, counters })
     }
 
-    /// Counts into the device's own counters from now on.
+    /// Makes the queue use the device's counters from now on.
     #[must_use]
     pub fn with_counters(mut self, counters: Arc<Counters>) -> Self {
         self.counters = counters;
@@ -115,26 +118,26 @@ impl VirtQueue {
         &self.counters
     }
 
-    /// The descriptor that the guest kicks; to be registered for reading.
+    /// Returns the eventfd that the guest's kicks write to. The worker registers it for reading.
     pub fn kick(&self) -> &EventFd {
         &self.kick
     }
 
-    /// Takes the kick, so that the descriptor is no longer readable.
+    /// Clears the kick, so that the next user of the eventfd gets no event of this one.
     pub fn clear_kick(&self) {
-        // Empty means that somebody else's event was meant; nothing is lost.
+        // An empty counter means that there was no kick.
         let _ = self.kick.read();
     }
 
-    /// Kicks the queue from the host, as `resume` does for work that arrived while quiet.
+    /// Kicks the queue from the host, as `resume` does for chains that arrived while quiesced.
     pub fn kick_again(&self) {
         // Only a counter at its maximum refuses, and then a kick is pending anyway.
         let _ = self.kick.write(1);
     }
 
-    /// Kicks the queue from the host unless it stands as a worker left it who waits for the driver: nothing to pop, and
-    /// the driver will kick when there is. Such a queue is only read, so that none of a copy's rings is written before
-    /// it is used.
+    /// Kicks the queue from the host unless it is empty and the driver will kick when it adds a
+    /// chain. An idle queue is only read, so that no ring of a fork is written before the fork is
+    /// used.
     pub fn kick_if_due(&self) {
         if !self.waits_for_driver().unwrap_or(false) {
             self.kick_again();
@@ -148,12 +151,11 @@ impl VirtQueue {
         }
         let used = GuestAddress(self.queue.used_ring());
         let load = |at| self.memory.load::<u16>(at, Ordering::Relaxed).ok().map(u16::from_le);
-        match self.queue.event_idx_enabled() {
-            true => {
-                let at = used.checked_add(USED_HEADER + USED_ENTRY * u64::from(self.size()))?;
-                Some(load(at)? == next)
-            }
-            false => Some(load(used)? & NO_KICKS == 0),
+        if self.queue.event_idx_enabled() {
+            let at = used.checked_add(USED_HEADER + USED_ENTRY * u64::from(self.size()))?;
+            Some(load(at)? == next)
+        } else {
+            Some(load(used)? & NO_KICKS == 0)
         }
     }
 
@@ -161,11 +163,12 @@ impl VirtQueue {
         &self.memory
     }
 
-    /// The next chain that the driver made available, every field of it read once and checked.
+    /// Takes the next chain that the driver made available. Every field is read once and checked.
     ///
-    /// A chain whose buffers are only in the wrong order is the request's fault, not the ring's: it goes
-    /// back unused, is counted, and the next one is looked at. After a queue's worth of those the answer
-    /// is `None` although `enable_kicks` will say that there is more, so that the caller's bound on work holds.
+    /// A chain whose buffers are only in the wrong order is an error of the request, not of the
+    /// ring: it is returned unused and counted, and the next one is taken. After as many such
+    /// chains as the queue has entries this returns `None`, although `enable_kicks` will report
+    /// that there are more, so that the caller's bound on work holds.
     pub fn pop(&mut self) -> Result<Option<Chain>, QueueFault> {
         let size = self.queue.size();
         let table = GuestAddress(self.queue.desc_table());
@@ -200,8 +203,9 @@ impl VirtQueue {
         Ok(None)
     }
 
-    /// Gives the most recently popped chain back to the available ring, unused: for a receive queue
-    /// whose data did not come, or a request that has to wait. Several go back last one first.
+    /// Gives the most recently popped chain back to the avail ring, unused: for a receive queue
+    /// whose data did not come, or a request that has to wait. Several chains are given back in
+    /// reverse order.
     pub fn undo_pop(&mut self, chain: Chain) {
         self.set_in_flight(chain.head(), false);
         self.queue.set_next_avail(chain.position());
@@ -216,7 +220,8 @@ impl VirtQueue {
         Ok(())
     }
 
-    /// Whether the driver wants an interrupt for what was pushed since the last call; false if nothing was.
+    /// Returns whether the driver wants an interrupt for the chains pushed since the last call;
+    /// false if none were pushed.
     pub fn wants_interrupt(&mut self) -> Result<bool, QueueFault> {
         if !std::mem::take(&mut self.pushed) {
             return Ok(false);
@@ -224,27 +229,28 @@ impl VirtQueue {
         self.queue.needs_notification(&self.memory).map_err(QueueFault::Access)
     }
 
-    /// Asks the driver for kicks again; true if it added chains meanwhile, which must be popped first.
+    /// Asks the driver for kicks again. Returns true if the driver has added chains meanwhile,
+    /// which must be popped first.
     pub fn enable_kicks(&mut self) -> Result<bool, QueueFault> {
         self.queue.enable_notification(&self.memory).map_err(QueueFault::Access)
     }
 
-    /// Tells the driver not to kick while the worker is busy popping anyway.
+    /// Asks the driver not to kick while the worker is popping anyway.
     pub fn disable_kicks(&mut self) -> Result<(), QueueFault> {
         self.queue.disable_notification(&self.memory).map_err(QueueFault::Access)
     }
 
-    /// How many entries the ring has.
+    /// Returns the number of entries of the ring.
     pub fn size(&self) -> u16 {
         self.queue.size()
     }
 
-    /// How many chains are out with the worker.
+    /// Returns how many chains were popped and not returned.
     pub fn in_flight(&self) -> u32 {
         self.in_flight.iter().map(|word| word.count_ones()).sum()
     }
 
-    /// Position and addresses, for a snapshot.
+    /// Returns positions and addresses, for a snapshot.
     pub fn save(&self) -> QueueConfig {
         QueueConfig {
             size: self.queue.size(),
@@ -257,7 +263,8 @@ impl VirtQueue {
         }
     }
 
-    /// Whether what stands at `position` has gone back already. Forgets positions that no undo reaches.
+    /// Returns whether the chain at `position` was returned already. Forgets positions that no
+    /// `undo_pop` can reach.
     fn was_returned(&mut self, position: u16) -> bool {
         if self.returned.is_empty() {
             return false;
@@ -293,7 +300,7 @@ fn check(
     memory: &GuestMemory,
 ) -> Result<(), QueueFault> {
     let inside = memory.check_range(GuestAddress(address), len as usize, access);
-    // Zero is where no driver puts a ring and where virtio-queue refuses to look for one.
+    // No driver puts a ring at address zero, and virtio-queue does not accept one there.
     if address == 0 || !address.is_multiple_of(align) || !inside {
         return Err(QueueFault::Ring { part, address });
     }

@@ -1,7 +1,7 @@
 //! A mock driver: a guest without a machine, for tests and fuzz targets.
 //!
-//! It speaks to a device only as a guest can, through registers and rings in guest memory, and runs the
-//! device loop inline, so that a test decides when the device gets its turn.
+//! It accesses a device only as a guest can, through registers and rings in guest memory, and runs
+//! the device loop inline, so that a test decides when the device runs.
 #![allow(clippy::unwrap_used, reason = "a mock that cannot do its part should end its test")]
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,17 +12,17 @@ use vm_memory::{Bytes, GuestAddress};
 
 use super::device_loop::{Command, DeviceLoop, Reply};
 use super::mmio::{KickShortcut, RestoreError, TransportStateV1, offset, status};
-use super::thread::Calls;
+use super::thread::DeviceCalls;
 use super::{DeviceError, DeviceHandle, MmioTransport, VirtioDevice};
 use crate::GuestMemory;
 use crate::bus::BusDevice;
 use crate::lines::{self, testing::Raised};
 
-/// Guest memory starts here; the first page is left out so that a null address is never valid.
+/// The start of guest memory; the first page is left out so that a null address is never valid.
 pub const MEMORY_START: u64 = 0x1000;
-/// The first region ends here, where a hole begins.
+/// The end of the first region, where a hole begins.
 pub const HOLE_START: u64 = 0x20_0000;
-/// The second region begins here.
+/// The start of the second region.
 pub const HOLE_END: u64 = 0x40_0000;
 pub const MEMORY_END: u64 = 0x80_0000;
 
@@ -37,14 +37,14 @@ const DESC: u64 = 0;
 const AVAIL: u64 = 0x4000;
 const USED: u64 = 0x8000;
 
-/// Two regions with a hole between them.
+/// Creates guest memory of two regions with a hole between them.
 pub fn memory() -> GuestMemory {
     let range = |from: u64, to: u64| (GuestAddress(from), (to - from) as usize);
     GuestMemory::from_ranges(&[range(MEMORY_START, HOLE_START), range(HOLE_END, MEMORY_END)])
         .unwrap()
 }
 
-/// A device loop that runs on whichever thread calls it.
+/// A device loop that runs on the calling thread.
 pub struct InlineLoop(Mutex<DeviceLoop>);
 
 impl InlineLoop {
@@ -56,19 +56,19 @@ impl InlineLoop {
         DeviceHandle::new(self.clone())
     }
 
-    /// Waits as a thread of its own would, and serves what is ready.
+    /// Waits for events as the device thread would, and serves them.
     pub fn wait(&self, timeout_ms: i32) {
         self.0.lock().unwrap().poll(timeout_ms).unwrap();
     }
 
-    /// Serves until nothing is ready, or for `rounds` rounds; returns how many it took.
+    /// Serves events until none is ready, or for `rounds` rounds. Returns how many rounds it took.
     pub fn run(&self, rounds: usize) -> usize {
         let mut devices = self.0.lock().unwrap();
         (0..rounds).take_while(|_| devices.poll(0).unwrap() > 0).count()
     }
 }
 
-impl Calls for InlineLoop {
+impl DeviceCalls for InlineLoop {
     fn call(&self, command: Command) -> Result<Reply, DeviceError> {
         self.0.lock().unwrap().handle(command)
     }
@@ -79,11 +79,11 @@ impl Calls for InlineLoop {
 pub enum Buffer<'a> {
     /// The device reads these bytes.
     Readable(&'a [u8]),
-    /// The device may write so many bytes.
+    /// The device may write this many bytes.
     Writable(u32),
 }
 
-/// A chain that was offered: its head, and where each buffer is.
+/// A chain that was offered: its head, and the address and length of each buffer.
 #[derive(Clone, Debug)]
 pub struct Offered {
     pub head: u16,
@@ -116,12 +116,12 @@ pub struct MockDriver {
 }
 
 impl MockDriver {
-    /// A driver that has not touched the device yet.
+    /// Creates a driver that has not accessed the device yet.
     pub fn new(device: impl VirtioDevice + 'static) -> Self {
         Self::in_memory(device, memory(), &InlineLoop::new())
     }
 
-    /// A driver that shares memory and loop with others.
+    /// Creates a driver that shares memory and loop with others.
     pub fn in_memory(
         device: impl VirtioDevice + 'static,
         memory: GuestMemory,
@@ -130,7 +130,7 @@ impl MockDriver {
         Self::made_of(device, memory, devices, Box::new(()))
     }
 
-    /// A driver whose kicks may get a way of their own.
+    /// Creates a driver whose kicks may get a shortcut.
     pub fn with_shortcut(
         device: impl VirtioDevice + 'static,
         shortcut: Box<dyn KickShortcut>,
@@ -150,12 +150,12 @@ impl MockDriver {
         let transport = MmioTransport::new(device, memory.clone(), handle, shortcut, line);
         let rings = sizes.iter().map(|_| Ring::default()).collect();
         let (transport, devices) = (Arc::new(transport.unwrap()), devices.clone());
-        // A page short of the hole, and above every ring.
+        // Above every ring; buffers are below the hole.
         let next_buffer = RINGS_START + RINGS_SIZE * sizes.len() as u64;
         Self { transport, raised, memory, devices, rings, next_buffer }
     }
 
-    /// A driver that has brought its device up with everything it offers.
+    /// Creates a driver that has started its device with all offered features.
     pub fn ready(device: impl VirtioDevice + 'static) -> Self {
         let mut driver = Self::new(device);
         driver.start();
@@ -180,7 +180,7 @@ impl MockDriver {
         self.status() & status::NEEDS_RESET != 0
     }
 
-    /// Features on offer.
+    /// Returns the offered features.
     pub fn offered(&self) -> u64 {
         let page = |select| {
             self.write(offset::DEVICE_FEATURES_SELECT, select);
@@ -189,7 +189,7 @@ impl MockDriver {
         page(0) | page(1) << 32
     }
 
-    /// Everything from reset to DRIVER_OK, in the order of virtio 1.2 section 3.1.
+    /// Starts the device, from reset to DRIVER_OK, in the order of virtio 1.2 section 3.1.
     pub fn start(&mut self) {
         self.start_with(self.offered());
     }
@@ -200,7 +200,7 @@ impl MockDriver {
         self.write(offset::STATUS, self.status() | status::DRIVER_OK);
     }
 
-    /// Up to and including FEATURES_OK.
+    /// Starts the device up to and including FEATURES_OK.
     pub fn negotiate(&self, features: u64) {
         self.write(offset::STATUS, 0);
         self.write(offset::STATUS, status::ACKNOWLEDGE);
@@ -212,14 +212,14 @@ impl MockDriver {
         self.write(offset::STATUS, self.status() | status::FEATURES_OK);
     }
 
-    /// Fresh rings of the largest size for every queue.
+    /// Sets up a new ring of the maximum size for every queue.
     pub fn set_up_queues(&mut self) {
         for index in 0..self.rings.len() {
             self.set_up_queue(index, u16::MAX);
         }
     }
 
-    /// A fresh ring of at most `size` entries.
+    /// Sets up a new ring of at most `size` entries.
     pub fn set_up_queue(&mut self, queue: usize, size: u16) {
         self.write(offset::QUEUE_SELECT, queue as u32);
         let size = size.min(self.read(offset::QUEUE_SIZE_MAX) as u16);
@@ -250,7 +250,8 @@ impl MockDriver {
         offered
     }
 
-    /// Offers a chain, lets the device serve it, and gives back its used entry and the bytes of each buffer.
+    /// Offers a chain, lets the device serve it, and returns its used entry and the bytes of each
+    /// buffer.
     pub fn request(&mut self, queue: usize, buffers: &[Buffer]) -> (Option<Used>, Vec<Vec<u8>>) {
         let offered = self.send(queue, buffers);
         self.run();
@@ -294,7 +295,7 @@ impl MockDriver {
         self.memory.write_slice(&raw_descriptor(address, len, flags, next), at).unwrap();
     }
 
-    /// Puts a head into the available ring and moves its index.
+    /// Puts a head into the avail ring and advances its index.
     pub fn offer(&mut self, queue: usize, head: u16) {
         let ring = &mut self.rings[queue];
         let slot = 4 + 2 * u64::from(ring.avail % ring.size);
@@ -304,19 +305,19 @@ impl MockDriver {
         self.set_avail_index(queue, index);
     }
 
-    /// Moves the available index to anywhere.
+    /// Sets the avail index to any value.
     pub fn set_avail_index(&self, queue: usize, index: u16) {
         let at = self.address(queue, AVAIL + 2);
         self.memory.store(index.to_le(), at, Ordering::Release).unwrap();
     }
 
-    /// Says after which used entry the driver wants an interrupt, if event indices were agreed on.
+    /// Sets after which used entry the driver wants an interrupt, if event indices were negotiated.
     pub fn set_used_event(&self, queue: usize, index: u16) {
         let at = AVAIL + 4 + 2 * u64::from(self.rings[queue].size);
         self.memory.write_obj(index.to_le(), self.address(queue, at)).unwrap();
     }
 
-    /// Whether a driver that agreed on event indices would kick for the next chain: others may not.
+    /// Returns whether a driver with event indices would kick for the next chain.
     pub fn is_kick_wanted(&self, queue: usize) -> bool {
         let ring = self.rings[queue];
         let at = self.address(queue, USED + 4 + 8 * u64::from(ring.size));
@@ -327,12 +328,12 @@ impl MockDriver {
         self.write(offset::QUEUE_NOTIFY, queue as u32);
     }
 
-    /// Lets the devices serve what is ready. Ends the test if they never come to rest.
+    /// Lets the devices serve all events. Fails the test if they never become idle.
     pub fn run(&self) {
         assert!(self.devices.run(10_000) < 10_000, "the device never comes to rest");
     }
 
-    /// The next used entry that this driver has not seen.
+    /// Returns the next used entry that this driver has not seen.
     pub fn used(&mut self, queue: usize) -> Option<Used> {
         let ring = self.rings[queue];
         if self.used_index(queue) == ring.used {
@@ -344,13 +345,13 @@ impl MockDriver {
         Some(Used { head: u32::from_le(head), len: u32::from_le(len) })
     }
 
-    /// How far the device has moved the used ring.
+    /// Returns the index of the used ring.
     pub fn used_index(&self, queue: usize) -> u16 {
         let at = self.address(queue, USED + 2);
         u16::from_le(self.memory.load(at, Ordering::Acquire).unwrap())
     }
 
-    /// The bytes of a chain's buffers as they are now.
+    /// Returns the current bytes of a chain's buffers.
     pub fn contents(&self, offered: &Offered) -> Vec<Vec<u8>> {
         let read = |(address, len): &(GuestAddress, u32)| {
             let mut bytes = vec![0; *len as usize];
@@ -360,14 +361,14 @@ impl MockDriver {
         offered.buffers.iter().map(read).collect()
     }
 
-    /// Takes a pending interrupt; true if there was one.
+    /// Acknowledges a pending interrupt. Returns true if there was one.
     pub fn take_interrupt(&self) -> bool {
         let pending = self.raised.take() > 0;
         self.write(offset::INTERRUPT_ACK, self.read(offset::INTERRUPT_STATUS));
         pending
     }
 
-    /// Quiesces the devices, saves this one and lets go of it; the guest's memory stays.
+    /// Quiesces the devices, saves this one and drops it; guest memory stays.
     pub fn suspend(self) -> Suspended {
         self.devices.handle().quiesce_all().unwrap();
         let state = self.transport.save().unwrap();
@@ -375,7 +376,7 @@ impl MockDriver {
         Suspended { state, memory, rings, next_buffer }
     }
 
-    /// Guest memory for a buffer of `len` bytes; wraps around long before the hole.
+    /// Allocates guest memory for a buffer of `len` bytes. It wraps around before the hole.
     pub fn allocate(&mut self, len: u32) -> GuestAddress {
         let first = RINGS_START + RINGS_SIZE * self.rings.len() as u64;
         if self.next_buffer + u64::from(len) > HOLE_START {
@@ -386,7 +387,7 @@ impl MockDriver {
         address
     }
 
-    /// Where a ring keeps its parts.
+    /// Returns the address of a queue's descriptor table.
     pub fn descriptor_table(&self, queue: usize) -> GuestAddress {
         self.address(queue, DESC)
     }
@@ -404,7 +405,7 @@ impl MockDriver {
     }
 }
 
-/// A driver whose device is gone, to be restored.
+/// A driver without a device, to be restored.
 pub struct Suspended {
     pub state: TransportStateV1,
     pub memory: GuestMemory,
@@ -413,7 +414,7 @@ pub struct Suspended {
 }
 
 impl Suspended {
-    /// The driver as it was, on a device that was made from the saved state.
+    /// Restores the driver on a device that was created from the saved state.
     pub fn resume(self, device: impl VirtioDevice + 'static) -> Result<MockDriver, RestoreError> {
         let Self { state, memory, rings, next_buffer } = self;
         let driver = MockDriver::in_memory(device, memory, &InlineLoop::new());
@@ -424,7 +425,7 @@ impl Suspended {
     }
 }
 
-/// Does something over and over on another thread, until it is dropped: a second vCPU that interferes.
+/// Repeats an action on another thread until it is dropped: a second vCPU that interferes.
 pub struct Racer {
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
@@ -452,7 +453,7 @@ impl Drop for Racer {
     }
 }
 
-/// A descriptor as it lies in memory.
+/// Returns a descriptor as it is in guest memory.
 pub fn raw_descriptor(address: u64, len: u32, flags: u16, next: u16) -> [u8; 16] {
     let high = u128::from(len) | u128::from(flags) << 32 | u128::from(next) << 48;
     (u128::from(address) | high << 64).to_le_bytes()

@@ -1,6 +1,6 @@
 //! Rings as a hostile driver makes them: group A of the bad-input catalogue, by number.
 //!
-//! A9 and A18 need a device with requests of its own, and stand with the disk.
+//! A9 and A18 need a device with requests of its own, and are among the tests of the disk.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ use crate::GuestMemory;
 const TABLE: u64 = 0x1_0000;
 const AVAIL: u64 = 0x2_0000;
 const USED: u64 = 0x3_0000;
-/// Some guest memory that no ring is in.
+/// Guest memory without a ring.
 const DATA: u64 = 0x4_0000;
 
 fn config(size: u16) -> QueueConfig {
@@ -35,7 +35,7 @@ fn queue(config: &QueueConfig, memory: &GuestMemory) -> Result<VirtQueue, QueueF
     VirtQueue::new(config, 256, true, memory.clone(), kick)
 }
 
-/// A ring of 256 entries that offers these heads.
+/// Creates a ring of 256 entries that offers these heads.
 fn ring(heads: &[u16]) -> (VirtQueue, GuestMemory) {
     let memory = memory();
     for (index, head) in (0..).zip(heads) {
@@ -50,7 +50,7 @@ fn describe(memory: &GuestMemory, index: u16, raw: (u64, u32, u16, u16)) {
     memory.write_slice(&bytes, GuestAddress(TABLE + 16 * u64::from(index))).unwrap();
 }
 
-/// What the first of these descriptors is taken for, and whether a device then asks for a reset.
+/// Pops a chain that starts with the first of these descriptors.
 fn pop_of(descriptors: &[(u64, u32, u16, u16)]) -> Result<Option<Chain>, QueueFault> {
     let (mut queue, memory) = ring(&[0]);
     (0..).zip(descriptors).for_each(|(index, raw)| describe(&memory, index, *raw));
@@ -64,7 +64,8 @@ fn chain_fault_of(descriptors: &[(u64, u32, u16, u16)]) -> ChainFault {
     }
 }
 
-/// Brings a device up, lets `act` be hostile, and checks that a reset is asked for once and helps.
+/// Starts a device, lets `act` be hostile, and checks that the device asks for one reset and works
+/// after it.
 fn assert_reset(act: impl FnOnce(&mut MockDriver)) {
     let mut driver = MockDriver::ready(Rng::default());
     driver.run();
@@ -246,7 +247,8 @@ fn a12_malformed_head_offered_again_while_in_flight_is_still_a_duplicate() {
     let (mut queue, memory) = ring(&[3, 3]);
     describe(&memory, 3, (DATA, 8, WRITE, 0));
     queue.pop().unwrap().unwrap();
-    // Rewritten into a chain that would go straight back, which would return the head while it is out.
+    // Rewritten into a chain that is returned at once, which would return the head while it is in
+    // flight.
     describe(&memory, 3, (DATA, 8, WRITE | NEXT, 4));
     describe(&memory, 4, (DATA, 8, 0, 0));
     assert!(matches!(queue.pop(), Err(QueueFault::Duplicate { head: 3 })));
@@ -261,7 +263,7 @@ fn a12_head_offered_again_after_it_was_returned_is_fine() {
     assert_eq!(queue.pop().unwrap().unwrap().head(), 3);
 }
 
-/// A device with its rings at these addresses.
+/// Creates a device with its rings at these addresses.
 fn with_rings(desc: u64, avail: u64, used: u64) -> MockDriver {
     let driver = MockDriver::new(Rng::default());
     driver.negotiate(driver.offered());
@@ -314,7 +316,7 @@ fn a14_ring_unaligned_or_outside_memory_is_refused() {
 
 #[test]
 fn a15_used_ring_that_is_not_all_memory_is_refused() {
-    // All but the last byte of it: 256 entries, flags, index and event index.
+    // All but the last byte of it is in memory: 256 entries, flags, index and event index.
     let driver = with_rings(TABLE, AVAIL, HOLE_START - (6 + 8 * 256) + 2);
     assert!(driver.needs_reset());
     let faults = driver.transport.counters().faults;
@@ -348,7 +350,7 @@ fn interrupt_comes_once_per_batch_and_only_when_asked_for() {
     let mut driver = MockDriver::ready(Rng::default());
     driver.run();
     let chain = driver.place(0, &[Writable(8)]);
-    // Wants to hear of the fourth entry; the device gets three.
+    // The driver wants an interrupt for the fourth entry; the device gets three.
     driver.set_used_event(0, 3);
     (0..3).for_each(|_| driver.offer(0, chain.head));
     driver.kick(0);
@@ -359,7 +361,8 @@ fn interrupt_comes_once_per_batch_and_only_when_asked_for() {
     assert!(driver.take_interrupt() && !driver.take_interrupt());
 }
 
-/// What a queue at `next` must make of an available index: the number of chains, or a fault.
+/// Returns what a queue at `next` must do with an avail index: the number of chains, or None for a
+/// fault.
 fn expected(size: u16, next: u16, index: u16) -> Option<u16> {
     let ahead = (i32::from(index) - i32::from(next)).rem_euclid(1 << 16) as u16;
     (ahead <= size).then_some(ahead)
@@ -399,7 +402,7 @@ fn pop_for_every_index_of_small_queues_agrees_with_the_model() {
 
 #[test]
 fn undone_pops_with_malformed_chains_between_lose_nothing_and_return_nothing_twice() {
-    // Chains 0, 2 and 5 are good; 1 and 3 are in the wrong order and go back by themselves.
+    // Chains 0, 2 and 5 are valid; 1 and 3 are in the wrong order and are returned at once.
     let (mut queue, memory) = ring(&[0, 1, 2, 3, 5]);
     [0, 2, 5].iter().for_each(|head| describe(&memory, *head, (DATA, 8, WRITE, 0)));
     describe(&memory, 1, (DATA, 8, WRITE | NEXT, 4));
@@ -420,7 +423,7 @@ fn undone_pops_with_malformed_chains_between_lose_nothing_and_return_nothing_twi
         queue.push(head, 0).unwrap();
     }
     assert_eq!((queue.pop().unwrap(), used()), (None, 5));
-    // A full turn of the counter later the same positions are chains like any other.
+    // After the counter has wrapped, these positions are chains like any other.
     for round in 0..=u16::MAX {
         memory
             .write_obj(

@@ -1,9 +1,10 @@
 //! The thread that runs all virtio devices, and how the other threads call it.
 //!
-//! Waits only point towards this thread: it waits for nobody but the kernel, so a call to it always ends.
-//! Each call still has a deadline, and a thread that is gone is an error, never a hang. While a machine is
-//! being put together there is no thread yet, and while it is paused the thread has handed the devices over:
-//! then calls run where they are made. A dozen of them would otherwise be a dozen changes of thread.
+//! Waits only point towards this thread: it waits for nothing but the kernel, so a call to it
+//! always ends. Each call still has a deadline, and a call to a thread that has ended is an error,
+//! never a hang. While a machine is being built there is no thread yet, and while it is paused the
+//! thread has handed the devices over. Calls then run on the caller's thread, which saves a thread
+//! switch for each of about a dozen calls.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError};
@@ -20,28 +21,28 @@ use super::{Activation, Updated, VirtioDevice};
 
 // Longer than any single request that a worker serves; only a broken host disk takes more.
 pub const CALL_DEADLINE: Duration = Duration::from_secs(30);
-// Callers wait for their answer, so this is a bound on threads that call at once.
-const MAILBOX_SLOTS: usize = 64;
+// Callers wait for their answer, so this bounds the number of threads that call at once.
+const CALL_SLOTS: usize = 64;
 
-type Answer = Result<Reply, DeviceError>;
+type CallResult = Result<Reply, DeviceError>;
 
-/// Carries a command to a device loop and its reply back.
-pub trait Calls: Send + Sync {
-    fn call(&self, command: Command) -> Answer;
+/// Carries a command to a device loop and returns its reply.
+pub trait DeviceCalls: Send + Sync {
+    fn call(&self, command: Command) -> CallResult;
 }
 
-/// A cheap way to call the devices of one loop; clones reach the same loop.
+/// A cheap handle to the devices of one loop. Clones refer to one loop.
 #[derive(Clone)]
 pub struct DeviceHandle {
-    calls: Arc<dyn Calls>,
+    calls: Arc<dyn DeviceCalls>,
 }
 
 impl DeviceHandle {
-    pub fn new(calls: Arc<dyn Calls>) -> Self {
+    pub fn new(calls: Arc<dyn DeviceCalls>) -> Self {
         Self { calls }
     }
 
-    /// Hands a device over to the loop.
+    /// Transfers ownership of a device to the loop.
     pub fn add(&self, device: Box<dyn VirtioDevice>) -> Result<DeviceId, DeviceError> {
         match self.calls.call(Command::Add(device))? {
             Reply::Added(id) => Ok(id),
@@ -59,12 +60,14 @@ impl DeviceHandle {
         self.calls.call(Command::Activate { id, epoch, activation }).map(drop)
     }
 
-    /// When this returns, the device writes no guest memory and raises no interrupt until it is activated again.
+    /// Resets a device. When this returns, the device writes no guest memory and raises no
+    /// interrupt until it is activated again.
     pub fn reset(&self, id: DeviceId, epoch: u64) -> Result<(), DeviceError> {
         self.calls.call(Command::Reset { id, epoch }).map(drop)
     }
 
-    /// When this returns, no device touches guest memory until `resume_all`. The vCPUs must be paused first.
+    /// Quiesces every device. When this returns, no device touches guest memory until `resume_all`.
+    /// The vCPUs must be paused first.
     pub fn quiesce_all(&self) -> Result<(), DeviceError> {
         self.calls.call(Command::Quiesce).map(drop)
     }
@@ -73,7 +76,7 @@ impl DeviceHandle {
         self.calls.call(Command::Resume).map(drop)
     }
 
-    /// Takes an idle device back to a saved state.
+    /// Restores a saved state of an idle device.
     pub fn rewind(&self, id: DeviceId, state: DeviceState) -> Result<(), DeviceError> {
         self.calls.call(Command::Rewind { id, state: Box::new(state) }).map(drop)
     }
@@ -85,7 +88,7 @@ impl DeviceHandle {
         }
     }
 
-    /// Changes a setting of a device; what the guest must hear of it comes back.
+    /// Changes a setting of a device, and returns what changed for the guest.
     pub fn update(&self, id: DeviceId, update: DeviceUpdate) -> Result<Updated, DeviceError> {
         match self.calls.call(Command::Update { id, update })? {
             Reply::Updated(updated) => Ok(updated),
@@ -94,60 +97,60 @@ impl DeviceHandle {
     }
 }
 
-struct Letter {
-    wish: Wish,
-    answer: SyncSender<Answer>,
+struct Call {
+    kind: CallKind,
+    answer: SyncSender<CallResult>,
 }
 
-enum Wish {
-    // Boxed, for every slot of the mailbox takes the room of a letter.
+enum CallKind {
+    // Boxed, because every slot of the call queue has the size of the largest variant.
     Carry(Box<Command>),
-    /// Quiet the devices and put them, and the letters to them, where callers find them, unless the flag says that
-    /// nobody wants them any more. The flag is set under the lock of that place.
+    /// Quiesces the devices and puts them, with their pending calls, into `CallQueue::inner`,
+    /// unless `given_up` is set. The flag is set under the lock of `inner`.
     HandOver {
         given_up: Arc<AtomicBool>,
     },
 }
 
-struct Mailbox {
-    /// The devices and the letters to them, while the thread does not have them. No letter is sent without this
-    /// lock, so that none is sent to a thread that has handed the devices over.
+struct CallQueue {
+    /// The devices and their pending calls, while the thread does not have them. A call is only
+    /// sent under this lock, so that none goes to a thread that has handed the devices over.
     inner: Mutex<Option<Inner>>,
-    letters: SyncSender<Letter>,
+    calls: SyncSender<Call>,
     wake: Arc<EventFd>,
 }
 
 struct Inner {
     devices: DeviceLoop,
-    inbox: Receiver<Letter>,
+    inbox: Receiver<Call>,
 }
 
-impl Mailbox {
+impl CallQueue {
     fn inner(&self) -> MutexGuard<'_, Option<Inner>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Calls for Mailbox {
-    fn call(&self, command: Command) -> Answer {
+impl DeviceCalls for CallQueue {
+    fn call(&self, command: Command) -> CallResult {
         let mut here = self.inner();
         match here.as_mut() {
             Some(inner) => inner.devices.handle(command),
-            None => self.send(here, Wish::Carry(Box::new(command)), CALL_DEADLINE),
+            None => self.send(here, CallKind::Carry(Box::new(command)), CALL_DEADLINE),
         }
     }
 }
 
-impl Mailbox {
-    /// Sends a letter to the thread, which has the devices, and waits for the answer.
+impl CallQueue {
+    /// Sends a call to the thread, which must have the devices, and waits for the answer.
     fn send(
         &self,
         no_devices_here: MutexGuard<'_, Option<Inner>>,
-        wish: Wish,
+        kind: CallKind,
         patience: Duration,
-    ) -> Answer {
+    ) -> CallResult {
         let (answer, reply) = mpsc::sync_channel(1);
-        self.letters.try_send(Letter { wish, answer }).map_err(|error| match error {
+        self.calls.try_send(Call { kind, answer }).map_err(|error| match error {
             TrySendError::Full(_) => DeviceError::Busy,
             TrySendError::Disconnected(_) => DeviceError::Gone,
         })?;
@@ -160,19 +163,20 @@ impl Mailbox {
         })?
     }
 
-    /// Takes the quiet devices from the thread. If it does not give them in time it keeps them, and they go on.
+    /// Takes the quiesced devices from the thread. If the thread does not hand them over in time it
+    /// keeps them, and they continue.
     fn take_over(
         &self,
         no_devices_here: MutexGuard<'_, Option<Inner>>,
         patience: Duration,
     ) -> Result<(), DeviceError> {
         let given_up = Arc::new(AtomicBool::new(false));
-        let wish = Wish::HandOver { given_up: given_up.clone() };
-        match self.send(no_devices_here, wish, patience) {
+        let kind = CallKind::HandOver { given_up: given_up.clone() };
+        match self.send(no_devices_here, kind, patience) {
             Err(error @ DeviceError::Timeout { .. }) => {
                 let place = self.inner();
                 if place.is_some() {
-                    // They came at the last moment.
+                    // The thread handed them over at the last moment.
                     return Ok(());
                 }
                 given_up.store(true, Ordering::Relaxed);
@@ -183,25 +187,25 @@ impl Mailbox {
     }
 }
 
-/// Owns the thread `pvmm-devices`; dropping it stops the devices and joins the thread.
+/// Owns the thread `pvmm-devices`. Dropping it stops the devices and joins the thread.
 pub struct DeviceThread {
     handle: DeviceHandle,
-    mailbox: Arc<Mailbox>,
+    call_queue: Arc<CallQueue>,
     running: Option<Running>,
 }
 
 struct Running {
     join: JoinHandle<()>,
-    /// Where the thread waits for the devices after it has handed them over.
+    /// Returns the devices to the thread after it has handed them over.
     back: SyncSender<Inner>,
 }
 
 impl Running {
-    fn start(mailbox: Arc<Mailbox>) -> io::Result<Self> {
+    fn start(call_queue: Arc<CallQueue>) -> io::Result<Self> {
         let (back, again) = mpsc::sync_channel::<Inner>(1);
         let live = move || {
             while let Ok(inner) = again.recv() {
-                if serve(inner, &mailbox).is_none() {
+                if serve(inner, &call_queue).is_none() {
                     return;
                 }
             }
@@ -214,25 +218,27 @@ impl Running {
 }
 
 impl DeviceThread {
-    /// No devices, and no thread before [`Self::start`]: calls run on the caller's.
+    /// Creates an empty device loop. There is no thread before [`Self::start`]: calls run on the
+    /// caller's thread.
     pub fn new() -> io::Result<Self> {
         let wake = Arc::new(EventFd::new(EFD_NONBLOCK)?);
         let devices = DeviceLoop::new().map_err(io::Error::other)?;
-        let (letters, inbox) = mpsc::sync_channel(MAILBOX_SLOTS);
+        let (calls, inbox) = mpsc::sync_channel(CALL_SLOTS);
         let inner = Mutex::new(Some(Inner { devices, inbox }));
-        let mailbox = Arc::new(Mailbox { inner, letters, wake });
-        Ok(Self { handle: DeviceHandle::new(mailbox.clone()), mailbox, running: None })
+        let call_queue = Arc::new(CallQueue { inner, calls, wake });
+        Ok(Self { handle: DeviceHandle::new(call_queue.clone()), call_queue, running: None })
     }
 
-    /// Lets the thread have the devices, and starts it if there is none. Once is enough.
+    /// Gives the devices to the thread, and starts it if there is none. Does nothing if the thread
+    /// already has them.
     pub fn start(&mut self) -> io::Result<()> {
-        let mut here = self.mailbox.inner();
+        let mut here = self.call_queue.inner();
         let Some(inner) = here.as_mut() else { return Ok(()) };
         let running = match self.running.take() {
             Some(running) => running,
             None => {
-                let running = Running::start(self.mailbox.clone())?;
-                inner.devices.watch(self.mailbox.wake.clone());
+                let running = Running::start(self.call_queue.clone())?;
+                inner.devices.watch(self.call_queue.wake.clone());
                 running
             }
         };
@@ -242,12 +248,12 @@ impl DeviceThread {
         lent
     }
 
-    /// Quiets every device, as [`DeviceHandle::quiesce_all`] does, and takes them from the thread until
-    /// [`Self::start`]. After an error they go on as if nobody had asked.
+    /// Quiesces every device, as [`DeviceHandle::quiesce_all`] does, and takes them from the thread
+    /// until [`Self::start`]. After an error the devices continue as before.
     pub fn rest(&self, patience: Duration) -> Result<(), DeviceError> {
-        let here = self.mailbox.inner();
+        let here = self.call_queue.inner();
         if here.is_none() {
-            return self.mailbox.take_over(here, patience);
+            return self.call_queue.take_over(here, patience);
         }
         drop(here);
         self.handle.quiesce_all()
@@ -257,15 +263,15 @@ impl DeviceThread {
         &self.handle
     }
 
-    /// Stops every device and ends the thread. Calls through handles that are left answer `Gone`.
+    /// Stops every device and ends the thread. Calls through remaining handles return `Gone`.
     pub fn stop(mut self) -> Result<(), DeviceError> {
         self.end()
     }
 
     fn end(&mut self) -> Result<(), DeviceError> {
         let answer = self.handle.calls.call(Command::Stop).map(drop);
-        // Whoever still has a handle shall learn that there is nobody.
-        drop(self.mailbox.inner().take());
+        // Calls through remaining handles must return `Gone`.
+        drop(self.call_queue.inner().take());
         let Some(Running { join, back }) = self.running.take() else { return answer };
         drop(back);
         match answer {
@@ -279,25 +285,25 @@ impl DeviceThread {
 impl Drop for DeviceThread {
     fn drop(&mut self) {
         // After `stop` there is nothing left to end.
-        let anything = self.running.is_some() || self.mailbox.inner().is_some();
+        let anything = self.running.is_some() || self.call_queue.inner().is_some();
         if let Some(Err(error)) = anything.then(|| self.end()) {
             log::error!("device thread did not stop: {error}");
         }
     }
 }
 
-/// Runs the devices until they are handed over; None if they were stopped for good.
-fn serve(mut inner: Inner, mailbox: &Mailbox) -> Option<()> {
+/// Runs the devices until they are handed over. Returns None if they were stopped for good.
+fn serve(mut inner: Inner, call_queue: &CallQueue) -> Option<()> {
     loop {
         if let Err(error) = inner.devices.poll(-1) {
             log::error!("device thread ends: {error}");
             return None;
         }
-        while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
-            let command = match wish {
-                Wish::Carry(command) => command,
-                Wish::HandOver { given_up } => {
-                    match hand_over(inner, mailbox, &given_up, &answer) {
+        while let Ok(Call { kind, answer }) = inner.inbox.try_recv() {
+            let command = match kind {
+                CallKind::Carry(command) => command,
+                CallKind::HandOver { given_up } => {
+                    match hand_over(inner, call_queue, &given_up, &answer) {
                         None => return Some(()),
                         Some(kept) => {
                             inner = kept;
@@ -316,34 +322,35 @@ fn serve(mut inner: Inner, mailbox: &Mailbox) -> Option<()> {
     }
 }
 
-/// Quiets the devices and gives them to whoever asked. If that one has given up, the devices go on and come back.
+/// Quiesces the devices and hands them over to the caller. If the caller has given up, the devices
+/// resume and are returned.
 fn hand_over(
     mut inner: Inner,
-    mailbox: &Mailbox,
+    call_queue: &CallQueue,
     given_up: &AtomicBool,
-    asked: &SyncSender<Answer>,
+    asked: &SyncSender<CallResult>,
 ) -> Option<Inner> {
     let go_on = |mut inner: Inner| {
         // Resuming cannot fail.
         let _ = inner.devices.handle(Command::Resume);
         Some(inner)
     };
-    // Before the lock is taken: what is under way may take a while.
+    // Quiesce before taking the lock: requests in flight may take a while.
     let quiet = inner.devices.handle(Command::Quiesce);
     if quiet.is_err() {
         let _ = asked.send(quiet);
         return go_on(inner);
     }
-    let mut place = mailbox.inner();
+    let mut place = call_queue.inner();
     if given_up.load(Ordering::Relaxed) {
         drop(place);
         return go_on(inner);
     }
-    // What was sent until now; nothing is from now on.
-    while let Ok(Letter { wish, answer }) = inner.inbox.try_recv() {
-        let _ = answer.send(match wish {
-            Wish::Carry(command) => inner.devices.handle(*command),
-            Wish::HandOver { .. } => Ok(Reply::Done),
+    // Answer the calls sent so far; no call can be sent while the lock is held.
+    while let Ok(Call { kind, answer }) = inner.inbox.try_recv() {
+        let _ = answer.send(match kind {
+            CallKind::Carry(command) => inner.devices.handle(*command),
+            CallKind::HandOver { .. } => Ok(Reply::Done),
         });
     }
     *place = Some(inner);
@@ -359,7 +366,7 @@ mod tests {
     use super::super::registry::DeviceKind;
     use super::super::rng::Rng;
     use super::super::testing::{InlineLoop, memory};
-    use super::super::{Interrupt, Worker};
+    use super::super::{Interrupt, Rings, Worker};
     use super::*;
     use crate::lines;
 
@@ -368,7 +375,7 @@ mod tests {
         Activation { memory, features: 0, queues: Vec::new(), interrupt }
     }
 
-    /// A device whose activation is a bug.
+    /// A device whose activation panics.
     struct Buggy;
 
     impl VirtioDevice for Buggy {
@@ -384,7 +391,7 @@ mod tests {
         fn config(&self) -> Vec<u8> {
             Vec::new()
         }
-        fn activate(self: Box<Self>, _activation: Activation) -> Box<dyn Worker> {
+        fn activate(self: Box<Self>, _rings: &mut Rings, _features: u64) -> Box<dyn Worker> {
             panic!("a bug, on purpose")
         }
         fn save(&self) -> DeviceState {
@@ -393,7 +400,7 @@ mod tests {
         fn rewind(&mut self, _state: &DeviceState) {}
     }
 
-    /// A device whose activation takes until somebody says so.
+    /// A device whose activation blocks until `go_on` receives a message.
     struct Slow {
         begun: SyncSender<()>,
         go_on: Receiver<()>,
@@ -412,10 +419,10 @@ mod tests {
         fn config(&self) -> Vec<u8> {
             Vec::new()
         }
-        fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
+        fn activate(self: Box<Self>, rings: &mut Rings, features: u64) -> Box<dyn Worker> {
             self.begun.send(()).unwrap();
             self.go_on.recv().unwrap();
-            Box::new(Rng::default()).activate(activation)
+            Box::new(Rng::default()).activate(rings, features)
         }
         fn save(&self) -> DeviceState {
             Rng::default().save()
@@ -454,11 +461,11 @@ mod tests {
         for _ in 0..3 {
             thread.rest(CALL_DEADLINE).unwrap();
             thread.rest(CALL_DEADLINE).unwrap();
-            assert!(thread.mailbox.inner().is_some());
+            assert!(thread.call_queue.inner().is_some());
             assert_eq!(handle.save(id).unwrap().in_flight, 0);
             handle.resume_all().unwrap();
             thread.start().unwrap();
-            assert!(thread.mailbox.inner().is_none());
+            assert!(thread.call_queue.inner().is_none());
             assert!(matches!(handle.save(id), Err(DeviceError::NotQuiet)));
         }
         thread.rest(CALL_DEADLINE).unwrap();
@@ -481,7 +488,7 @@ mod tests {
             activated.join().unwrap().unwrap();
         });
         assert!(matches!(handle.save(id), Err(DeviceError::NotQuiet)));
-        assert!(thread.mailbox.inner().is_none());
+        assert!(thread.call_queue.inner().is_none());
         thread.rest(CALL_DEADLINE).unwrap();
         assert_eq!(handle.save(id).unwrap().in_flight, 0);
         thread.stop().unwrap();

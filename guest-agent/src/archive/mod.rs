@@ -1,10 +1,11 @@
-//! Whole trees as tar archives: how one is packed, and how one is unpacked.
+//! Packs whole trees as tar archives, and unpacks them.
 //!
-//! Both ends do both, since a tree travels either way, and both unpack with suspicion: an archive from a
-//! guest may say anything, and so may one that somebody gave a host to pass on.
+//! Both ends do both, since a tree is sent in either direction, and both treat archives as
+//! untrusted: one from a guest may contain anything, and so may one that a host passes on.
 //!
-//! The format is GNU tar's: long names as `L` and `K` entries, files with holes as `S` entries. What another
-//! program packed is taken as well, and what is packed here can be read by any.
+//! The format is GNU tar's: long names as `L` and `K` entries, files with holes as `S` entries.
+//! Archives of other programs are accepted as well, and any program can read the archives packed
+//! here.
 
 mod pack;
 mod unpack;
@@ -20,16 +21,16 @@ use std::path::{Path, PathBuf};
 pub use pack::pack;
 pub use unpack::{MAX_ENTRIES, Unpack, unpack};
 
-/// Where a file has data and where it has none; the calls are each end's own.
+/// Functions that find data and holes in a file; each end has its own system calls.
 #[derive(Clone, Copy)]
 pub struct Holes {
-    /// The first place from here on that has data.
+    /// Returns the first offset at or after the given one that has data.
     pub next_data: fn(&File, u64) -> io::Result<Option<u64>>,
-    /// The first place from here on that has none.
+    /// Returns the first offset at or after the given one that has no data.
     pub next_hole: fn(&File, u64) -> io::Result<Option<u64>>,
 }
 
-/// What failed, and with which file.
+/// A failed operation on a file of an archive.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {act} {}", path.display())]
 pub struct ArchiveError {
@@ -40,7 +41,7 @@ pub struct ArchiveError {
 }
 
 impl ArchiveError {
-    /// The kernel's own word, however deep it lies.
+    /// Returns the kernel's error number, however deep in the chain of causes it is.
     pub fn errno(&self) -> Option<i32> {
         let mut error: Option<&(dyn Error + 'static)> = Some(&self.source);
         while let Some(cause) = error {
@@ -57,7 +58,7 @@ impl ArchiveError {
     }
 }
 
-/// Names what was done to which file.
+/// Adds the path and the operation to an error.
 trait At<T> {
     fn at(self, path: &Path, act: &'static str) -> Result<T, ArchiveError>;
 }

@@ -1,7 +1,8 @@
-//! A tree into an archive, as it is: kinds, modes, owners, links, holes, and one name for each hard link.
+//! Packs a tree into an archive: kinds, modes, owners, links, holes, and each hard-linked file
+//! once.
 //!
-//! Others may change the tree meanwhile. A file that vanished is left out; one that changed its length is
-//! sent with the length it had, cut off or filled up with zeros, so that the archive stays whole.
+//! The tree may change meanwhile. A file that vanished is left out; one whose length changed is
+//! sent with its original length, truncated or filled with zeros, so that the archive stays valid.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -14,14 +15,14 @@ use tar::{Builder, EntryType, GnuExtSparseHeader, Header, HeaderMode};
 
 use super::{ArchiveError, At, Holes};
 
-/// Files with more names than one that are remembered; others are sent once for each name.
+/// The most files with several names that are remembered; others are sent once for each name.
 const MAX_LINKED: usize = 1 << 16;
-/// Pieces of one file; one in more pieces is sent with its holes as zeros.
+/// The most pieces of one file; a file with more is sent with its holes as zeros.
 const MAX_PIECES: usize = 1 << 16;
 
-/// Packs the tree at `root`, a directory, with names relative to it. What is neither file nor folder nor link
-/// is told to `left_out`; without one, FIFOs and devices are packed and whoever unpacks tells. Returns how
-/// many entries there are.
+/// Packs the tree at the directory `root`, with names relative to it, and returns the number of
+/// entries. `left_out` is called for everything that is neither file nor folder nor link; without
+/// it, FIFOs and devices are packed and the unpacking end reports them.
 pub fn pack(
     root: &Path,
     out: impl Write,
@@ -52,7 +53,7 @@ struct Pack<'a, W: Write> {
 }
 
 impl<W: Write> Pack<'_, W> {
-    /// Everything in one directory but what is below its directories, which come later.
+    /// Packs the entries of one directory and adds its subdirectories to `folders`.
     fn folder(
         &mut self,
         root: &Path,
@@ -81,7 +82,7 @@ impl<W: Write> Pack<'_, W> {
                 folders.push(name);
             }
         }
-        // The last one in is the next one out.
+        // `folders` is a stack: the last one added is packed next.
         folders[below..].reverse();
         Ok(())
     }
@@ -105,7 +106,7 @@ impl<W: Write> Pack<'_, W> {
             left_out(path);
             return Ok(());
         } else if kind.is_socket() {
-            // There is no word for one in an archive.
+            // Tar has no entry type for sockets.
             return Ok(());
         } else {
             self.builder.append_data(&mut header, name, io::empty()).at(path, "send")?;
@@ -115,7 +116,7 @@ impl<W: Write> Pack<'_, W> {
     }
 
     fn file(&mut self, path: &Path, name: &Path, mut header: Header) -> Result<(), ArchiveError> {
-        // Not through a link that was put there meanwhile, and without waiting for a FIFO.
+        // Does not follow a link that was put there meanwhile, and does not wait for a FIFO.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
         let file = match OpenOptions::new().read(true).custom_flags(flags).open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
@@ -147,7 +148,8 @@ impl<W: Write> Pack<'_, W> {
         }
     }
 
-    /// Where a file has data, as places and lengths; none if it has no holes worth the name.
+    /// Returns the data ranges of a file, as offsets and lengths; `None` if it has no holes worth
+    /// keeping.
     fn pieces(&self, file: &File, facts: &Metadata) -> Option<Vec<(u64, u64)>> {
         let end = facts.len();
         if facts.blocks().saturating_mul(512) >= end {
@@ -166,14 +168,15 @@ impl<W: Write> Pack<'_, W> {
                 return None;
             }
         }
-        // The last piece says how long the file is.
+        // The last piece marks the length of the file.
         if pieces.last().is_none_or(|(at, len)| at + len < end) {
             pieces.push((end, 0));
         }
         Some(pieces)
     }
 
-    /// A file of pieces, in the old GNU form: four in the header, the others in blocks after it.
+    /// Packs a file as pieces, in the old GNU format: four in the header, the others in blocks
+    /// after it.
     fn pieces_of(
         &mut self,
         file: File,
@@ -205,13 +208,14 @@ impl<W: Write> Pack<'_, W> {
             block.set_is_extended(number + 1 < blocks);
             map.extend_from_slice(block.as_bytes());
         }
-        // The map lies between header and data and is whole blocks, so only the data asks for padding.
+        // The map lies between header and data and consists of whole blocks, so only the data needs
+        // padding.
         let contents = io::Cursor::new(map).chain(Pieces { file, pieces: pieces.iter(), left: 0 });
         self.builder.append_data(&mut header, name, contents)
     }
 }
 
-/// A file as long as it was, whatever becomes of it.
+/// Reads a file with its original length, even if it changes.
 struct Exactly {
     file: File,
     left: u64,
@@ -223,7 +227,7 @@ impl Read for Exactly {
     }
 }
 
-/// The pieces of a file, one after another.
+/// Reads the pieces of a file, one after another.
 struct Pieces<'a> {
     file: File,
     pieces: std::slice::Iter<'a, (u64, u64)>,

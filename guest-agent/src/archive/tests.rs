@@ -1,4 +1,4 @@
-//! Trees that come out as they went in, and archives that want out of their folder.
+//! Trees that unpack as they were packed, and archives that try to leave their folder.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, Permissions};
@@ -14,7 +14,7 @@ use super::{ArchiveError, Holes, MAX_ENTRIES, Unpack, pack, unpack};
 
 const PLAIN: Unpack = Unpack { owners: false, modes: 0o777, max_entries: MAX_ENTRIES };
 
-/// Data in every other 64 KiB, without asking the filesystem.
+/// Reports data in every other 64 KiB, without asking the filesystem.
 const EVERY_OTHER: Holes = Holes {
     next_data: |_, at| Ok(Some(if at >> 16 & 1 == 0 { (at | 0xffff) + 1 } else { at })),
     next_hole: |_, at| Ok(Some(if at >> 16 & 1 == 0 { at } else { (at | 0xffff) + 1 })),
@@ -26,7 +26,7 @@ fn packed(root: &Path) -> Vec<u8> {
     archive
 }
 
-/// A folder to unpack into, with something beside it that must stay as it is.
+/// A folder to unpack into, next to something that must not change.
 struct Place {
     dir: TempDir,
 }
@@ -59,7 +59,7 @@ impl Place {
     }
 }
 
-/// An archive of raw entries, with names as they are.
+/// Builds an archive of raw entries, with unchecked names.
 fn raw(entries: &[(EntryType, &str, &str, &[u8])]) -> Vec<u8> {
     let mut builder = Builder::new(Vec::new());
     for (kind, name, link, data) in entries {
@@ -107,7 +107,7 @@ fn tree_in_and_out_keeps_kinds_modes_links_and_long_names() {
     assert_eq!(fs::read(to.target().join(OsStr::from_bytes(b"odd\xff\n"))).unwrap(), b"odd");
     assert_eq!(fs::read(at("closed/in")).unwrap(), b"in");
     assert_eq!(fs::metadata(at("closed")).unwrap().mode() & 0o777, 0o555);
-    // The same again, over what is there; and so that the folders can be removed.
+    // Unpacks again over the existing files; the modes also let the folders be removed.
     for path in [at("closed"), from.path().join("closed")] {
         fs::set_permissions(path, Permissions::from_mode(0o755)).unwrap();
     }
@@ -122,7 +122,7 @@ fn file_with_many_holes_stays_sparse_and_does_not_travel() {
         file.write_all_at(&[piece as u8; 1 << 16], piece << 16).unwrap();
     }
     file.set_len(1 << 30).unwrap();
-    // Where the filesystem is not asked, the tail is told by the map that the test gives.
+    // The test's map, not the filesystem, defines the end of the data.
     let holes = Holes {
         next_data: |_, at| {
             let data = (EVERY_OTHER.next_data)(&File::open("/dev/null")?, at)?;
@@ -152,7 +152,7 @@ fn file_that_shrinks_while_it_is_packed_leaves_the_archive_whole() {
     let from = TempDir::new().unwrap();
     fs::write(from.path().join("a"), vec![1; 200_000]).unwrap();
     fs::write(from.path().join("b"), "after").unwrap();
-    // The first bytes of the archive are the sign to cut the file.
+    // Truncates the file once the first bytes of the archive are written.
     struct Cutter<'a>(Vec<u8>, &'a Path);
     impl Write for Cutter<'_> {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -198,11 +198,11 @@ fn links_below_the_folder_are_never_followed() {
     through("../outside");
     through("/tmp");
     through(".");
-    // Neither is one that was there before.
+    // A link that was there before is not followed, either.
     let place = Place::new();
     symlink("../outside", place.target().join("way")).unwrap();
     place.takes(&raw(&[(EntryType::Directory, "way/in", "", b"")])).unwrap_err();
-    // A link in the place of a file is replaced, and what it leads to stays.
+    // A link in the place of a file is replaced, and its target stays.
     symlink("../outside/file", place.target().join("f")).unwrap();
     place.takes(&raw(&[(EntryType::Regular, "f", "", b"theirs")])).unwrap();
     assert_eq!(fs::read(place.target().join("f")).unwrap(), b"theirs");

@@ -1,8 +1,8 @@
-//! An archive into a folder, and nowhere else.
+//! Unpacks an archive into a folder, and nowhere else.
 //!
-//! Names, kinds, lengths and links are whatever the other end says. So a name leads down and never up, no
-//! link below the folder is followed, and a file is put under its name in one step when it is whole; what
-//! was there under that name is replaced and never written into.
+//! Names, kinds, lengths and links are untrusted. So a name leads down and never up, no link below
+//! the folder is followed, and a file gets its name in one step when it is complete; an existing
+//! file of that name is replaced and never written into.
 
 use std::cell::Cell;
 use std::fs::{self, DirBuilder, Permissions};
@@ -16,30 +16,30 @@ use tar::{Archive, Entry, EntryType};
 use super::{ArchiveError, At, errno};
 use crate::limits::MAX_PATH;
 
-/// What may come before an entry's own bytes: its header, long names, a map of pieces.
+/// The most bytes before an entry's own data: its header, long names, a map of pieces.
 const MAX_HEAD: u64 = 4 << 20;
-/// Entries of one archive, unless told otherwise.
+/// The default limit on the entries of one archive.
 pub const MAX_ENTRIES: u64 = 1 << 22;
 /// The longest file, holes included.
 const MAX_FILE: u64 = 1 << 40;
-/// Folders that may not be written to, whose modes have to wait.
+/// The most folders whose modes must be set last because the owner could not write to them.
 const MAX_CLOSED: usize = 1 << 16;
-/// What the owner of a folder needs in order to fill it.
+/// The mode bits that the owner of a folder needs to fill it.
 const OPEN_TO_OWNER: u32 = 0o700;
 
 /// How an archive is unpacked.
 #[derive(Clone, Copy, Debug)]
 pub struct Unpack {
-    /// Files belong to whom the archive says, not to whoever unpacks.
+    /// Give files the owners in the archive, not the unpacking user.
     pub owners: bool,
-    /// The mode bits that are taken.
+    /// The mode bits that are applied.
     pub modes: u32,
-    /// More entries than these are refused with E2BIG.
+    /// More entries are refused with E2BIG.
     pub max_entries: u64,
 }
 
-/// Unpacks `archive` into the directory `target`, which is made if it is missing. Tells `left_out` what is
-/// neither file nor folder nor link. Returns how many entries there were.
+/// Unpacks `archive` into the directory `target`, which is created if it is missing, and returns
+/// the number of entries. Calls `left_out` for everything that is neither file nor folder nor link.
 pub fn unpack(
     archive: impl Read,
     target: &Path,
@@ -49,7 +49,7 @@ pub fn unpack(
     let budget = Cell::new(MAX_HEAD);
     let mut archive = Archive::new(Budget { inner: archive, left: &budget });
     archive.set_preserve_mtime(false);
-    // Modes are set here, when a file has its owner and before it has its name.
+    // Modes are set here, after the owner and before a file gets its name.
     archive.set_mask(!0);
     let fresh = make_folder(target, true)?;
     let mut into = Into { target, fresh, options, scratch: None, closed: Vec::new() };
@@ -65,14 +65,14 @@ pub fn unpack(
             return Err(errno(libc::E2BIG)).at(target, "put so many files into");
         }
         into.entry(&mut entry, left_out)?;
-        // Whatever is left of its bytes belongs to no next entry.
+        // Skip the rest of the entry's data.
         io::copy(&mut entry, &mut io::sink()).at(target, "read the archive for")?;
     }
     into.finish()?;
     Ok(count)
 }
 
-/// Stops a reader that wants more than it should before it is told what comes.
+/// Stops a reader that reads too much before an entry's data.
 struct Budget<'a, R> {
     inner: R,
     left: &'a Cell<u64>,
@@ -94,11 +94,11 @@ impl<R: Read> Read for Budget<'_, R> {
 
 struct Into<'a> {
     target: &'a Path,
-    /// The target was made here, and so has its mode and owner from the archive too.
+    /// The target was created here, so its mode and owner come from the archive too.
     fresh: bool,
     options: Unpack,
     scratch: Option<Scratch>,
-    /// Folders that get modes which would keep their owner out, once they are filled.
+    /// Folders whose modes lock out their owner, set once they are filled.
     closed: Vec<(PathBuf, u32)>,
 }
 
@@ -149,7 +149,8 @@ impl Into<'_> {
             EntryType::Link => {
                 let to = link_of(entry).and_then(|to| below(to.as_os_str().as_bytes()));
                 let to = to.at(&path, "link")?;
-                // What it leads to must lie in the folder, and be no link that leads elsewhere.
+                // The target of a hard link must lie in the folder and must be a regular file, not
+                // a link.
                 self.check_parents(to.parent().unwrap_or(Path::new("")))?;
                 let to = self.target.join(to);
                 if !fs::symlink_metadata(&to).at(&to, "link to")?.is_file() {
@@ -161,7 +162,7 @@ impl Into<'_> {
                 let temporary = self.scratch(parent)?;
                 fs::hard_link(&to, &temporary).at(&path, "link")?;
                 self.put(&temporary, &path)?;
-                // Two names of one file stay both when one is moved over the other.
+                // Renaming one of two names of a file over the other keeps both.
                 let _ = fs::remove_file(&temporary);
                 Ok(())
             }
@@ -192,7 +193,7 @@ impl Into<'_> {
         Ok(())
     }
 
-    /// Whether the way to a name leads through folders and nothing else.
+    /// Checks that the path to a name leads through folders and nothing else.
     fn check_parents(&self, name: &Path) -> Result<(), ArchiveError> {
         let mut path = self.target.to_owned();
         for part in name.components() {
@@ -202,13 +203,13 @@ impl Into<'_> {
         Ok(())
     }
 
-    /// A name in a folder that nobody else can look into, on the filesystem of `parent`.
+    /// Returns a name in a private folder on the filesystem of `parent`.
     fn scratch(&mut self, parent: &Path) -> Result<PathBuf, ArchiveError> {
         let parent = self.target.join(parent);
         if self.scratch.as_ref().is_none_or(|scratch| scratch.parent != parent) {
             let below = parent.strip_prefix(self.target).unwrap_or(Path::new(""));
             self.make_parents(below)?;
-            // The one before is gone before there is another.
+            // The old folder is removed before a new one is made.
             self.scratch = None;
             self.scratch = Some(Scratch::make(parent)?);
         }
@@ -241,7 +242,7 @@ impl Into<'_> {
     }
 }
 
-/// A private folder beside the files that are being made; gone with its value, and what is in it too.
+/// A private folder next to the files that are being made. Dropping it removes it and its contents.
 struct Scratch {
     parent: PathBuf,
     dir: PathBuf,
@@ -271,7 +272,7 @@ impl Drop for Scratch {
     }
 }
 
-/// The name of an entry as a path that leads down; empty for the folder itself.
+/// Converts the name of an entry to a path that leads down; empty for the folder itself.
 fn below(name: &[u8]) -> io::Result<PathBuf> {
     if name.len() > MAX_PATH || name.contains(&0) || name.is_empty() {
         return Err(errno(libc::EINVAL));
@@ -297,15 +298,14 @@ fn link_of<R: Read>(entry: &Entry<'_, R>) -> io::Result<PathBuf> {
     Ok(PathBuf::from(std::ffi::OsStr::from_bytes(&link)))
 }
 
-/// Whether it was made; one that is there already may be used, a link to one only where `follow` allows.
+/// Creates a folder and returns whether it was created. An existing folder may be used, a link to
+/// one only with `follow`.
 fn make_folder(path: &Path, follow: bool) -> Result<bool, ArchiveError> {
     match DirBuilder::new().mode(0o755).create(path) {
         Ok(()) => Ok(true),
         Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-            let is_folder = match follow {
-                true => path.is_dir(),
-                false => return check_folder(path).map(|()| false),
-            };
+            let is_folder =
+                if follow { path.is_dir() } else { return check_folder(path).map(|()| false) };
             if is_folder {
                 Ok(false)
             } else {
@@ -317,8 +317,9 @@ fn make_folder(path: &Path, follow: bool) -> Result<bool, ArchiveError> {
 }
 
 fn check_folder(path: &Path) -> Result<(), ArchiveError> {
-    match fs::symlink_metadata(path).at(path, "look at")?.is_dir() {
-        true => Ok(()),
-        false => Err(errno(libc::ENOTDIR)).at(path, "use as a folder"),
+    if fs::symlink_metadata(path).at(path, "look at")?.is_dir() {
+        Ok(())
+    } else {
+        Err(errno(libc::ENOTDIR)).at(path, "use as a folder")
     }
 }

@@ -1,5 +1,6 @@
-//! From the kernel's hand-over to a system that programs can live in, top to bottom.
-//! The root image is never written: everything goes to an overlay on a disk or in memory.
+//! Boots from the kernel's hand-over to a system in which programs can run.
+//!
+//! The root image is never written: writes go to an overlay on a disk or in memory.
 #![allow(unsafe_code)] // loopback and standard descriptors have no safe calls
 
 use std::fs::{self, File};
@@ -9,22 +10,22 @@ use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 use std::time::Duration;
 
-use super::mounts::{self, Mount};
 use super::words::Words;
 use super::{device, modules};
+use crate::mounts::{self, Mount};
 use crate::sys::{self, check};
 
-/// How long a disk may take to be found.
+/// The time limit for a disk to appear.
 const DEVICE_TIME: Duration = Duration::from_secs(10);
 const LOWER: &str = "/.lower";
 const UPPER: &str = "/.upper";
 const ROOT: &str = "/.root";
 const DEFAULT_HOSTNAME: &str = "pvmm";
 const MACHINE_ID: &str = "/etc/machine-id";
-/// Tried in turn when the host does not name the root's filesystem.
+/// Filesystems tried in order when the host does not name the root's.
 const ROOT_TYPES: [&str; 5] = ["ext4", "erofs", "squashfs", "xfs", "btrfs"];
 
-/// A step of the boot that failed.
+/// A failed step of the boot.
 #[derive(Debug, thiserror::Error)]
 pub enum BootError {
     #[error("cannot mount {what} as {kind} on {target}")]
@@ -43,14 +44,14 @@ pub enum BootError {
     Switch(#[source] io::Error),
 }
 
-/// What the end of the system has to know of its beginning.
+/// The part of the boot's result that the shutdown needs.
 #[derive(Default)]
 pub struct System {
     /// The writable disk below the overlay.
     pub upper: Option<OwnedFd>,
 }
 
-/// Brings the system up.
+/// Boots the system and returns what the shutdown needs.
 pub fn boot() -> Result<System, BootError> {
     mount_kernel_views()?;
     open_console();
@@ -66,13 +67,13 @@ pub fn boot() -> Result<System, BootError> {
     }
     furnish()?;
     give_machine_id();
-    let _ = sys::set_hostname(words.hostname.as_deref().unwrap_or(DEFAULT_HOSTNAME));
+    let _ = sys::system::set_hostname(words.hostname.as_deref().unwrap_or(DEFAULT_HOSTNAME));
     raise_loopback();
     sleep_deeply();
     Ok(system)
 }
 
-/// Gives a guest whose image leaves its machine-id open one of its own; a copy gets another by its refresh.
+/// Creates a machine-id if the image leaves it empty; a fork gets another one by its refresh.
 fn give_machine_id() {
     let named = fs::read(MACHINE_ID).is_ok_and(|id| !id.is_empty() && id != b"uninitialized\n");
     let mut random = [0; 16];
@@ -80,25 +81,26 @@ fn give_machine_id() {
     if named || drawn.is_err() {
         return;
     }
-    // A root that cannot be written leaves it open, as the image does.
+    // On a read-only root it stays empty, as in the image.
     let id: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     let _ = fs::write(MACHINE_ID, format!("{id}\n"));
 }
 
-/// Keeps an idle guest from waking up every half second: a copy at rest should cost neither time nor pages.
+/// Keeps an idle guest from waking up every half second: an idle fork should cost neither time nor
+/// pages.
 fn sleep_deeply() {
     for (setting, value) in [
-        // Memory is still compacted when somebody needs it.
+        // Memory is still compacted on demand.
         ("/proc/sys/vm/compaction_proactiveness", "0"),
-        // Counters that are only for show.
+        // Statistics counters.
         ("/proc/sys/vm/stat_interval", "10"),
     ] {
-        // A kernel that does not have it does not do it.
+        // A kernel without the setting does not have the behaviour, either.
         let _ = fs::write(setting, value);
     }
 }
 
-/// What the kernel shows of itself, needed before all else.
+/// Mounts /dev, /proc and /sys, which are needed first.
 fn mount_kernel_views() -> Result<(), BootError> {
     let plain = libc::MS_NOSUID | libc::MS_NOEXEC | libc::MS_NODEV;
     for (kind, target, flags, options) in [
@@ -111,7 +113,7 @@ fn mount_kernel_views() -> Result<(), BootError> {
     Ok(())
 }
 
-/// Mounts.
+/// Mounts `wish` and names it in an error.
 fn mount(wish: &Mount<'_>) -> Result<(), BootError> {
     wish.mount().map_err(|source| BootError::Mount {
         what: wish.source.to_owned(),
@@ -121,8 +123,8 @@ fn mount(wish: &Mount<'_>) -> Result<(), BootError> {
     })
 }
 
-/// Mounts a view of the kernel; one that is mounted already is as good. A disk is not: it would
-/// be somebody else's.
+/// Mounts a pseudo-filesystem of the kernel; an existing mount is accepted. For a disk it would not
+/// be, since the disk would be in use by somebody else.
 fn mount_view(wish: &Mount<'_>) -> Result<(), BootError> {
     match mount(wish) {
         Err(BootError::Mount { source, .. }) if source.raw_os_error() == Some(libc::EBUSY) => {
@@ -132,7 +134,7 @@ fn mount_view(wish: &Mount<'_>) -> Result<(), BootError> {
     }
 }
 
-/// The image below, what is written above it, both as one at `ROOT`.
+/// Mounts the image, the writable layer above it, and both as an overlay at `ROOT`.
 fn mount_root(root: &str, words: &Words) -> Result<Option<OwnedFd>, BootError> {
     await_device("pvmm.root", root)?;
     mount_image(root, words.root_fs_type.as_deref())?;
@@ -141,7 +143,7 @@ fn mount_root(root: &str, words: &Words) -> Result<Option<OwnedFd>, BootError> {
             await_device("pvmm.upper", disk)?;
             let flags = libc::MS_NOATIME;
             mount(&Mount { source: disk, target: UPPER, kind: "ext4", flags, options: "" })?;
-            // Held so that it can be made read-only in the end, when its path is out of sight.
+            // Held to make it read-only at shutdown, when its path is no longer reachable.
             let folder = fs::OpenOptions::new().read(true).custom_flags(libc::O_PATH).open(UPPER);
             Some(folder.map_err(|source| BootError::Directory { path: UPPER.into(), source })?)
         }
@@ -184,7 +186,7 @@ fn mount_image(root: &str, kind: Option<&str>) -> Result<(), BootError> {
     }
 }
 
-/// Leaves the initramfs, taking the kernel's views along and freeing the rest.
+/// Leaves the initramfs: moves the kernel's pseudo-filesystems to the new root and frees the rest.
 fn enter_root() -> Result<(), BootError> {
     for view in ["/dev", "/proc", "/sys"] {
         let target = format!("{ROOT}{view}");
@@ -195,7 +197,7 @@ fn enter_root() -> Result<(), BootError> {
     mounts::switch_root(ROOT).map_err(BootError::Switch)
 }
 
-/// The places that programs expect.
+/// Mounts and creates the directories that programs expect.
 fn furnish() -> Result<(), BootError> {
     let shared = libc::MS_NOSUID | libc::MS_NODEV;
     let plain = shared | libc::MS_NOEXEC;
@@ -212,7 +214,7 @@ fn furnish() -> Result<(), BootError> {
     }
     make_open_directory("/run/lock")?;
     make_open_directory("/tmp").or_else(|_| {
-        // A read-only root without an overlay.
+        // The root is read-only and has no overlay.
         let options = "mode=1777";
         mount_view(&Mount {
             source: "tmpfs",
@@ -222,7 +224,7 @@ fn furnish() -> Result<(), BootError> {
             options,
         })
     })?;
-    // A kernel without control groups still runs programs; the agent finds other ways to end them.
+    // A kernel without control groups still runs programs; the agent then ends them in other ways.
     let _ = mount_view(&Mount {
         source: "cgroup2",
         target: "/sys/fs/cgroup",
@@ -246,33 +248,33 @@ fn make_directory(path: &str, mode: u32) -> Result<(), BootError> {
         .map_err(|source| BootError::Directory { path: path.to_owned(), source })
 }
 
-/// A directory in which everybody may make files, as /tmp.
+/// Makes a directory in which everybody may create files, like /tmp.
 fn make_open_directory(path: &str) -> Result<(), BootError> {
     make_directory(path, 0o755)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o1777))
         .map_err(|source| BootError::Directory { path: path.to_owned(), source })
 }
 
-/// Makes sure that descriptors 0, 1 and 2 are something: the console if there is one.
+/// Makes sure that descriptors 0, 1 and 2 are open: on the console if there is one.
 fn open_console() {
     let open = |path| {
         fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NOCTTY).open(path)
     };
     let Ok(console) = open("/dev/console").or_else(|_| open("/dev/null")) else { return };
     for target in 0..=2 {
-        // SAFETY: duplicates our own descriptor over one that nobody else uses yet.
+        // SAFETY: duplicates a descriptor owned here over one that nobody else uses yet.
         let _ = check(unsafe { libc::dup2(console.as_raw_fd(), target) });
     }
     if console.as_raw_fd() <= 2 {
-        // It has become one of them and must stay.
+        // The descriptor is one of the three and must stay open.
         std::mem::forget::<File>(console);
     }
 }
 
-/// Brings `lo` up. A kernel without a network has none, and nobody misses it.
+/// Brings `lo` up. A kernel without a network has none, which is no error.
 fn raise_loopback() {
     // SAFETY: an interface request is plain data; its name is filled with a terminated string, and
-    // the two calls read and write its flags only. The socket is ours and closed at the end.
+    // the two calls read and write its flags only. The socket is owned here and closed at the end.
     unsafe {
         let socket = libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0);
         if socket < 0 {

@@ -1,5 +1,6 @@
-//! Waiting for a block device to appear in /dev.
-//! Drivers find their devices in their own time; the kernel tells when a node is made.
+//! Waits for a block device to appear in /dev.
+//!
+//! Drivers find their devices asynchronously; inotify reports when a node is made.
 #![allow(unsafe_code)] // inotify and poll
 
 use std::io;
@@ -9,14 +10,14 @@ use std::time::{Duration, Instant};
 
 use crate::sys::{self, check};
 
-/// Waits until the path exists; whether it did before the time was over.
+/// Waits until the path exists, and returns whether it did in time.
 pub fn wait_for(path: &str, patience: Duration) -> io::Result<bool> {
     if Path::new(path).exists() {
         return Ok(true);
     }
     let deadline = Instant::now() + patience;
     let watch = watch_dev()?;
-    // Looked at again after the watch has begun, so that no node is missed in between.
+    // Checked again after the watch has begun, so that no node is missed in between.
     while !Path::new(path).exists() {
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -32,7 +33,7 @@ pub fn wait_for(path: &str, patience: Duration) -> io::Result<bool> {
 }
 
 fn watch_dev() -> io::Result<OwnedFd> {
-    // SAFETY: a new descriptor that is ours, and a path literal.
+    // SAFETY: a new descriptor that is owned here, and a path literal.
     unsafe {
         let fd = check(libc::inotify_init1(libc::IN_CLOEXEC | libc::IN_NONBLOCK))?;
         let fd = OwnedFd::from_raw_fd(fd);

@@ -1,5 +1,6 @@
-//! The orderly end of the guest: ask processes to end, make them, write disks out, switch off.
-//! It never returns, and nothing in it can wait without end.
+//! Shuts the guest down: asks processes to end, kills them, writes disks out, switches off.
+//!
+//! It never returns, and no step can wait forever.
 #![allow(unsafe_code)] // sync, reboot, wait4
 
 use std::fs;
@@ -11,19 +12,18 @@ use std::time::{Duration, Instant};
 use pvmm_guest_agent::message::{Shutdown, ShutdownHow};
 
 use super::boot::System;
-use super::mounts;
-use crate::sys;
+use crate::{mounts, sys};
 
 const DEFAULT_GRACE: Duration = Duration::from_secs(3);
 const MAX_GRACE: Duration = Duration::from_secs(60);
-/// How long killed processes may take to be gone.
+/// The time limit for killed processes to end.
 const KILL_TIME: Duration = Duration::from_secs(2);
-/// Views of the kernel, which need no unmounting.
+/// Pseudo-filesystems of the kernel, which need no unmounting.
 const VIEWS: [&str; 3] = ["/proc", "/sys", "/dev"];
 
 pub fn shut_down(wish: Shutdown, system: &System) -> ! {
     let grace = wish.grace_ms.map_or(DEFAULT_GRACE, Duration::from_millis).min(MAX_GRACE);
-    // -1 is everybody but us.
+    // -1 means every process but this one.
     let _ = sys::kill(-1, libc::SIGTERM);
     let _ = sys::kill(-1, libc::SIGCONT);
     if !all_gone(grace) {
@@ -42,12 +42,12 @@ pub fn shut_down(wish: Shutdown, system: &System) -> ! {
     }
 }
 
-/// Reaps until there is no child left; every process of the guest is one in the end.
+/// Reaps until there is no child left; every process of the guest becomes one in the end.
 fn all_gone(patience: Duration) -> bool {
     let deadline = Instant::now() + patience;
     let mut nap = Duration::from_millis(1);
     loop {
-        // SAFETY: null says that neither status nor usage is wanted.
+        // SAFETY: null means that neither status nor usage is wanted.
         let result =
             unsafe { libc::wait4(-1, std::ptr::null_mut(), libc::WNOHANG, std::ptr::null_mut()) };
         match result {
@@ -79,7 +79,7 @@ fn write_disks_out(system: &System) {
     unsafe { libc::sync() };
 }
 
-/// Where something is mounted, in the order of mounting.
+/// Returns all mount points, in the order of mounting.
 fn mounted() -> Vec<String> {
     let table = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
     table.lines().filter_map(|line| line.split(' ').nth(1)).map(str::to_owned).collect()

@@ -1,11 +1,11 @@
-//! The agent as the guest's first process: bring the system up, serve, take it down.
-//! Nothing has to be installed in a root filesystem for it: what is missing is made on top.
+//! The agent as the guest's first process: boot, serve, shut down.
+//!
+//! Nothing has to be installed in a root filesystem for it: what is missing is mounted on top.
 
 mod boot;
 mod device;
 mod down;
 mod modules;
-pub mod mounts;
 mod words;
 
 use std::io::{self, Write};
@@ -18,21 +18,23 @@ use pvmm_guest_agent::frame::Kind;
 use pvmm_guest_agent::limits::{AGENT_PORT, CONTROL_PORT, HOST_CID, READY_PORT};
 use pvmm_guest_agent::message::{Shutdown, ShutdownHow};
 
+use crate::agent::{Ended, Settings};
 use crate::cgroup::Cgroups;
 use crate::listener::Listener;
-use crate::server::{Ended, Server, Settings};
+use crate::server::Server;
 use crate::{OPEN_FILES, sys};
 
 use boot::System;
 
-/// Where execs get their control groups.
+/// The directory of the control groups of execs.
 const CGROUP_BASE: &str = "/sys/fs/cgroup/pvmm";
-/// How long the vsock device may take to be found after all else is.
+/// The time limit for the vsock device to appear after everything else.
 const VSOCK_TIME: Duration = Duration::from_secs(1);
-/// What programs in the guest may open: few by default, for those that use select, many on wish.
+/// The open-file limits of programs in the guest: a low soft limit for programs that use select,
+/// and a high hard limit.
 const CHILD_OPEN_FILES: libc::rlimit = libc::rlimit { rlim_cur: 1024, rlim_max: 524_288 };
 
-/// Never returns: a first process that ends takes the kernel with it.
+/// Runs as first process. Never returns: a first process that ends panics the kernel.
 pub fn run() -> ! {
     let system = match boot::boot() {
         Ok(system) => system,
@@ -67,7 +69,8 @@ fn serve() -> Result<Shutdown, String> {
     }
 }
 
-/// Tells the host once that we listen. A host that does not care refuses, which is no fault.
+/// Sends the ready signal to the host once. A host that does not listen refuses it, which is no
+/// error.
 fn say_ready(server: &Server) {
     let mut frame = Vec::new();
     let encoded = encode(&mut frame, Kind::Welcome, 0, &server.welcome());
@@ -76,11 +79,11 @@ fn say_ready(server: &Server) {
     }
 }
 
-/// Dials the host, waiting a little where the vsock device is not found yet.
+/// Connects to the host, and waits a little while the vsock device is not found yet.
 fn dial_host() -> io::Result<OwnedFd> {
     let deadline = Instant::now() + VSOCK_TIME;
     loop {
-        match sys::vsock_dial(HOST_CID, READY_PORT) {
+        match sys::vsock::dial(HOST_CID, READY_PORT) {
             Err(e) if e.raw_os_error() == Some(libc::ENODEV) && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(5));
             }
@@ -89,13 +92,13 @@ fn dial_host() -> io::Result<OwnedFd> {
     }
 }
 
-/// One line on the console, then the end.
+/// Prints one line on the console and shuts down.
 fn give_up(message: &str, system: &System) -> ! {
     let _ = writeln!(io::stderr(), "pvmm-agent: {message}");
     down::shut_down(Shutdown { how: ShutdownHow::Poweroff, grace_ms: Some(0) }, system)
 }
 
-/// An error and its cause on one line.
+/// Formats an error and its cause on one line.
 fn describe(error: &dyn std::error::Error) -> String {
     match error.source() {
         Some(source) => format!("{error}: {source}"),

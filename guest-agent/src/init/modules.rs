@@ -1,5 +1,6 @@
-//! Loads the kernel modules an initramfs carries, in the order it gives.
-//! Our own kernel needs none; a distribution's kernel has even its disk driver in a module.
+//! Loads the kernel modules in an initramfs, in the order that it gives.
+//!
+//! pvmm's own kernel needs none; a distribution's kernel has even its disk driver in a module.
 #![allow(unsafe_code)] // finit_module
 
 use std::ffi::CString;
@@ -12,10 +13,10 @@ use crate::sys::check;
 const FOLDER: &str = "/modules";
 const COMPRESSED: libc::c_uint = 4;
 
-/// Loads every module named in /modules/order: a file name per line, parameters after it.
+/// Loads every module named in /modules/order: a file name per line, followed by parameters.
 ///
-/// A module that cannot be loaded is told on the console and does not end the boot: what needed
-/// it will say what is missing.
+/// A module that cannot be loaded is reported on the console and does not end the boot: a later
+/// step that needs it will fail with its own message.
 pub fn load_all() {
     let Ok(order) = fs::read_to_string(format!("{FOLDER}/order")) else { return };
     for line in order.lines().map(str::trim).filter(|line| !line.is_empty()) {

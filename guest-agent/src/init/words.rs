@@ -1,13 +1,14 @@
-//! The kernel command line's words for the agent, all of which begin with `pvmm.`.
-//! The host writes them; words that are not known are left for a later agent.
+//! The agent's options on the kernel command line, all of which begin with `pvmm.`.
+//!
+//! The host writes them; unknown options are ignored, so that a later agent can add some.
 
-/// What the host asks of the boot.
+/// The boot options of the host.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Words {
-    /// Block device with the root filesystem, which is only ever read.
+    /// The block device with the root filesystem, which is only read.
     pub root: Option<String>,
     pub root_fs_type: Option<String>,
-    /// Block device that takes what is written; memory takes it without one.
+    /// The block device that takes writes; without one, memory does.
     pub upper: Option<String>,
     pub hostname: Option<String>,
 }

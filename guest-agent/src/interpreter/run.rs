@@ -1,88 +1,38 @@
-//! One call in a session, on a thread of its own: code in, records out, an interrupt when it is time.
-//! The thread copies and never keeps: what is not sent stays in the pipes and holds the code up.
+//! Runs one call in a session, on a thread of its own: sends code, forwards records, and interrupts
+//! the code when its time is over.
+//!
+//! The thread keeps only a small buffer: output that cannot be sent stays in the pipes and blocks
+//! the code.
 
 use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use pvmm_guest_agent::limits::{INTERRUPT_GRACE, MAX_TIMEOUT, SESSION_TIME};
+use pvmm_guest_agent::limits::{INTERRUPT_GRACE, MAX_TIMEOUT};
 use pvmm_guest_agent::message::{
     Answer, Code, Outcome, OutputCount, RunCode, RunReport, RunStatus,
 };
-use pvmm_guest_agent::session::{ACK, RECORD_HEAD, RecordKind, TAKEN, head_of, parts, record_head};
+use pvmm_guest_agent::session::{ACK, RECORD_HEAD, RecordKind, TAKEN, head_of, record_head};
 
-use super::{Ends, Session, failed};
+use super::{Session, SessionEnds};
 use crate::sys;
 use crate::sys::session::{Interest, wait};
 
-const CHUNK: usize = 32 << 10;
-/// Records waiting for the client, beyond which nothing more is read.
+pub(super) const CHUNK: usize = 32 << 10;
+/// The limit of records waiting for the client, above which nothing more is read.
 const MARK: usize = 64 << 10;
-/// How long a killed interpreter may take to be gone.
+/// The time limit for a killed interpreter to end.
 const KILL_TIME: Duration = Duration::from_secs(5);
-/// How often to look whether a frozen workload goes on.
+/// How often to check whether a frozen workload was thawed.
 const FROZEN_STEP: Duration = Duration::from_millis(100);
-/// How much of an interpreter's last words goes into an error.
-const LAST_WORDS: usize = 300;
-
-/// Waits until a new interpreter takes code.
-pub fn wait_ready(session: &Session) -> Outcome {
-    let Some(ends) = session.take() else { return gone() };
-    let deadline = Instant::now() + SESSION_TIME;
-    let mut heard = Vec::new();
-    let ready = loop {
-        let interest = [Interest::read(&ends.control), Interest::read(&ends.process)];
-        let left = deadline.saturating_duration_since(Instant::now());
-        let Ok(ready) = wait(&interest, Some(left)) else { break None };
-        if ready[0] {
-            match sys::read_onto(&ends.control, &mut heard, CHUNK) {
-                Err(e) if e.kind() == ErrorKind::WouldBlock => {}
-                Ok(0) | Err(_) => break None,
-                Ok(_) => {}
-            }
-            if let Some((len, body)) = greeting(&heard) {
-                match len {
-                    Some(len) if body.len() < len => {}
-                    Some(len) => break parts(&body[..len]),
-                    None => break None,
-                }
-            }
-        } else if ready[1] || left.is_zero() {
-            break None;
-        }
-    };
-    let Some(ready) = ready else {
-        session.kill();
-        let mut words = Vec::new();
-        let _ = sys::read_onto(&ends.stderr, &mut words, LAST_WORDS);
-        let words = String::from_utf8_lossy(&words);
-        return failed(Code::Io, None, &format!("the interpreter did not start: {}", words.trim()));
-    };
-    let version = ready.into_iter().find(|(key, _)| key == "version");
-    let version =
-        version.map(|(_, value)| String::from_utf8_lossy(&value).chars().take(32).collect());
-    session.lock().version = version.unwrap_or_default();
-    session.give_back(ends);
-    Outcome::Ok(Answer::Session(session.info()))
-}
-
-/// Of what came first: the length of a greeting's body (`None` if it is something else) and the rest.
-fn greeting(heard: &[u8]) -> Option<(Option<usize>, &[u8])> {
-    let (head, body) = heard.split_first_chunk::<RECORD_HEAD>()?;
-    let len = match record_head(*head) {
-        Some((len, RecordKind::Ready)) if len <= CHUNK => Some(len),
-        _ => None,
-    };
-    Some((len, body))
-}
 
 /// Runs code to its end.
 pub fn run(session: &Session, request: &RunCode, client: OwnedFd) -> Outcome {
     let Some(ends) = session.take() else {
         return match session.lock().ended {
             Some(_) => gone(),
-            None => failed(Code::Busy, None, "other code is running in the session"),
+            None => Outcome::failed(Code::Busy, None, "other code is running in the session"),
         };
     };
     let run = session.runs.fetch_add(1, Ordering::Relaxed) + 1;
@@ -104,16 +54,16 @@ pub fn run(session: &Session, request: &RunCode, client: OwnedFd) -> Outcome {
         stdout: OutputCount::default(),
         stderr: OutputCount::default(),
         threw: false,
-        phase: Phase::Running(request.timeout_ms.map(|millis| begun + limit(millis))),
+        phase: CallPhase::Running(request.timeout_ms.map(|millis| begun + limit(millis))),
         grace: request.grace_ms.map_or(INTERRUPT_GRACE, limit),
         timed_out: false,
     };
     let end = call.run();
     let report = RunReport {
         status: match end {
-            End::Done if call.threw => RunStatus::Error {},
-            End::Done => RunStatus::Ok {},
-            End::Died => RunStatus::Died { status: None },
+            CallEnd::Done if call.threw => RunStatus::Error {},
+            CallEnd::Done => RunStatus::Ok {},
+            CallEnd::Died => RunStatus::Died { status: None },
         },
         timed_out: call.timed_out,
         dropped: call.dropped,
@@ -123,13 +73,13 @@ pub fn run(session: &Session, request: &RunCode, client: OwnedFd) -> Outcome {
         run,
     };
     let (out, client) = (std::mem::take(&mut call.out), call.client.take());
-    // The session is free before the client has read the last of it.
+    // The session is free before the client has read the last records.
     let report = match end {
-        End::Done => {
+        CallEnd::Done => {
             session.give_back(ends);
             report
         }
-        End::Died => {
+        CallEnd::Died => {
             session.kill();
             let status = session.wait_ended(KILL_TIME);
             RunReport { status: RunStatus::Died { status }, ..report }
@@ -139,11 +89,11 @@ pub fn run(session: &Session, request: &RunCode, client: OwnedFd) -> Outcome {
     Outcome::Ok(Answer::Run(report))
 }
 
-fn gone() -> Outcome {
-    failed(Code::Io, Some(libc::ESRCH), "the interpreter has ended")
+pub(super) fn gone() -> Outcome {
+    Outcome::failed(Code::Io, Some(libc::ESRCH), "the interpreter has ended")
 }
 
-/// Sends the last records, for as long as there is somebody to read them.
+/// Sends the last records, as long as the client reads them.
 fn send_rest(client: Option<OwnedFd>, mut out: &[u8]) {
     let Some(client) = client else { return };
     while !out.is_empty() {
@@ -159,34 +109,35 @@ fn send_rest(client: Option<OwnedFd>, mut out: &[u8]) {
     }
 }
 
-enum End {
+enum CallEnd {
     Done,
     Died,
 }
 
-/// How patient the call still is.
+/// The stage of a call's time limit.
 #[derive(Clone, Copy)]
-enum Phase {
+enum CallPhase {
     Running(Option<Instant>),
-    /// Interrupted; killed at the given time.
+    /// The code was interrupted and is killed at the given time.
     Interrupted(Instant),
     Killed(Instant),
 }
 
 struct Call<'a> {
     session: &'a Session,
-    ends: &'a Ends,
-    /// What is left to send of it.
+    ends: &'a SessionEnds,
+    /// The rest of the code that is still to be sent.
     code: Vec<u8>,
     /// `None` once the client has gone.
     client: Option<OwnedFd>,
     out: Vec<u8>,
-    /// Of a record that is being passed on, the bytes still to come; no other may come between.
+    /// The bytes still to come of a record that is being forwarded; no other record may interrupt
+    /// it.
     record_left: usize,
     record_head: Vec<u8>,
     record_asks: bool,
     record_dropped: bool,
-    /// Records that were left out because nobody took them.
+    /// Records that were dropped because the client did not read them.
     dropped: u64,
     limit: u64,
     /// Outputs that the interpreter has closed.
@@ -194,24 +145,24 @@ struct Call<'a> {
     stdout: OutputCount,
     stderr: OutputCount,
     threw: bool,
-    phase: Phase,
+    phase: CallPhase,
     grace: Duration,
     timed_out: bool,
 }
 
 impl Call<'_> {
-    fn run(&mut self) -> End {
+    fn run(&mut self) -> CallEnd {
         loop {
             self.flush();
             match self.wait() {
                 Ok(dead) => {
-                    // The outputs first: the driver flushes them before it says anything itself.
+                    // Outputs first: the driver flushes them before it sends a record.
                     let quiet = !self.read_outputs();
                     if quiet && let Some(end) = self.read_control(dead) {
                         return end;
                     }
                 }
-                Err(_) => return End::Died,
+                Err(_) => return CallEnd::Died,
             }
             if let Some(end) = self.check_time() {
                 return end;
@@ -223,15 +174,15 @@ impl Call<'_> {
         self.client.is_some() && self.out.len() >= MARK
     }
 
-    /// Waits until something can be done; whether the interpreter is dead.
+    /// Waits until something can be done, and returns whether the interpreter is dead.
     fn wait(&mut self) -> std::io::Result<bool> {
         let until = match self.phase {
-            Phase::Running(until) => until,
-            Phase::Interrupted(until) | Phase::Killed(until) => Some(until),
+            CallPhase::Running(until) => until,
+            CallPhase::Interrupted(until) | CallPhase::Killed(until) => Some(until),
         };
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let left = if self.session.is_frozen() { Some(FROZEN_STEP) } else { left };
-        // A descriptor that nobody reads from must not be polled: its end would be told for ever.
+        // A descriptor that is not read must not be polled: its end would be reported forever.
         let mut interest = Vec::new();
         let held = self.holds_control();
         if !held {
@@ -247,7 +198,7 @@ impl Call<'_> {
             interest.extend(open.map(|(fd, _)| Interest::read(fd)));
         }
         if let Some(client) = &self.client {
-            // Without interest it still tells of a client that has gone.
+            // Even without read or write interest, poll reports a client that has gone.
             interest.push(Interest { fd: client, read: false, write: !self.out.is_empty() });
         }
         let ready = wait(&interest, left)?;
@@ -258,15 +209,17 @@ impl Call<'_> {
         Ok(!held && ready[0])
     }
 
-    /// The driver has to wait: for its client while the code may run, and in mid-record always.
+    /// Returns whether the driver has to wait: for its client while the code may run, and always in
+    /// the middle of a record.
     fn holds_control(&self) -> bool {
         let forwarding = self.record_left > 0 && !self.record_dropped;
-        self.is_full() && (forwarding || matches!(self.phase, Phase::Running(_)))
+        self.is_full() && (forwarding || matches!(self.phase, CallPhase::Running(_)))
     }
 
-    /// An interrupted call throws output away rather than wait for its client.
+    /// Returns whether outputs are read. An interrupted call drops output rather than wait for its
+    /// client.
     fn reads_outputs(&self) -> bool {
-        self.record_left == 0 && (!self.is_full() || !matches!(self.phase, Phase::Running(_)))
+        self.record_left == 0 && (!self.is_full() || !matches!(self.phase, CallPhase::Running(_)))
     }
 
     fn send_code(&mut self) {
@@ -277,7 +230,7 @@ impl Call<'_> {
         }
     }
 
-    /// Passes output on; whether there was some.
+    /// Forwards output, and returns whether there was some.
     fn read_outputs(&mut self) -> bool {
         if !self.reads_outputs() {
             return false;
@@ -313,8 +266,8 @@ impl Call<'_> {
         some
     }
 
-    /// Passes the driver's records on, until it says that the code has ended.
-    fn read_control(&mut self, dead: bool) -> Option<End> {
+    /// Forwards the driver's records, until one says that the code has ended.
+    fn read_control(&mut self, dead: bool) -> Option<CallEnd> {
         if self.holds_control() {
             return None;
         }
@@ -325,8 +278,8 @@ impl Call<'_> {
         };
         let mut bytes = Vec::new();
         match sys::read_onto(&self.ends.control, &mut bytes, wanted) {
-            Err(e) if e.kind() == ErrorKind::WouldBlock => return dead.then_some(End::Died),
-            Ok(0) | Err(_) => return Some(End::Died),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return dead.then_some(CallEnd::Died),
+            Ok(0) | Err(_) => return Some(CallEnd::Died),
             Ok(_) => {}
         }
         if self.record_left > 0 {
@@ -343,7 +296,7 @@ impl Call<'_> {
         self.record_asks = head[4] & ACK != 0;
         head[4] &= !ACK;
         match record_head(head) {
-            Some((0, RecordKind::Done)) => Some(End::Done),
+            Some((0, RecordKind::Done)) => Some(CallEnd::Done),
             Some((len, kind @ (RecordKind::Display | RecordKind::Result | RecordKind::Error))) => {
                 self.threw |= kind == RecordKind::Error;
                 self.record_left = len;
@@ -355,12 +308,12 @@ impl Call<'_> {
                 self.end_record();
                 None
             }
-            // The code has found the driver's descriptor and spoken on it.
-            _ => Some(End::Died),
+            // The code has found the driver's descriptor and written to it.
+            _ => Some(CallEnd::Died),
         }
     }
 
-    /// Tells a driver that waits for it that its record was taken whole.
+    /// Acknowledges a whole record to a driver that waits for it.
     fn end_record(&mut self) {
         if self.record_left == 0 && std::mem::take(&mut self.record_asks) {
             self.code.push(TAKEN);
@@ -377,36 +330,36 @@ impl Call<'_> {
         }
     }
 
-    /// Nobody waits for the code any more: it is interrupted, and its session goes on.
+    /// Handles the loss of the client: the code is interrupted, and its session stays.
     fn lose_client(&mut self) {
         self.client = None;
         self.out.clear();
         self.session.abandoned.store(true, Ordering::Release);
-        if matches!(self.phase, Phase::Running(_)) {
+        if matches!(self.phase, CallPhase::Running(_)) {
             self.interrupt();
         }
     }
 
     fn interrupt(&mut self) {
         self.session.interrupt();
-        self.phase = Phase::Interrupted(Instant::now() + self.grace);
+        self.phase = CallPhase::Interrupted(Instant::now() + self.grace);
     }
 
-    fn check_time(&mut self) -> Option<End> {
+    fn check_time(&mut self) -> Option<CallEnd> {
         let now = Instant::now();
         if self.session.is_frozen() {
             return None;
         }
         match self.phase {
-            Phase::Running(Some(until)) if until <= now => {
+            CallPhase::Running(Some(until)) if until <= now => {
                 self.timed_out = true;
                 self.interrupt();
             }
-            Phase::Interrupted(until) if until <= now => {
+            CallPhase::Interrupted(until) if until <= now => {
                 self.session.kill();
-                self.phase = Phase::Killed(now + KILL_TIME);
+                self.phase = CallPhase::Killed(now + KILL_TIME);
             }
-            Phase::Killed(until) if until <= now => return Some(End::Died),
+            CallPhase::Killed(until) if until <= now => return Some(CallEnd::Died),
             _ => {}
         }
         None

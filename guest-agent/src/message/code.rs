@@ -1,5 +1,6 @@
 //! Messages of interpreter sessions: open, run, close, list.
-//! They are apart because the rest of the protocol knows nothing of languages.
+//!
+//! They are separate because the rest of the protocol does not depend on languages.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,17 +14,17 @@ pub enum Language {
     Node,
 }
 
-/// Starts an interpreter that keeps its state from one `RunCode` to the next, whoever sends them.
+/// Starts an interpreter that keeps its state from one `RunCode` to the next, from any client.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OpenSession {
     pub language: Language,
-    /// What to call it; the agent finds a name without one.
+    /// The session's name; the agent chooses one by default.
     #[serde(default)]
     pub session: Option<String>,
-    /// Give the session of that name if there is one, instead of failing with EEXIST.
+    /// Use an existing session of that name instead of failing with EEXIST.
     #[serde(default)]
     pub reuse: bool,
-    /// Another program than `python3` or `node`.
+    /// A program other than `python3` or `node`.
     #[serde(default)]
     pub program: Option<ByteBuf>,
     #[serde(default)]
@@ -34,29 +35,29 @@ pub struct OpenSession {
     pub user: Option<String>,
 }
 
-/// Runs code in a session. The output channel is a row of records: see `session.rs`.
+/// Runs code in a session. The output channel is a sequence of records: see `session.rs`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunCode {
     pub session: String,
     pub code: ByteBuf,
-    /// Afterwards the code is interrupted, and the session goes on.
+    /// Time after which the code is interrupted; the session stays.
     #[serde(default)]
     pub timeout_ms: Option<u64>,
-    /// Between the interrupt and the end of the session, if the code does not heed it.
+    /// Time between the interrupt and the end of the session, if the code ignores the interrupt.
     #[serde(default)]
     pub grace_ms: Option<u64>,
-    /// Of each of the two outputs, how many bytes are sent.
+    /// The most bytes that are sent of each of the two outputs.
     #[serde(default)]
     pub output_limit: Option<u64>,
 }
 
-/// Ends a session and everything it started.
+/// Ends a session and all processes it started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CloseSession {
     pub session: String,
 }
 
-/// What a session is.
+/// The description of a session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SessionInfo {
     pub session: String,
@@ -66,10 +67,10 @@ pub struct SessionInfo {
     pub version: String,
     #[serde(default)]
     pub pid: u32,
-    /// Code is running in it.
+    /// Whether code is running in the session.
     #[serde(default)]
     pub busy: bool,
-    /// Calls so far.
+    /// The number of calls so far.
     #[serde(default)]
     pub runs: u64,
 }
@@ -78,30 +79,30 @@ pub struct SessionInfo {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunReport {
     pub status: RunStatus,
-    /// The time limit interrupted it.
+    /// The time limit interrupted the code.
     #[serde(default)]
     pub timed_out: bool,
     #[serde(default)]
     pub stdout: OutputCount,
     #[serde(default)]
     pub stderr: OutputCount,
-    /// Displays, results and errors left out because the client did not take them in time.
+    /// Displays, results and errors left out because the client did not read them in time.
     #[serde(default)]
     pub dropped: u64,
     #[serde(default)]
     pub duration_us: u64,
-    /// The how-manieth call of the session this was.
+    /// The number of this call in the session.
     #[serde(default)]
     pub run: u64,
 }
 
-/// What became of the code.
+/// How the code ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunStatus {
-    /// It came to its end.
+    /// The code ran to its end.
     Ok {},
-    /// It threw; an error record says what.
+    /// The code raised an error; an error record describes it.
     Error {},
     /// The interpreter ended, and the session with it.
     Died { status: Option<ExecStatus> },

@@ -1,25 +1,25 @@
-//! Messages about processes that outlive their client: kept, listed, attached to, ended.
+//! Messages about detached processes, which outlive their client: listed, attached to, ended.
 
 use serde::{Deserialize, Serialize};
 
 use super::{ExecReport, Scope};
 
-/// In an exec: let the process go on without its client.
+/// In an exec: lets the process continue without its client.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Detach {
-    /// Of each output keep the newest bytes, this many.
+    /// The number of newest bytes that are kept of each output.
     #[serde(default)]
     pub keep: Option<u32>,
 }
 
-/// The answer to such an exec.
+/// The answer to an exec with `detach`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Detached {
     pub id: u64,
     pub pid: u32,
 }
 
-/// Replays a process's output from these offsets and follows it to its end.
+/// Sends a process's output from these offsets on, until its end.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Attach {
     pub id: u64,
@@ -32,7 +32,7 @@ pub struct Attach {
     pub input: bool,
 }
 
-/// In `Started`: where the replay begins, which is later than asked for where bytes are lost.
+/// In `Started`: where the output begins, which is later than requested if bytes are lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Replay {
     pub stdout_from: u64,
@@ -51,39 +51,39 @@ pub struct SignalProcess {
     pub scope: Scope,
 }
 
-/// Names a process.
+/// The id of a detached process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessId {
     pub id: u64,
 }
 
-/// A detached process, as a listing has it.
+/// A detached process in a listing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessInfo {
     pub id: u64,
     pub pid: u32,
-    /// The beginning of its command line, made text.
+    /// The beginning of its command line, as text.
     #[serde(default)]
     pub command: String,
-    /// Since it was started.
+    /// The time since its start.
     #[serde(default)]
     pub age_us: u64,
     #[serde(default)]
     pub terminal: bool,
-    /// Clients that follow it now.
+    /// The number of attached clients.
     #[serde(default)]
     pub attached: u32,
-    /// Bytes written by now, and the offset of the oldest that is kept.
+    /// The offset of the oldest kept byte, and the number of bytes written so far.
     #[serde(default)]
     pub stdout: Kept,
     #[serde(default)]
     pub stderr: Kept,
-    /// How it ended, if it has.
+    /// How the process ended, if it has.
     #[serde(default)]
     pub report: Option<ExecReport>,
 }
 
-/// What is kept of an output.
+/// The range of an output that is kept.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Kept {
     pub from: u64,

@@ -1,45 +1,47 @@
-//! Messages that make a copy of a guest unlike every other: freeze, refresh, thaw.
-//! They are apart because only the host's control port takes them.
+//! Messages that make a fork of a guest unlike every other: freeze, refresh, thaw.
+//!
+//! They are separate because only the host's control port accepts them.
 
 use serde::{Deserialize, Serialize};
 use serde_bytes::ByteBuf;
 
-/// Stops every process of the workload where it stands.
+/// Stops every process of the workload.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Freeze {
-    /// Give up, and thaw again, after this long.
+    /// Time after which the freeze fails and the workload is thawed again.
     #[serde(default)]
     pub timeout_ms: Option<u64>,
-    /// Then write everything to the disks.
+    /// After the freeze, write all dirty data to the disks.
     #[serde(default)]
     pub sync: bool,
-    /// Then give up clean pages of the page cache.
+    /// After the freeze, drop clean pages of the page cache.
     #[serde(default)]
     pub drop_caches: bool,
 }
 
-/// The workload stands still.
+/// The answer to a successful freeze.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Frozen {
-    /// Execs that are frozen now.
+    /// The number of frozen execs.
     pub execs: u32,
-    /// A secret was delivered since the guest booted, so the guest's memory may hold it.
+    /// A secret was delivered since the guest booted, so guest memory may contain it.
     #[serde(default)]
     pub secrets: bool,
 }
 
-/// Makes a guest that was copied its own: each part that is given is a step, taken in this order.
+/// Refreshes a fork: each part that is given is a step, carried out in this order.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refresh {
-    /// Which copy this is; programs find it in a file and in their environment.
+    /// The number of this fork; programs find it in a file and in their environment.
     pub generation: u64,
-    /// Random bytes for the kernel's generator.
+    /// Random bytes for the kernel's random number generator.
     #[serde(default)]
     pub entropy: ByteBuf,
     /// The time of day, in nanoseconds since 1970.
     #[serde(default)]
     pub unix_ns: Option<u64>,
-    /// When that was, on the guest's time stamp counter; otherwise it is when the request arrives.
+    /// The value of the guest's time stamp counter at `unix_ns`; without it, `unix_ns` is the time
+    /// at which the request arrives.
     #[serde(default)]
     pub counter: Option<Counter>,
     #[serde(default)]
@@ -52,25 +54,26 @@ pub struct Refresh {
     pub boot_id: Option<ByteBuf>,
     #[serde(default)]
     pub interfaces: Vec<Interface>,
-    /// Name servers; an empty list leaves none.
+    /// Name servers; an empty list removes all.
     #[serde(default)]
     pub dns: Option<Vec<String>>,
-    /// Added to the environment of every later exec; replaces what an earlier refresh gave.
+    /// Added to the environment of every later exec; replaces the variables of an earlier refresh.
     #[serde(default)]
     pub env: Vec<(ByteBuf, ByteBuf)>,
-    /// Files in `/run/pvmm/secrets`; replace those of an earlier refresh.
+    /// Files in `/run/pvmm/secrets`; they replace those of an earlier refresh.
     #[serde(default)]
     pub secrets: Vec<(String, ByteBuf)>,
-    /// Let the workload go on, if every step before was taken.
+    /// Thaw the workload, if every step before succeeded.
     #[serde(default)]
     pub thaw: bool,
 }
 
 impl Counter {
-    /// The longest time that is believed to have passed.
+    /// The longest plausible time since the mark.
     const LONGEST_NS: u64 = 60_000_000_000;
 
-    /// The nanoseconds from this instant until the counter showed `now`; none if that cannot be.
+    /// Returns the nanoseconds from this mark until the counter value `now`; zero if that is not
+    /// plausible.
     pub fn ns_until(&self, now: u64) -> u64 {
         let ticks = u128::from(now.saturating_sub(self.at));
         let ns = (ticks * 1_000_000).checked_div(self.khz.into()).unwrap_or(0);
@@ -79,8 +82,8 @@ impl Counter {
 }
 
 impl Refresh {
-    /// The steps that this asks for. Their order is a promise: nothing that draws random numbers or looks at
-    /// the time comes before those are fresh, and the workload comes last.
+    /// Returns the requested steps. Their order is guaranteed: nothing that uses random numbers or
+    /// the time comes before those are fresh, and the workload is thawed last.
     pub fn steps(&self) -> Vec<RefreshStep> {
         let steps = [
             (RefreshStep::Entropy, true),
@@ -97,15 +100,15 @@ impl Refresh {
     }
 }
 
-/// An instant on the guest's time stamp counter.
+/// A moment on the guest's time stamp counter.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counter {
     pub at: u64,
-    /// How fast it counts.
+    /// The rate of the counter.
     pub khz: u32,
 }
 
-/// A network interface as it shall be.
+/// The configuration of a network interface.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interface {
     pub name: String,
@@ -114,18 +117,18 @@ pub struct Interface {
     pub mac: Option<ByteBuf>,
     #[serde(default)]
     pub mtu: Option<u32>,
-    /// `ADDRESS/PREFIX`, of either family; all others are taken off.
+    /// `ADDRESS/PREFIX`, of either family; all other addresses are removed.
     #[serde(default)]
     pub addresses: Vec<String>,
-    /// Where the default route of its family leads.
+    /// The gateways of the default routes, one per family.
     #[serde(default)]
     pub gateways: Vec<String>,
-    /// Leave the addresses and routes that are there.
+    /// Keep the existing addresses and routes.
     #[serde(default)]
     pub keep_addresses: bool,
 }
 
-/// The steps of a refresh, in the order in which they are taken.
+/// The steps of a refresh, in the order in which they are carried out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RefreshStep {
@@ -143,7 +146,7 @@ pub enum RefreshStep {
     Other,
 }
 
-/// What a refresh did: with a failed step, the workload stands still.
+/// The result of a refresh: after a failed step, the workload stays frozen.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refreshed {
     pub steps: Vec<RefreshStep>,
@@ -151,7 +154,7 @@ pub struct Refreshed {
     pub failed: Option<FailedStep>,
 }
 
-/// The step that could not be taken.
+/// The step that failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailedStep {
     pub step: RefreshStep,

@@ -1,8 +1,8 @@
-//! Messages about what a guest and its processes use and may use.
+//! Messages about the resource use and the resource limits of a guest and its processes.
 
 use serde::{Deserialize, Serialize};
 
-/// In an exec: what it and all it starts may use together.
+/// In an exec: limits on what the process and all processes it starts use together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Bytes.
@@ -16,25 +16,25 @@ pub struct Limits {
     pub cpu_milli: Option<u32>,
 }
 
-/// What the guest uses now.
+/// The current resource use of the guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Metrics {
     pub uptime_us: u64,
     pub cpus: u32,
-    /// Since boot, of all processors together.
+    /// Processor time since boot, of all processors together.
     pub cpu_busy_us: u64,
     pub cpu_idle_us: u64,
-    /// What the host gave to others meanwhile.
+    /// Processor time that the host gave to others.
     #[serde(default)]
     pub cpu_stolen_us: u64,
-    /// Processes that wanted to run, over one, five and fifteen minutes, in hundredths.
+    /// The load averages over one, five and fifteen minutes, in hundredths.
     #[serde(default)]
     pub load_centi: [u32; 3],
     pub memory_total_kib: u64,
     pub memory_available_kib: u64,
     #[serde(default)]
     pub memory_cached_kib: u64,
-    /// Of the root filesystem.
+    /// The space of the root filesystem.
     pub disk_total_bytes: u64,
     pub disk_available_bytes: u64,
     pub processes: u32,
@@ -42,7 +42,7 @@ pub struct Metrics {
     pub detached: u32,
     /// Processes killed for lack of memory since boot.
     pub oom_kills: u64,
-    /// The last of them, newest last.
+    /// The last of these kills, newest last.
     #[serde(default)]
     pub oom_events: Vec<OomEvent>,
 }
@@ -52,8 +52,8 @@ pub struct Metrics {
 pub struct OomEvent {
     pub pid: u32,
     pub name: String,
-    /// When, since boot.
+    /// The time since boot.
     pub at_us: u64,
-    /// An exec's own limit was reached, not the end of the guest's memory.
+    /// An exec's own limit was reached, not that of the guest's memory.
     pub by_limit: bool,
 }

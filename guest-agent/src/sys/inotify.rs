@@ -1,5 +1,6 @@
-//! The kernel's notice of changes in directories.
-//! The standard library has no inotify; the parsing of what it says is here beside it.
+//! inotify, which reports changes in directories.
+//!
+//! The standard library has no inotify; its events are parsed here as well.
 
 use std::ffi::{CString, OsStr};
 use std::io::Result;
@@ -9,7 +10,7 @@ use std::path::Path;
 
 use super::{check, own};
 
-/// What is told of a directory.
+/// The events that are reported for a directory.
 const MASK: u32 = libc::IN_CREATE
     | libc::IN_MODIFY
     | libc::IN_CLOSE_WRITE
@@ -34,7 +35,7 @@ impl Inotify {
         &self.0
     }
 
-    /// Watches a path; the number that its events carry.
+    /// Watches a path and returns the number that its events carry.
     pub fn add(&self, path: &Path) -> Result<i32> {
         let path = CString::new(path.as_os_str().as_bytes())?;
         // SAFETY: a C string that outlives the call.
@@ -42,7 +43,7 @@ impl Inotify {
     }
 
     pub fn remove(&self, number: i32) {
-        // SAFETY: takes no pointer; a number that is gone already is refused, which is fine.
+        // SAFETY: takes no pointer; an unknown number is refused, which is fine.
         unsafe { libc::inotify_rm_watch(self.0.as_raw_fd(), number) };
     }
 }
@@ -62,7 +63,7 @@ impl RawEvent<'_> {
     }
 }
 
-/// Takes a read apart: watch, mask, cookie, length, and a name padded with zeroes.
+/// Parses the bytes of a read: watch, mask, cookie, length, and a name padded with zeroes.
 pub fn events(mut bytes: &[u8]) -> Vec<RawEvent<'_>> {
     let mut events = Vec::new();
     while let Some((head, rest)) = bytes.split_first_chunk::<16>() {

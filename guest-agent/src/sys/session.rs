@@ -1,5 +1,6 @@
-//! What the thread of an interpreter call needs of the kernel: a socket pair, a watch on a process, poll.
-//! It waits for a handful of descriptors at once, outside the agent's loop.
+//! System calls for the thread of an interpreter call: a socket pair, a watch on a process, poll.
+//!
+//! The thread waits for a few descriptors at once, outside the agent's event loop.
 
 use std::io::Result;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
@@ -7,14 +8,15 @@ use std::time::Duration;
 
 use super::{check, own, set_nonblocking};
 
-/// A socket pair: ours, without waiting, and theirs, which is above every standard descriptor.
+/// Makes a socket pair: the agent's end, non-blocking, and the process's end, above every standard
+/// descriptor.
 pub fn control_pair() -> Result<(OwnedFd, OwnedFd)> {
     const ABOVE: libc::c_int = 16;
     let mut ends = [-1; 2];
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC;
     // SAFETY: `ends` has room for the two descriptors.
     check(unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, ends.as_mut_ptr()) })?;
-    // SAFETY: socketpair has made both for us.
+    // SAFETY: socketpair has made both for the agent.
     let (ours, theirs) = unsafe { (OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1])) };
     set_nonblocking(&ours)?;
     // SAFETY: takes no pointer.
@@ -22,14 +24,14 @@ pub fn control_pair() -> Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// A descriptor that is readable once the process is dead.
+/// Returns a descriptor that is readable once the process is dead.
 pub fn process_watch(pid: libc::pid_t) -> Result<OwnedFd> {
     // SAFETY: takes no pointer.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     own(fd as libc::c_int)
 }
 
-/// A descriptor and what is awaited of it. A broken one is always reported.
+/// A descriptor and the events to wait for. An error on it is always reported.
 pub struct Interest<'a> {
     pub fd: &'a OwnedFd,
     pub read: bool,
@@ -46,7 +48,7 @@ impl<'a> Interest<'a> {
     }
 }
 
-/// Waits for one of them, for ever without a timeout; which are ready.
+/// Waits for one of the descriptors, without a timeout forever, and returns which are ready.
 pub fn wait(interest: &[Interest<'_>], timeout: Option<Duration>) -> Result<Vec<bool>> {
     let mut polled: Vec<libc::pollfd> = interest
         .iter()

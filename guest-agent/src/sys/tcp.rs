@@ -1,5 +1,6 @@
-//! TCP without waiting: begin to connect, see what came of it, close one direction.
-//! The standard library's connect waits, which the agent's one loop must not.
+//! Non-blocking TCP: start to connect, get the result, close one direction.
+//!
+//! The standard library's connect blocks, which the agent's event loop must not.
 
 use std::io::{Error, Result};
 use std::net::SocketAddr;
@@ -7,17 +8,17 @@ use std::os::fd::{AsRawFd, OwnedFd};
 
 use super::{check, own};
 
-/// Begins a TCP connection. It is made or refused when the socket becomes writable.
+/// Starts a TCP connection. Its result is available when the socket becomes writable.
 pub fn connect(address: &SocketAddr) -> Result<OwnedFd> {
     let family = if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 };
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: takes no pointer.
     let socket = own(unsafe { libc::socket(family, kind, 0) })?;
     let on: libc::c_int = 1;
-    // SAFETY: both addresses are plain data for which zeroes are a value; option and address live
-    // through the calls with the sizes passed.
+    // SAFETY: both addresses are plain data for which zeroes are a valid value; option and address
+    // live through the calls with the sizes passed.
     let result = unsafe {
-        // Small messages go out at once: who forwards must not add to their delay.
+        // Small messages are sent at once: forwarding must not add to their delay.
         libc::setsockopt(
             socket.as_raw_fd(),
             libc::IPPROTO_TCP,
@@ -50,7 +51,8 @@ pub fn connect(address: &SocketAddr) -> Result<OwnedFd> {
     }
 }
 
-/// What became of a connection that was begun: made, refused, or not decided yet.
+/// Returns whether a started connection is established (true) or still pending (false); fails if it
+/// was refused.
 pub fn connect_result(socket: &OwnedFd) -> Result<bool> {
     let mut errno: libc::c_int = 0;
     let mut len = size_of::<libc::c_int>() as libc::socklen_t;
@@ -72,8 +74,8 @@ pub fn connect_result(socket: &OwnedFd) -> Result<bool> {
     }
 }
 
-/// Tells the peer that nothing more is written; reading goes on.
+/// Ends the writing direction; reading goes on.
 pub fn end_writing(socket: &OwnedFd) {
-    // SAFETY: takes no pointer. A peer that is gone does not need to be told.
+    // SAFETY: takes no pointer. A peer that is gone needs no notification.
     unsafe { libc::shutdown(socket.as_raw_fd(), libc::SHUT_WR) };
 }

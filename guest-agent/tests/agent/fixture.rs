@@ -1,5 +1,5 @@
-//! Starts an agent for a test and stops it afterwards.
-//! Each test has an agent, a socket and, where this machine has cgroup v2, a control group of its own.
+//! Starts an agent for a test and stops it afterwards. Each test has an agent, a socket and, where
+//! this machine has cgroup v2, a control group of its own.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -26,7 +26,8 @@ impl Fixture {
     }
 
     /// An agent with a host name, mounts, `/etc`, `/run` and network of its own, which it may
-    /// change. `prepare` is a shell line that runs in there before it. Only root can make such a place.
+    /// change. `prepare` is a shell line that runs in there before it. Only root can make such a
+    /// place.
     pub fn start_isolated(prepare: &str) -> Self {
         let unshare = ["--mount", "--uts", "--net", "--propagation", "private", "--"];
         let mut command = Command::new("unshare");

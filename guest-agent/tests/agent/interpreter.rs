@@ -1,4 +1,5 @@
-//! Interpreter sessions, with the real interpreters: state, outputs by type, errors, interrupts, ends.
+//! Interpreter sessions, with the real interpreters: state, outputs by type, errors, interrupts,
+//! ends.
 
 use std::thread;
 use std::time::{Duration, Instant};

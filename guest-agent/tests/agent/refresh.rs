@@ -104,7 +104,8 @@ fn refresh_takes_its_steps_in_order_and_programs_see_them() {
     assert_eq!(prints(&agent, "ip -4 neigh show dev eth0"), "");
     assert_eq!(agent.info().unwrap().generation, 7);
 
-    // Another hardware address, and nothing else changes; an interface that is gone is no matter then.
+    // Another hardware address, and nothing else changes; an interface that is gone is no matter
+    // then.
     let same = Interface { name: "eth0".into(), keep_addresses: true, ..Interface::default() };
     let other = Interface { mac: Some([2, 0, 0, 0, 0, 8]), ..same.clone() };
     let gone = Interface { name: "eth7".into(), ..same.clone() };

@@ -193,7 +193,8 @@ fn agent_memory_is_flat_over_many_execs() {
     (0..5).for_each(|_| round());
     let grown = fixture.private_kib().saturating_sub(before);
     assert!(grown < 128, "the agent grew by {grown} KiB over 500 execs");
-    // What belongs to the last command goes when nobody waits for the agent; what came from whoever runs the tests stays.
+    // What belongs to the last command goes when nobody waits for the agent; what came from whoever
+    // runs the tests stays.
     let inherited = inherited_descriptors();
     let folder = format!("/proc/{}/fd", fixture.pid());
     let descriptors = || std::fs::read_dir(&folder).unwrap().count() - inherited;

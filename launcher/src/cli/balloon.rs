@@ -1,4 +1,4 @@
-//! `pvmm balloon`, as it is typed.
+//! Arguments of `pvmm balloon`.
 
 use clap::Args;
 

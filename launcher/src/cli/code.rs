@@ -1,4 +1,4 @@
-//! `pvmm code`, as it is typed.
+//! Arguments of `pvmm code`.
 
 use std::time::Duration;
 
@@ -76,7 +76,7 @@ impl CodeLanguage {
         }
     }
 
-    /// What is looked for in the guest.
+    /// Returns the interpreter to look for in the guest.
     pub fn program(self) -> &'static str {
         match self {
             Self::Python => "python3",

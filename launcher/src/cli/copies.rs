@@ -1,4 +1,4 @@
-//! `pvmm fork`, `snapshot`, `restore` and a VM's own time, as they are typed.
+//! Arguments of `pvmm fork`, `snapshot`, `snapshots`, `restore`, and of commands on one VM.
 
 use std::path::PathBuf;
 
@@ -138,8 +138,8 @@ pub struct Restore {
     /// Only a snapshot that was written with the same key
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
-    /// Let the snapshot name files in this folder: images that it did not copy, or the snapshot that it goes on from.
-    /// Without this, or a key, it may name only those in pvmm's own folders
+    /// Let the snapshot name files in this folder: images that it did not copy, or the snapshot
+    /// that it goes on from. Without this, or a key, it may name only those in pvmm's own folders
     #[arg(long, value_name = "DIR")]
     pub allow: Vec<PathBuf>,
 }

@@ -1,4 +1,4 @@
-//! `pvmm template`, `doctor` and what else is about this host, as it is typed.
+//! Arguments of `pvmm template`, `doctor`, and other commands that concern the host.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -42,7 +42,8 @@ pub enum TemplateVerb {
         #[arg(long)]
         json: bool,
     },
-    /// Boot a template once and keep it warm, so that a run need not boot; done by `build` where there is KVM
+    /// Boot a template once and keep it warm, so that a run need not boot; done by `build` where
+    /// there is KVM
     Bake {
         #[arg(default_value = "base")]
         name: String,

@@ -1,4 +1,4 @@
-//! `pvmm ps`, `stats`, `logs`, `kill` and `rm`, as they are typed.
+//! Arguments of `pvmm ps`, `stats`, `logs`, `kill` and `rm`.
 
 use clap::Args;
 

@@ -1,4 +1,4 @@
-//! `pvmm run`, `exec` and `attach`, as they are typed.
+//! Arguments of `pvmm run`, `exec` and `attach`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -47,10 +47,12 @@ pub struct Run {
     /// How much the guest may write to its disk; grows as it is used
     #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
     pub disk_size: u64,
-    /// Another disk, /dev/vdc and on: PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]
+    /// Another disk, /dev/vdc and on:
+    /// PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]
     #[arg(long, value_name = "DRIVE", value_parser = drive::parse)]
     pub drive: Vec<DriveFlag>,
-    /// Network card on a tap of this host [default: none]: tap=NAME|auto[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC|random][,mtu=N][,bps=SIZE][,pps=N]
+    /// Network card on a tap of this host [default: none]:
+    /// tap=NAME|auto[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC|random][,mtu=N][,bps=SIZE][,pps=N]
     #[arg(long, value_name = "CARD", value_parser = net_card::parse)]
     pub net: Option<NetCard>,
     /// Let the guest give memory back: what it frees, and more when `pvmm balloon` asks
@@ -99,7 +101,7 @@ pub struct CommandFlags {
 }
 
 impl CommandFlags {
-    /// The signals that the command is told of, or its terminal.
+    /// Returns the signals to hold and forward to the command.
     pub fn signals(&self) -> &'static [i32] {
         if self.tty { &WITH_TERMINAL } else { &FORWARDED }
     }

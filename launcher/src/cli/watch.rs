@@ -1,4 +1,4 @@
-//! `pvmm watch`, as it is typed.
+//! Arguments of `pvmm watch`.
 
 use std::path::PathBuf;
 

@@ -1,6 +1,6 @@
-//! `pvmm attach`: back to a command that `pvmm exec -d` started.
+//! `pvmm attach`: attaches to a command that `pvmm exec -d` started.
 //!
-//! Whoever attaches only looks on: when they leave, the command goes on.
+//! Detaching does not end the command.
 
 use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
@@ -11,6 +11,7 @@ use pvmm::exec::{AttachFrom, ExecError};
 use crate::attach::{self, Manner, Names};
 use crate::cli::Attach;
 use crate::exit::{self, Failure, Outcome};
+use crate::guest_agent;
 use crate::output;
 use crate::sys::signals::{Signals, WITH_TERMINAL};
 use crate::vm_dir::Base;
@@ -22,7 +23,8 @@ pub fn attach(args: Attach, quiet: bool) -> Outcome {
     let vm = Base::open()?.find(&args.process.vm)?;
     vm.require_running()?;
     let signals = Signals::hold(&WITH_TERMINAL)?;
-    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
+    let agent =
+        guest_agent::connect(&vm.dir, guest_agent::PATIENCE).map_err(guest_agent::refuse)?;
     let from = AttachFrom { stdout: args.from, stderr: 0, input: args.interactive };
     let refuse = |error| refuse(error, &args.process.vm);
     let process = agent.attach(args.process.id, from).map_err(refuse)?;
@@ -33,7 +35,7 @@ pub fn attach(args: Attach, quiet: bool) -> Outcome {
     }
     let has_terminal = replay.terminal && args.interactive && io::stdin().is_terminal();
     if has_terminal {
-        // The screen here may be of another size than the last one.
+        // The terminal here may differ in size from the last one.
         let _ = process.signaller().resize(crate::sys::terminal::size());
     }
     let manner = Manner { has_terminal, owns: false };
@@ -41,7 +43,7 @@ pub fn attach(args: Attach, quiet: bool) -> Outcome {
     end.map_err(refuse)?.outcome(&Names::default())
 }
 
-/// A process that is not there gets the way to those that are.
+/// Maps an error; for a command that does not exist, the hint says how to list those that do.
 pub fn refuse(error: ExecError, vm: &str) -> Failure {
     match error {
         ExecError::Agent(AgentError::Refused(refusal)) if refusal.errno == Some(libc::ESRCH) => {

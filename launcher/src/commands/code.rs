@@ -1,6 +1,8 @@
-//! `pvmm code`: code in an interpreter session of a VM, whose variables are there at the next call.
+//! `pvmm code`: runs code in an interpreter session of a VM, which keeps its variables between
+//! calls.
 //!
-//! Text goes where a program's would go; `--json` gives everything, each output in all its forms.
+//! Text output goes to the streams that a program would use; `--json` returns every output in all
+//! its forms.
 
 use std::io::{self, Read};
 use std::os::fd::AsFd;
@@ -15,16 +17,17 @@ use serde_json::{Map, Value, json};
 use crate::attach;
 use crate::cli::{Code, CodeLanguage};
 use crate::exit::{self, Failure, Outcome};
+use crate::guest_agent;
 use crate::output::{self, Table};
 use crate::sys::poll;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::Base;
 
-/// The code threw.
+/// The exit code when the code threw an exception.
 const THREW: u8 = 1;
-/// No code is longer; a program of that size belongs into a file.
+/// The longest code; a larger program belongs in a file.
 const MAX_CODE: u64 = 900 << 10;
-/// A second Ctrl-C within this time leaves; the session is then interrupted all the same.
+/// A second Ctrl-C within this time ends the command; the session is interrupted in any case.
 const TWICE: Duration = Duration::from_secs(2);
 
 pub fn code(args: Code) -> Outcome {
@@ -36,22 +39,23 @@ pub fn code(args: Code) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;
     vm.require_running()?;
     let signals = Signals::hold(&FORWARDED)?;
-    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
+    let agent =
+        guest_agent::connect(&vm.dir, guest_agent::PATIENCE).map_err(guest_agent::refuse)?;
     let name = args.session.clone().unwrap_or_else(|| args.lang.name().to_owned());
     let Some(text) = text else {
-        return match args.list {
-            true => list(&agent, args.json),
-            false => {
-                agent.close_session(&name).map(|()| 0).map_err(|e| refuse(&e, &name, args.lang))
-            }
+        return if args.list {
+            list(&agent, args.json)
+        } else {
+            agent.close_session(&name).map(|()| 0).map_err(|e| refuse(&e, &name, args.lang))
         };
     };
     let options = SessionOptions::named(args.lang.language(), &name);
     let session = agent.open_session(&options).map_err(|e| refuse(&e, &name, args.lang))?;
     let request = CodeRequest { timeout: args.timeout, ..CodeRequest::new(text) };
-    match args.json {
-        true => collected(&agent, &session, &request, signals, args.lang),
-        false => streamed(&agent, &session, &request, signals, args.lang),
+    if args.json {
+        collected(&agent, &session, &request, signals, args.lang)
+    } else {
+        streamed(&agent, &session, &request, signals, args.lang)
     }
 }
 
@@ -67,7 +71,7 @@ fn read_input() -> Result<String, Failure> {
     String::from_utf8(bytes).map_err(|_| Failure::usage("the code is not UTF-8 text"))
 }
 
-/// A guest's refusal in words about the user's own.
+/// Maps an agent's refusal to an error in terms of the user's arguments.
 fn refuse(error: &pvmm::agent::AgentError, name: &str, lang: CodeLanguage) -> Failure {
     match error.errno() {
         Some(libc::EEXIST) => {
@@ -86,7 +90,7 @@ fn refuse(error: &pvmm::agent::AgentError, name: &str, lang: CodeLanguage) -> Fa
 }
 
 fn list(agent: &Agent, as_json: bool) -> Outcome {
-    let sessions = agent.sessions().map_err(attach::refuse_agent)?;
+    let sessions = agent.sessions().map_err(guest_agent::refuse)?;
     if as_json {
         let rows: Vec<Value> = sessions.iter().map(row).collect();
         output::json(&rows)?;
@@ -110,7 +114,7 @@ fn row(it: &SessionInfo) -> Value {
     })
 }
 
-/// Prints as it comes.
+/// Runs the code and prints its output as it arrives.
 fn streamed(
     agent: &Agent,
     session: &SessionInfo,
@@ -166,7 +170,7 @@ fn ended(report: &RunReport) -> Outcome {
     }
 }
 
-/// Everything as one JSON document.
+/// Runs the code and prints everything as one JSON document.
 fn collected(
     agent: &Agent,
     session: &SessionInfo,
@@ -174,7 +178,7 @@ fn collected(
     signals: Signals,
     lang: CodeLanguage,
 ) -> Outcome {
-    // The code is interrupted when this process leaves and its connection with it.
+    // When this process exits its connection closes, and the agent interrupts the code.
     attach::in_background("signals", move || {
         if let Ok(signal) = signals.next() {
             exit::leave(Ok(exit::by_signal(signal)));
@@ -213,7 +217,7 @@ fn error_json(error: &CodeError) -> Value {
     json!({ "name": error.name, "value": error.value, "traceback": error.traceback })
 }
 
-/// Each form by its MIME type: JSON as itself, text as text, the rest in base64.
+/// Converts each form by its MIME type: JSON as itself, text as text, the rest in base64.
 fn bundle_json(bundle: &MimeBundle) -> Value {
     let form = |mime: &str, data: &[u8]| {
         let is_json = mime == "application/json" || mime.ends_with("+json");
@@ -221,9 +225,10 @@ fn bundle_json(bundle: &MimeBundle) -> Value {
             return value;
         }
         let is_text = mime.starts_with("text/") || mime == "image/svg+xml" || is_json;
-        match is_text {
-            true => Value::String(String::from_utf8_lossy(data).into_owned()),
-            false => Value::String(base64(data)),
+        if is_text {
+            Value::String(String::from_utf8_lossy(data).into_owned())
+        } else {
+            Value::String(base64(data))
         }
     };
     let forms = bundle.parts.iter().map(|(mime, data)| (mime.clone(), form(mime, data)));
@@ -237,16 +242,17 @@ fn base64(data: &[u8]) -> String {
         let byte = |index: usize| u32::from(group.get(index).copied().unwrap_or(0));
         let bits = byte(0) << 16 | byte(1) << 8 | byte(2);
         for digit in 0..4 {
-            match digit <= group.len() {
-                true => text.push(DIGITS[(bits >> (18 - 6 * digit) & 63) as usize].into()),
-                false => text.push('='),
+            if digit <= group.len() {
+                text.push(DIGITS[(bits >> (18 - 6 * digit) & 63) as usize].into())
+            } else {
+                text.push('=')
             }
         }
     }
     text
 }
 
-/// Ctrl-C interrupts the code; a second one soon after, or another signal, ends the command.
+/// Interrupts the code on Ctrl-C; a second one soon after, or another signal, ends the command.
 fn interrupt_on_signal(signals: Signals, interrupter: Interrupter) {
     attach::in_background("signals", move || {
         let mut last: Option<Instant> = None;

@@ -1,6 +1,6 @@
-//! `pvmm completions`: a shell's completion script.
+//! `pvmm completions`: prints a shell's completion script.
 //!
-//! Made from the same definitions as the parser, so that it never offers what is not there.
+//! Generated from the parser's definitions, so that it always matches them.
 
 use clap::CommandFactory;
 

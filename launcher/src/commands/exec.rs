@@ -1,12 +1,13 @@
-//! `pvmm exec`: a command in a VM that is running already.
+//! `pvmm exec`: runs a command in a running VM.
 //!
-//! Any number of them may run at once; each has its own connection to the agent.
+//! Any number of commands may run at once; each has its own connection to the agent.
 
 use pvmm::exec::{ExecError, Limits};
 
 use crate::attach::{self, Names};
 use crate::cli::Exec;
 use crate::exit::{self, Outcome};
+use crate::guest_agent;
 use crate::output;
 use crate::sys::signals::Signals;
 use crate::vm_dir::Base;
@@ -18,7 +19,8 @@ pub fn exec(args: Exec) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;
     vm.require_running()?;
     let signals = Signals::hold(args.command.signals())?;
-    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
+    let agent =
+        guest_agent::connect(&vm.dir, guest_agent::PATIENCE).map_err(guest_agent::refuse)?;
     let mut request = attach::request(&args.argv, &args.command);
     if args.memory.is_some() || args.pids.is_some() || args.cpus.is_some() {
         let memory = args.memory.map(|mib| mib << 20);
@@ -36,7 +38,7 @@ pub fn exec(args: Exec) -> Outcome {
         output::line(&started.id.to_string())?;
         return Ok(0);
     }
-    // Leaving closes the connection, and the agent then ends what this client started.
+    // Exiting closes the connection, and the agent then ends what this client started.
     let abort = |code| exit::leave(Ok(code));
     let end = attach::attach(&agent, request, args.timeout, signals, abort);
     let end = end.map_err(attach::refuse)?;

@@ -1,7 +1,8 @@
-//! `pvmm fork` and `pvmm restore`: machines that go on where another one stands.
+//! `pvmm fork` and `pvmm restore`: start VMs from the state of another.
 //!
-//! A running VM stands still for a moment and hands over its memory and disks; a snapshot is read. The
-//! rest is the same for both: a process for each child, all of them sharing what none has changed.
+//! A running VM is frozen for a moment and passes on its memory and disks; a snapshot is read from
+//! disk. The rest is common to both: one monitor process per child, all sharing the pages that none
+//! has changed.
 
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use pvmm::snapshot::{Key, LoadOptions};
 
 use crate::cli::{Fork, Restore};
 use crate::control;
+use crate::control::HandedOver;
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::output;
 use crate::overrides::CopyFlags;
@@ -18,7 +20,7 @@ use crate::snapshots;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::{Base, Claim, Record, VmDirError, now};
 use crate::vmm_process::VmmProcess;
-use crate::vmm_process::copy::{self, HandedOver, Order};
+use crate::vmm_process::copy::{self, Order};
 use crate::warm;
 
 /// How long a child may take until its agent has answered.
@@ -34,7 +36,7 @@ pub fn fork(args: Fork) -> Outcome {
                 Record { template: format!("fork of {}", vm.label()), ..vm.record.clone() };
             (control::hand_over(&vm)?, record)
         }
-        // Not a VM, so perhaps a template that is warm.
+        // Not a VM, so it may be a warm template.
         Err(VmDirError::Unknown(name)) => match warm::find_named(&name)? {
             Some(warm) => {
                 let record = Record { template: name, kernel: warm.kernel, ..Record::default() };
@@ -53,7 +55,7 @@ pub fn restore(args: Restore) -> Outcome {
     let dir = snapshots::place(&args.snapshot)?;
     scratch::place(false)?;
     let key = args.key.as_deref().map(Key::read).transpose().map_err(|e| refuse(e.into()))?;
-    // What a holder of the key wrote may name what it likes.
+    // A snapshot written by a holder of the key is trusted to name any file.
     let roots = match &key {
         Some(_) => None,
         None => Some(snapshots::roots(args.allow)),
@@ -62,7 +64,7 @@ pub fn restore(args: Restore) -> Outcome {
     let template = Template::load(&dir, options).map_err(refuse)?;
     let record = Record { template: args.snapshot.clone(), ..Record::default() };
     let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
-    // Several machines cannot have one tap.
+    // Several VMs cannot share one tap.
     let makes_taps = names.len() > 1;
     Copies { machine, like, flags: &args.copy, makes_taps }.start(&base, names)
 }
@@ -71,7 +73,7 @@ fn sized(record: Record, template: &Template) -> Record {
     Record { cpus: template.vcpus() as u32, memory_mib: template.memory_mib(), ..record }
 }
 
-/// What copies are made of.
+/// The template, flags and record that children are made from.
 struct Copies<'a> {
     machine: HandedOver,
     like: Record,
@@ -80,11 +82,11 @@ struct Copies<'a> {
 }
 
 impl Copies<'_> {
-    /// Starts a copy for each name, all at once, and prints their ids as they answer.
+    /// Starts a child for each name, all at once, and prints their ids as their agents answer.
     fn start(&self, base: &Base, names: Vec<Option<String>>) -> Outcome {
         let signals = Signals::hold(&FORWARDED)?;
         let several = names.len() > 1;
-        // Refused before anything is made.
+        // Invalid flags are refused before anything is created.
         self.flags.of_copy(several.then_some(1), self.makes_taps)?;
         let mut children = Vec::with_capacity(names.len());
         for (number, name) in (1..).zip(names) {
@@ -129,7 +131,7 @@ impl Copies<'_> {
     }
 }
 
-/// A name for each child: the given one, with a number behind it if there are several.
+/// Returns a name for each child: the given one, numbered if there are several children.
 fn names(base: &Base, name: Option<&str>, count: u32) -> Result<Vec<Option<String>>, Failure> {
     let each = |number: u32| match (name, count) {
         (None, _) => None,
@@ -143,7 +145,7 @@ fn names(base: &Base, name: Option<&str>, count: u32) -> Result<Vec<Option<Strin
     Ok(names)
 }
 
-/// A child that ends when it is dropped, unless it is kept.
+/// A child VM that is ended on drop, unless kept.
 struct Child {
     process: VmmProcess,
     claim: Claim,
@@ -165,7 +167,7 @@ impl Drop for Child {
     }
 }
 
-/// Whose fault it is that a snapshot cannot be used.
+/// Maps an error of loading a snapshot: exit code 2 where the snapshot or the request is at fault.
 pub fn refuse(error: pvmm::Error) -> Failure {
     use pvmm::ErrorKind::{HostUnsupported, InvalidConfig, SnapshotCorrupt, SnapshotIncompatible};
     let failure = Failure::fault(error.to_string());

@@ -1,21 +1,21 @@
-//! `pvmm kill` and `pvmm rm`: ending VMs, and removing what is left of them.
+//! `pvmm kill` and `pvmm rm`: end VMs, and remove what is left of them.
 //!
-//! Both look at the lock, not at a process number from a file, to know whether a VM is alive.
+//! Whether a VM is alive is decided by its lock, not by a process id from a file.
 
 use std::io;
 use std::time::Duration;
 
 use crate::args;
-use crate::attach;
 use crate::cli::{Kill, KillSignal, Rm};
 use crate::exit::{Failure, Outcome};
+use crate::guest_agent;
 use crate::output;
 use crate::sys::process::Other;
-use crate::vm_dir::{Base, Entry};
+use crate::vm_dir::{Base, VmEntry};
 
-/// Longer than the VMM process gives its guest to shut down.
+/// How long a VM may take to end; longer than the monitor process gives its guest to shut down.
 const TERM_PATIENCE: Duration = Duration::from_secs(15);
-/// A killed process is gone at once, unless the kernel is stuck.
+/// How long a killed process may take to end; only a stuck kernel needs more.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
 
 pub fn kill(args: Kill) -> Outcome {
@@ -47,12 +47,12 @@ pub fn rm(args: Rm) -> Outcome {
     })
 }
 
-/// Ends a command that `pvmm exec -d` started, with all that it started.
+/// Ends a command that `pvmm exec -d` started, with all its child processes.
 fn end_command(name: &str, signal: KillSignal) -> Result<(), Failure> {
     let name = args::process(name).map_err(|why| Failure::usage(format!("'{name}': {why}")))?;
     let vm = Base::open()?.find(&name.vm)?;
     vm.require_running()?;
-    let agent = attach::connect(&vm.dir, KILL_PATIENCE).map_err(attach::refuse_agent)?;
+    let agent = guest_agent::connect(&vm.dir, KILL_PATIENCE).map_err(guest_agent::refuse)?;
     let signal = match signal {
         KillSignal::Term => libc::SIGTERM,
         KillSignal::Kill => libc::SIGKILL,
@@ -62,8 +62,8 @@ fn end_command(name: &str, signal: KillSignal) -> Result<(), Failure> {
         .map_err(|error| super::attach::refuse(error, &name.vm))
 }
 
-/// Goes through all of them even if one fails, and prints each that is gone.
-fn for_each(names: &[String], each: impl Fn(&Base, &Entry) -> Result<(), Failure>) -> Outcome {
+/// Applies `each` to every VM even if one fails, and prints the names of those that succeeded.
+fn for_each(names: &[String], each: impl Fn(&Base, &VmEntry) -> Result<(), Failure>) -> Outcome {
     let base = Base::open()?;
     let mut failed = None;
     for name in names {
@@ -83,8 +83,8 @@ fn for_each(names: &[String], each: impl Fn(&Base, &Entry) -> Result<(), Failure
     }
 }
 
-/// Ends the VMM process, gently first unless told otherwise.
-fn end(vm: &Entry, at_once: bool) -> Result<(), Failure> {
+/// Ends the monitor process: with SIGTERM first, unless `at_once`.
+fn end(vm: &VmEntry, at_once: bool) -> Result<(), Failure> {
     let unreachable = |error: io::Error| {
         Failure::fault(format!("cannot signal the process of '{}': {error}", vm.label()))
     };
@@ -95,7 +95,8 @@ fn end(vm: &Entry, at_once: bool) -> Result<(), Failure> {
         Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return wait(vm, KILL_PATIENCE),
         process => process.map_err(unreachable)?,
     };
-    // Asked after opening: while the lock is held the number means the process we think.
+    // Checked after opening the process: while the lock is held, its id belongs to the monitor
+    // process.
     if !vm.dir.is_alive() {
         return Ok(());
     }
@@ -113,9 +114,10 @@ fn end(vm: &Entry, at_once: bool) -> Result<(), Failure> {
     wait(vm, KILL_PATIENCE)
 }
 
-fn wait(vm: &Entry, patience: Duration) -> Result<(), Failure> {
-    match vm.dir.wait_for_end(patience)? {
-        true => Ok(()),
-        false => Err(Failure::fault(format!("'{}' was killed but does not end", vm.label()))),
+fn wait(vm: &VmEntry, patience: Duration) -> Result<(), Failure> {
+    if vm.dir.wait_for_end(patience)? {
+        Ok(())
+    } else {
+        Err(Failure::fault(format!("'{}' was killed but does not end", vm.label())))
     }
 }

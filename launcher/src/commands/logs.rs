@@ -1,6 +1,7 @@
-//! `pvmm logs`: what a VM's main command printed, or what its console showed.
+//! `pvmm logs`: prints the output of a VM's main command, or of its console.
 //!
-//! A command's two outputs come out of the same two here, in the order in which they were written.
+//! The command's standard output and standard error go to this process's own, in their original
+//! order.
 
 use std::io::{self, Read, Write};
 use std::time::Duration;
@@ -10,13 +11,13 @@ use crate::exit::{Failure, Outcome};
 use crate::log_file::{LogReader, Pieces, Stream};
 use crate::vm_dir::Base;
 
-/// How often `-f` looks for more.
+/// The interval at which `-f` checks for more output.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 pub fn logs(args: Logs) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;
     let console = args.console || vm.record.command.is_empty();
-    // Only a detached VM keeps its command's output; that of a foreground run is on its terminal.
+    // Only a detached VM keeps its command's output; a foreground run's output is on its terminal.
     if !console && vm.record.ephemeral {
         let message = format!("'{}' runs in the foreground, its output is there", vm.label());
         let hint = format!("for its console: pvmm logs --console {}", vm.label());
@@ -27,7 +28,7 @@ pub fn logs(args: Logs) -> Outcome {
         .map_err(|error| Failure::fault(format!("cannot read {}: {error}", path.display())))?;
     let mut printer = if console { Printer::Plain } else { Printer::Pieces(Pieces::default()) };
     loop {
-        // Asked before reading: what was written before the end is still printed.
+        // Checked before reading, so that everything written before the end is printed.
         let ended = !vm.dir.is_alive();
         print_all(&mut reader, &mut printer)?;
         if ended || !args.follow {

@@ -1,6 +1,6 @@
-//! `pvmm man`: the manual, one page on standard output or all of them in a folder.
+//! `pvmm man`: prints one manual page, or writes all pages into a folder.
 //!
-//! Made from the same definitions as the parser, so that it never describes what is not there.
+//! Generated from the parser's definitions, so that it always matches them.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use crate::exit::{Failure, Outcome};
 
 pub fn man(args: Man) -> Outcome {
     let mut command = Cli::command();
-    // Gives every verb its full name, `pvmm run`, on its own page.
+    // Gives every subcommand its full name, such as `pvmm run`, on its own page.
     command.build();
     match args.dir {
         None => crate::output::raw(&page(command)?)?,

@@ -1,8 +1,9 @@
-//! `pvmm migrate-templates`: baked templates that another VMM has made are marked as not baked.
+//! `pvmm migrate-templates`: marks baked templates of another VMM as not baked.
 //!
-//! A PandaStack agent believes in a template's `ready` file and never looks whose snapshot it is: with another
-//! VMM below, every restore of it fails and every create boots from cold. Without that file it bakes again. Only
-//! the marker and the files of the snapshot itself are removed, the marker first.
+//! A PandaStack agent trusts a template's `ready` file and never checks which VMM wrote its
+//! snapshot: under another VMM, every restore fails and every create boots cold. Without that file
+//! the agent bakes the template again. Only the marker and the files of the snapshot itself are
+//! removed, the marker first.
 
 use std::fs;
 use std::io;
@@ -15,11 +16,11 @@ use crate::cli::MigrateTemplates;
 use crate::exit::{Failure, Outcome};
 use crate::output::{self, Table};
 
-/// Where the agent keeps them, below its data folder.
+/// The folder of templates in the agent's data folder.
 const FOLDER: &str = "template-snaps";
 const READY: &str = "ready";
 const STATE: &str = "vm.state";
-/// What belongs to the snapshot, marker first: whoever is stopped in between has cleared it all the same.
+/// The files of a snapshot, marker first: a run that is stopped in between has still cleared it.
 const STALE: [&str; 6] = [READY, STATE, "vm.mem", "vm.mem.header", "vm.mem.prefetch", "vm.mem.gcs"];
 
 pub fn migrate_templates(args: MigrateTemplates) -> Outcome {
@@ -29,15 +30,14 @@ pub fn migrate_templates(args: MigrateTemplates) -> Outcome {
         rows.push(migrate(&template, args.dry_run));
     }
     rows.sort_by(|one, other| one.template.cmp(&other.template));
-    match args.json {
-        true => output::json(&rows)?,
-        false => {
-            let mut table = Table::new(&["TEMPLATE", "SNAPSHOT", "DONE"]);
-            for row in &rows {
-                table.row(vec![row.template.clone(), row.snapshot.to_owned(), row.said()]);
-            }
-            table.print()?;
+    if args.json {
+        output::json(&rows)?
+    } else {
+        let mut table = Table::new(&["TEMPLATE", "SNAPSHOT", "DONE"]);
+        for row in &rows {
+            table.row(vec![row.template.clone(), row.snapshot.to_owned(), row.said()]);
         }
+        table.print()?;
     }
     match rows.iter().find_map(|row| row.error.as_ref().map(|error| (row, error))) {
         None => Ok(0),
@@ -45,13 +45,13 @@ pub fn migrate_templates(args: MigrateTemplates) -> Outcome {
     }
 }
 
-/// What became of one template.
+/// The result for one template, and a row of the output.
 #[derive(Serialize)]
 struct Row {
     template: String,
-    /// Whose snapshot it had.
+    /// Which VMM wrote the snapshot.
     snapshot: &'static str,
-    /// Names of files that were removed, or would have been.
+    /// Files that were removed, or would have been in a dry run.
     removed: Vec<&'static str>,
     dry_run: bool,
     error: Option<String>,
@@ -68,7 +68,7 @@ impl Row {
     }
 }
 
-/// The folder of templates: the one given, or the one in it.
+/// Returns the folder of templates: `dir` itself, or the one inside it.
 fn find(dir: &Path) -> Result<PathBuf, Failure> {
     let is_folder = |path: &Path| path.symlink_metadata().is_ok_and(|facts| facts.is_dir());
     let inner = dir.join(FOLDER);
@@ -90,7 +90,7 @@ fn templates(folder: &Path) -> Result<Vec<PathBuf>, Failure> {
     let mut templates = Vec::new();
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
-        // A link would lead to somebody else's files.
+        // Symbolic links are skipped: they could lead to other files.
         if entry.file_type().map_err(failed)?.is_dir() {
             templates.push(entry.path());
         }
@@ -105,16 +105,13 @@ fn migrate(template: &Path, dry_run: bool) -> Row {
         StateFile::Pvmm => ("pvmm", false),
         StateFile::Firecracker => ("Firecracker", true),
         StateFile::Unknown => ("of an unknown VMM", true),
-        // Ready for what is not there.
+        // The marker alone is stale: its snapshot is missing.
         StateFile::Missing => ("none", there(READY)),
     };
     let mut row = Row { template: name, snapshot, removed: Vec::new(), dry_run, error: None };
     for file in STALE.into_iter().filter(|file| stale && there(file)) {
-        // A folder of that name is nothing that the agent made; it stays.
-        let removed = match dry_run {
-            true => Ok(()),
-            false => fs::remove_file(template.join(file)),
-        };
+        // Removing a folder of that name fails; the agent makes no such folder.
+        let removed = if dry_run { Ok(()) } else { fs::remove_file(template.join(file)) };
         match removed {
             Ok(()) => row.removed.push(file),
             Err(error) => {
@@ -176,7 +173,7 @@ mod tests {
         assert_eq!(names(&ours), ["build-vm", "ready", "vm.state"]);
         assert_eq!(names(&empty), ["build-vm"]);
         assert_eq!(names(&baking), ["build-vm", "clone.ext4"]);
-        // Once more is nothing.
+        // A second run finds nothing to do.
         let row = migrate(&foreign, false);
         assert_eq!((row.snapshot, row.said().as_str()), ("none", "left as it is"));
     }
@@ -188,7 +185,7 @@ mod tests {
         let args = MigrateTemplates { dir: dir.path().to_owned(), dry_run: false, json: false };
         assert!(migrate_templates(args).is_err());
         assert!(dir.path().join("ready").exists());
-        // The folder itself may be named as well.
+        // The template folder itself may be named too.
         put(dir.path(), "t", &[("ready", b"")]);
         let inner = dir.path().join(FOLDER);
         assert_eq!(find(&inner).unwrap(), fs::canonicalize(&inner).unwrap());

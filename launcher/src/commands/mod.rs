@@ -1,7 +1,7 @@
-//! One file per verb.
+//! The commands of `pvmm`, one file each.
 //!
-//! A verb takes its parsed arguments and returns the exit code or a failure; nothing else knows what
-//! was typed.
+//! A command gets its parsed arguments and returns the exit code or a failure; nothing else depends
+//! on the command line.
 
 mod attach;
 pub mod balloon;
@@ -29,7 +29,7 @@ use crate::cli::{Cli, Verb};
 use crate::exit::Outcome;
 use crate::firecracker::{self, Program};
 
-/// Runs the verb.
+/// Runs the command of `cli`.
 pub fn dispatch(cli: Cli) -> Outcome {
     match cli.verb {
         Verb::Run(args) => run::run(*args, cli.quiet),
@@ -55,7 +55,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Balloon(args) => balloon::balloon(args),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
-        // Usually met in `main` already: its own way to end is part of what it stands in for.
+        // Usually handled in `main` already, because its exit codes are Firecracker's.
         Verb::Firecracker(args) => Ok(firecracker::run(Program::Firecracker, args.words)),
         Verb::SnapshotEditor(args) => Ok(firecracker::run(Program::SnapshotEditor, args.words)),
         Verb::MigrateTemplates(args) => migrate_templates::migrate_templates(args),

@@ -1,6 +1,7 @@
-//! `pvmm port`: ports of this host that lead into a running VM, for as long as the command runs.
+//! `pvmm port`: forwards ports of the host into a running VM, for as long as the command runs.
 //!
-//! The way is the VM's vsock and its agent, so that a guest without any network can still be served from.
+//! Connections go through the VM's vsock device and its agent, so that a guest without a network
+//! can be reached too.
 
 use std::os::fd::AsFd;
 

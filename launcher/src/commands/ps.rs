@@ -1,13 +1,13 @@
-//! `pvmm ps`: every VM of this user, alive or not.
+//! `pvmm ps`: lists all VMs of this user, alive or not.
 //!
-//! Reads the VMs' directories only; no machine is asked, so a stuck one cannot hold the list up.
+//! Reads only the VMs' directories; no VM is queried, so a stuck one cannot block the list.
 
 use serde::Serialize;
 
 use crate::cli::Ps;
 use crate::exit::Outcome;
 use crate::output::{self, Table};
-use crate::vm_dir::{Base, Entry, State, now};
+use crate::vm_dir::{Base, VmEntry, VmStatus, now};
 
 pub fn ps(args: Ps, quiet: bool) -> Outcome {
     if let Some(vm) = &args.vm {
@@ -26,7 +26,7 @@ pub fn ps(args: Ps, quiet: bool) -> Outcome {
     Ok(0)
 }
 
-fn table(entries: &[Entry]) -> Table {
+fn table(entries: &[VmEntry]) -> Table {
     let heading = ["ID", "NAME", "STATE", "AGE", "TEMPLATE", "CPUS", "MEMORY", "PORTS", "COMMAND"];
     let mut table = Table::new(&heading);
     for vm in entries {
@@ -53,9 +53,9 @@ fn ports(ports: &[String]) -> String {
     }
 }
 
-fn state(state: &State) -> String {
+fn state(state: &VmStatus) -> String {
     match state {
-        State::Exited(ending) => match ending.exit_code {
+        VmStatus::Exited(ending) => match ending.exit_code {
             Some(code) => format!("exited ({code})"),
             None => "exited".to_owned(),
         },
@@ -72,7 +72,7 @@ pub(super) fn shortened(command: &str) -> String {
     }
 }
 
-/// A VM for scripts.
+/// A VM in the `--json` output.
 #[derive(Serialize)]
 struct Row<'a> {
     id: &'a str,
@@ -94,9 +94,9 @@ struct Row<'a> {
 }
 
 impl<'a> Row<'a> {
-    fn of(vm: &'a Entry) -> Self {
+    fn of(vm: &'a VmEntry) -> Self {
         let (record, ending) = match &vm.state {
-            State::Exited(ending) => (&vm.record, Some(ending)),
+            VmStatus::Exited(ending) => (&vm.record, Some(ending)),
             _ => (&vm.record, None),
         };
         Self {

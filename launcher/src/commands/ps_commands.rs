@@ -1,6 +1,6 @@
-//! `pvmm ps VM`: the commands that `pvmm exec -d` started in a VM.
+//! `pvmm ps VM`: lists the commands that `pvmm exec -d` started in a VM.
 //!
-//! Unlike the list of VMs this asks the guest, so it is apart from it and has a deadline.
+//! Separate from the list of VMs, because it queries the guest and so has a deadline.
 
 use pvmm::exec::{ExecStatus, Listed};
 use serde::Serialize;
@@ -8,13 +8,15 @@ use serde::Serialize;
 use super::ps::shortened;
 use crate::attach;
 use crate::exit::Outcome;
+use crate::guest_agent;
 use crate::output::{self, Table};
 use crate::vm_dir::Base;
 
 pub fn ps(vm: &str, json: bool, quiet: bool) -> Outcome {
     let vm = Base::open()?.find(vm)?;
     vm.require_running()?;
-    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
+    let agent =
+        guest_agent::connect(&vm.dir, guest_agent::PATIENCE).map_err(guest_agent::refuse)?;
     let listed = agent.processes().map_err(attach::refuse)?;
     match (json, quiet) {
         (true, _) => output::json(&listed.iter().map(Row::of).collect::<Vec<_>>())?,
@@ -51,7 +53,7 @@ fn state(process: &Listed) -> String {
     }
 }
 
-/// A detached command for scripts.
+/// A detached command in the `--json` output.
 #[derive(Serialize)]
 struct Row<'a> {
     id: u64,
@@ -62,7 +64,7 @@ struct Row<'a> {
     age_s: f64,
     tty: bool,
     attached: u32,
-    /// Bytes written, and the offset of the oldest that is kept.
+    /// Bytes written, and the offset of the oldest byte that is kept.
     stdout: [u64; 2],
     stderr: [u64; 2],
     command: &'a str,

@@ -1,28 +1,28 @@
-//! `pvmm checkpoint`, `rollback`, `pause` and `resume`: a running VM's own time.
+//! `pvmm checkpoint`, `rollback`, `pause` and `resume` of a running VM.
 
 use crate::cli::OneVm;
-use crate::control::{self, Request};
+use crate::control::{self, ControlRequest};
 use crate::exit::Outcome;
 use crate::output;
 use crate::vm_dir::Base;
 
 pub fn checkpoint(args: OneVm) -> Outcome {
-    ask(&args, Request::Checkpoint)
+    ask(&args, ControlRequest::Checkpoint)
 }
 
 pub fn rollback(args: OneVm) -> Outcome {
-    ask(&args, Request::Rollback)
+    ask(&args, ControlRequest::Rollback)
 }
 
 pub fn pause(args: OneVm) -> Outcome {
-    ask(&args, Request::Pause)
+    ask(&args, ControlRequest::Pause)
 }
 
 pub fn resume(args: OneVm) -> Outcome {
-    ask(&args, Request::Resume)
+    ask(&args, ControlRequest::Resume)
 }
 
-fn ask(args: &OneVm, request: Request) -> Outcome {
+fn ask(args: &OneVm, request: ControlRequest) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;
     control::ask(&vm, request)?;
     output::line(&args.vm)?;

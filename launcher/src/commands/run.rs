@@ -1,7 +1,8 @@
-//! `pvmm run`: a fresh VM for one command, gone afterwards, or with `-d` one that stays.
+//! `pvmm run`: starts a VM for one command and removes it afterwards, or with `-d` leaves it
+//! running.
 //!
-//! Reads top to bottom as the run goes: check, prepare, fork the VMM process, wait for the guest, run
-//! the command, end everything.
+//! The code follows the order of a run: check, prepare, fork the monitor process, wait for the
+//! guest, run the command, end everything.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -17,6 +18,7 @@ use pvmm::exec::{ExecError, ExecRequest};
 use crate::attach::{self, Names};
 use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
+use crate::guest_agent;
 use crate::machine::Extras;
 use crate::output;
 use crate::overrides::CopyParts;
@@ -33,7 +35,7 @@ const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
 const SHELL: &str = "command -v bash >/dev/null && exec bash -l; exec sh -l";
 
 pub fn run(args: Run, quiet: bool) -> Outcome {
-    // Everything that can be wrong is found before anything is made.
+    // All arguments are checked before anything is created.
     let argv = command(&args)?;
     attach::require_terminal(&args.command)?;
     let boot_patience = boot_patience()?;
@@ -48,7 +50,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
 
     scratch::place(quiet)?;
     let start = start(&args, sources, quiet)?;
-    // From here on signals are for the guest; one that came just before still counts.
+    // From here on signals are for the guest; one that came just before is still handled.
     let signals = Signals::hold(args.command.signals())?;
     prepare::or_interrupted(Ok(()))?;
 
@@ -58,9 +60,10 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let claim = base.create(record(&args, &argv, &start, &ports))?;
     let record = claim.dir().read_record().unwrap_or_default();
     let id = record.id.clone();
-    let mode = match args.detach {
-        true => Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) },
-        false => Mode::Foreground,
+    let mode = if args.detach {
+        Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) }
+    } else {
+        Mode::Foreground
     };
     let (ports, detached_ports) =
         if args.detach { (Vec::new(), ports) } else { (ports, Vec::new()) };
@@ -76,7 +79,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
-    // On failure `vm` is dropped: the process ends and the directory goes.
+    // On failure `vm` is dropped, which ends the process and removes the directory.
     vm.process.wait_ready(&signals, deadline)?;
 
     match request {
@@ -99,15 +102,16 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     }
 }
 
-/// What the machine begins with, and what it is called.
+/// The initial state of the VM, and the name of its kernel.
 struct Begin {
     with: Start,
     kernel: String,
 }
 
-/// A warm template where there is one for this very machine, otherwise kernel, root filesystem and disk.
+/// Returns a warm template if one matches this VM exactly, otherwise kernel, root filesystem and
+/// disk.
 fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
-    // What a template cannot have been baked with.
+    // A template is never baked with these.
     let special = args.kernel.is_some()
         || args.rootfs.is_some()
         || args.net.is_some()
@@ -131,7 +135,7 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
     Ok(Begin { with: Start::Boot(Box::new(parts)), kernel })
 }
 
-/// What other commands will see of the VM.
+/// Builds the record that other commands read.
 fn record(args: &Run, argv: &[OsString], start: &Begin, ports: &[BoundPort]) -> Record {
     let rootfs = args.rootfs.as_ref().map(|path| path.display().to_string());
     Record {
@@ -141,7 +145,7 @@ fn record(args: &Run, argv: &[OsString], start: &Begin, ports: &[BoundPort]) -> 
         kernel: start.kernel.clone(),
         cpus: args.cpus,
         memory_mib: args.memory,
-        // The shell that stands in for a missing command is not the user's.
+        // The shell that replaces a missing command was not given by the user.
         command: Record::command_of(if args.argv.is_empty() { &[] } else { argv }),
         ports: ports.iter().map(BoundPort::to_string).collect(),
         ephemeral: !args.detach,
@@ -149,7 +153,7 @@ fn record(args: &Run, argv: &[OsString], start: &Begin, ports: &[BoundPort]) -> 
     }
 }
 
-/// Keeps the ports of a foreground run, on a thread that ends with the process.
+/// Serves the forwarded ports of a foreground run, on a thread that ends with the process.
 fn serve_ports(dir: &VmDir, ports: Vec<BoundPort>) {
     if ports.is_empty() {
         return;
@@ -160,7 +164,7 @@ fn serve_ports(dir: &VmDir, ports: Vec<BoundPort>) {
             std::thread::sleep(time);
             false
         };
-        // Its end is that of the VM, of which the command's own thread has more to say.
+        // An error means that the VM has ended, which the main thread reports in more detail.
         let _ = ports::keep(&dir, &ports, |text| output::remark(false, text), stop);
     };
     attach::in_background("ports", keep);
@@ -195,7 +199,7 @@ fn boot_patience() -> Result<Duration, Failure> {
         .map_err(|why| Failure::usage(format!("PVMM_BOOT_TIMEOUT: {why}")))
 }
 
-/// Runs the command and takes the VM away, whichever of the two ends first.
+/// Runs the command and removes the VM, whichever of the two ends first.
 fn foreground(
     vm: RunningVm,
     request: ExecRequest,
@@ -210,14 +214,14 @@ fn foreground(
     let abort = {
         let vm = vm.clone();
         move |code| {
-            // Whoever takes it ends it; the other thread is then only waiting for the exit.
+            // The thread that takes the VM ends it; the other thread only waits for the exit.
             if let Some(vm) = take(&vm) {
                 drop(vm);
                 exit::leave(Ok(code))
             }
         }
     };
-    let attached = attach::connect(&dir, attach::PATIENCE)
+    let attached = guest_agent::connect(&dir, guest_agent::PATIENCE)
         .map_err(Into::into)
         .and_then(|agent| attach::attach(&agent, request, timeout, signals, abort));
     let Some(mut vm) = take(&vm) else {
@@ -228,13 +232,13 @@ fn foreground(
     };
     match attached {
         Ok(end) => end.outcome(names),
-        // The VMM process knows better than the broken connection what happened.
+        // The monitor process's report says more than the broken connection.
         Err(ExecError::Agent(AgentError::Lost(_))) => Err(vm.process.why_gone()),
         Err(error) => Err(attach::refuse(error)),
     }
 }
 
-/// A VM that is taken away when it is dropped: first its process, then its directory.
+/// A VM that is removed on drop, unless kept: first its process, then its directory.
 struct RunningVm {
     process: VmmProcess,
     claim: Claim,
@@ -242,7 +246,7 @@ struct RunningVm {
 }
 
 impl RunningVm {
-    /// Lets it live on without us.
+    /// Lets the VM run on after this process.
     fn keep(mut self) {
         self.kept = true;
         self.claim.keep();

@@ -1,7 +1,8 @@
-//! `pvmm snapshot` and `pvmm snapshots`: a running VM written to disk, and what is there already.
+//! `pvmm snapshot` and `pvmm snapshots`: write a running VM to disk, and manage the snapshots
+//! there.
 //!
-//! The VM stands still only while it hands over its memory; writing it is this process's work, with
-//! progress, while the VM runs on.
+//! The VM is frozen only while it passes on its memory; this process writes the snapshot, with
+//! progress, while the VM continues.
 
 use std::path::Path;
 
@@ -40,9 +41,10 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
         begun: Some(&mut begun),
     };
     let manifest = template.write(&dir, options).map_err(refuse)?;
-    match args.json {
-        true => output::json(&row(&args.name, &dir, &manifest))?,
-        false => output::line(&args.name)?,
+    if args.json {
+        output::json(&row(&args.name, &dir, &manifest))?
+    } else {
+        output::line(&args.name)?
     }
     Ok(0)
 }
@@ -53,7 +55,7 @@ pub fn snapshots(args: Snapshots) -> Outcome {
         SnapshotsVerb::Rm { names } => {
             for name in names {
                 let dir = snapshots::place(&name)?;
-                // Only what is a snapshot is removed, whatever the path says.
+                // A folder is removed only if it holds a snapshot, whatever the path.
                 Manifest::read(&dir).map_err(refuse)?;
                 std::fs::remove_dir_all(&dir).map_err(|error| {
                     Failure::fault(format!("cannot remove {}: {}", dir.display(), io_text(&error)))
@@ -69,7 +71,7 @@ pub fn snapshots(args: Snapshots) -> Outcome {
     Ok(0)
 }
 
-/// A snapshot for scripts.
+/// A snapshot in the `--json` output.
 #[derive(Serialize)]
 struct Row<'a> {
     name: &'a str,

@@ -1,30 +1,32 @@
-//! `pvmm stats`: what a VM's guest uses, by its own count.
+//! `pvmm stats`: shows the resource usage of a guest, as its agent reports it.
 
 use std::time::Duration;
 
 use pvmm::agent::Metrics;
 use serde::Serialize;
 
-use crate::attach;
 use crate::cli::Stats;
 use crate::exit::Outcome;
+use crate::guest_agent;
 use crate::output::{self, Table};
 use crate::vm_dir::Base;
 
-/// Between the two looks at the processors.
+/// The time between the two samples of the CPU counters.
 const LOOK: Duration = Duration::from_millis(500);
 
 pub fn stats(args: Stats) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;
     vm.require_running()?;
-    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
-    let before = agent.metrics().map_err(attach::refuse_agent)?;
+    let agent =
+        guest_agent::connect(&vm.dir, guest_agent::PATIENCE).map_err(guest_agent::refuse)?;
+    let before = agent.metrics().map_err(guest_agent::refuse)?;
     std::thread::sleep(LOOK);
-    let now = agent.metrics().map_err(attach::refuse_agent)?;
+    let now = agent.metrics().map_err(guest_agent::refuse)?;
     let row = Row::of(&before, &now);
-    match args.json {
-        true => output::json(&row)?,
-        false => table(&row).print()?,
+    if args.json {
+        output::json(&row)?
+    } else {
+        table(&row).print()?
     }
     Ok(0)
 }
@@ -46,12 +48,12 @@ fn table(row: &Row<'_>) -> Table {
     table
 }
 
-/// What a guest uses; sizes in bytes.
+/// Resource usage in the `--json` output; sizes in bytes.
 #[derive(Serialize)]
 struct Row<'a> {
     uptime_s: f64,
     cpus: u32,
-    /// Of all processors together.
+    /// The usage of all CPUs together.
     cpu_percent: f64,
     cpu_busy_s: f64,
     load: [f64; 3],

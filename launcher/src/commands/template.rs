@@ -1,6 +1,6 @@
 //! `pvmm template`: builds, lists, shows and removes root filesystem templates.
 //!
-//! The work is the sandbox library's; here are only its words and its progress.
+//! The `sandbox` crate does the work; this file only prints results and progress.
 
 use pvmm_sandbox::{Cache, Recipe, Template};
 use serde::Serialize;
@@ -30,10 +30,7 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
             if pvmm::kvm::host::probe().is_ok() {
                 warm::bake(&Shape::of(template.name()), quiet)?;
             }
-            match json {
-                true => output::json(&template)?,
-                false => output::line(template.name())?,
-            }
+            if json { output::json(&template)? } else { output::line(template.name())? }
         }
         TemplateVerb::Bake { name, memory, cpus, disk_size } => {
             let shape =
@@ -59,14 +56,15 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
 fn build(cache: &Cache, recipe: &Recipe, force: bool, quiet: bool) -> Result<Template, Failure> {
     signals::catch_interrupts();
     let mut steps = Steps::new(quiet);
-    let built = match force {
-        true => Template::build(cache, recipe, &mut steps),
-        false => Template::ensure(cache, recipe, &mut steps),
+    let built = if force {
+        Template::build(cache, recipe, &mut steps)
+    } else {
+        Template::ensure(cache, recipe, &mut steps)
     };
     prepare::or_interrupted(built.map_err(prepare::refuse))
 }
 
-/// A template for scripts: what `inspect` shows, without the packages.
+/// A template in the `--json` output: what `inspect` shows, without the packages.
 #[derive(Serialize)]
 struct Row<'a> {
     name: &'a str,

@@ -1,4 +1,4 @@
-//! `pvmm watch`: what happens in a folder of a VM, a line each, as it happens.
+//! `pvmm watch`: prints changes in a folder of a VM as they happen, one per line.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -8,11 +8,12 @@ use serde_json::json;
 
 use crate::cli::Watch;
 use crate::exit::{self, Failure, Outcome};
+use crate::guest_agent;
+use crate::output;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::Base;
-use crate::{attach, output};
 
-/// Between two looks for a signal.
+/// The interval between checks for a signal.
 const LOOK: Duration = Duration::from_millis(200);
 
 pub fn watch(args: Watch) -> Outcome {
@@ -21,13 +22,14 @@ pub fn watch(args: Watch) -> Outcome {
     let vm = Base::open()?.find(&vm)?;
     vm.require_running()?;
     let signals = Signals::hold(&FORWARDED)?;
-    let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
+    let agent =
+        guest_agent::connect(&vm.dir, guest_agent::PATIENCE).map_err(guest_agent::refuse)?;
     let mut watch = agent.watch(&path, args.recursive).map_err(|error| match error.errno() {
         Some(errno) => {
             let why = exit::errno_text(errno);
             Failure::usage(format!("cannot watch {} in the VM: {why}", path.display()))
         }
-        None => attach::refuse_agent(error),
+        None => guest_agent::refuse(error),
     })?;
     loop {
         if signals.is_pending() {
@@ -42,12 +44,12 @@ pub fn watch(args: Watch) -> Outcome {
                 }
             }
             Err(AgentError::WatchEnded) => return Ok(0),
-            Err(error) => return Err(attach::refuse_agent(error)),
+            Err(error) => return Err(guest_agent::refuse(error)),
         }
     }
 }
 
-/// The name is the guest's choice and is escaped, so that a line stays a line.
+/// Formats an event as one line. File names come from the guest and are escaped.
 fn line(event: &WatchEvent, as_json: bool) -> String {
     let change = match event.change {
         Change::Created => "created",
@@ -72,7 +74,7 @@ fn line(event: &WatchEvent, as_json: bool) -> String {
     format!("{change:10} {path}{slash}").trim_end().to_owned()
 }
 
-/// Text as it is, everything that could move a cursor escaped.
+/// Escapes control characters, which could move the cursor.
 fn shown(c: char) -> impl Iterator<Item = char> {
     let escaped = if c.is_control() { Some(c.escape_default()) } else { None };
     let plain = if escaped.is_none() { Some(c) } else { None };

@@ -1,13 +1,13 @@
-//! Firecracker's command line: the same flags, the same codes when something is wrong with them.
+//! Firecracker's command line: its flags, and its exit codes for invalid arguments.
 //!
-//! Read by hand, for its rules are not those of our other verbs: long names only, a value is the next word,
-//! nothing may come twice.
+//! Parsed by hand, because the rules differ from those of the other `pvmm` commands: long names
+//! only, a value is the next argument, no flag may be given twice.
 
 use std::path::PathBuf;
 
 use super::bodies::Level;
 
-/// What a supervisor matches on when the process ends.
+/// Exit codes of the process, which supervisors match on.
 pub mod code {
     pub const OK: u8 = 0;
     pub const GENERIC: u8 = 1;
@@ -22,16 +22,17 @@ pub mod code {
     pub const SIGILL: u8 = 157;
 }
 
-/// The version that clients are told. It names the release whose contract is kept, for those who look for
-/// it, and is no version of Firecracker's own, for those who compare.
+/// The version that clients see. It contains the Firecracker release whose API is implemented, for
+/// clients that search for it, and differs from every Firecracker version, for clients that
+/// compare.
 pub const VERSION: &str = concat!("1.16.0-pvmm-", env!("CARGO_PKG_VERSION"));
 
 const DEFAULT_SOCKET: &str = "/run/firecracker.socket";
 const DEFAULT_ID: &str = "anonymous-instance";
-/// The most of a request's body, unless told otherwise.
+/// The largest request body in bytes, unless `--http-api-max-payload-size` sets another.
 pub const BODY_MAX: usize = 51200;
 
-/// What was asked for on the command line.
+/// The operation that a command line asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
     Run(Box<Args>),
@@ -56,7 +57,8 @@ pub struct Args {
     pub metrics_path: Option<PathBuf>,
     /// Log how long the guest takes until it says that it has booted.
     pub boot_timer: bool,
-    /// Where drives must be that a state file names and no request of this process does.
+    /// The folder in which drives must be that only a state file names, not a request to this
+    /// process.
     pub drive_root: Option<PathBuf>,
     pub start_time_us: Option<u64>,
     pub start_time_cpu_us: Option<u64>,
@@ -90,7 +92,7 @@ impl Default for Args {
     }
 }
 
-/// Why a command line is refused, and the code for that.
+/// Why a command line is refused, and the exit code for it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wrong {
     pub code: u8,
@@ -146,9 +148,10 @@ const FLAGS: &[Flag] = &[
 pub fn help() -> String {
     let mut text = format!("Firecracker v{VERSION}\n\nOptions:\n");
     for flag in FLAGS {
-        let name = match flag.takes_value {
-            true => format!("--{} <{}>", flag.name, flag.name),
-            false => format!("--{}", flag.name),
+        let name = if flag.takes_value {
+            format!("--{} <{}>", flag.name, flag.name)
+        } else {
+            format!("--{}", flag.name)
         };
         text.push_str(&format!("  {name:<56} {}\n", flag.help));
     }
@@ -156,7 +159,7 @@ pub fn help() -> String {
     text
 }
 
-/// Reads the words after the program's name.
+/// Parses the arguments after the program's name.
 pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Command, Wrong> {
     let given = collect(words)?;
     let has = |name: &str| given.iter().any(|(flag, _)| *flag == name);
@@ -210,7 +213,7 @@ pub fn parse(words: impl IntoIterator<Item = String>) -> Result<Command, Wrong> 
         start_time_cpu_us: number("start-time-cpu-us")?,
         parent_cpu_time_us: number("parent-cpu-time-us")?,
         body_max,
-        // The most that a card tells its guest.
+        // A network device's metadata service serves at most 1 MiB.
         mmds_max: size("mmds-size-limit")?.unwrap_or(body_max).min(1 << 20),
     })))
 }
@@ -221,7 +224,7 @@ fn collect(words: impl IntoIterator<Item = String>) -> Result<Given, Wrong> {
     let mut given: Given = Vec::new();
     let mut words = words.into_iter();
     while let Some(word) = words.next() {
-        // What follows is somebody else's.
+        // The rest is not for this program.
         if word == "--" {
             break;
         }
@@ -335,7 +338,7 @@ mod tests {
     #[test]
     fn i9_id_of_odd_characters_or_length_is_refused() {
         let long = format!("--id {}", "a".repeat(65));
-        // Letters of any script are letters here, as they are to Firecracker: an id becomes no path.
+        // Letters of any script are allowed, as in Firecracker: an id becomes no path.
         for line in ["--id a_b", "--id a.b", "--id ../x", "--id a/b", &long] {
             assert_eq!(refused(line), code::GENERIC, "{line}");
         }
@@ -346,7 +349,7 @@ mod tests {
     fn version_names_the_release_that_is_looked_for_and_is_not_it() {
         assert!(VERSION.contains("1.16.0") && VERSION != "1.16.0");
         assert!(help().lines().all(|line| line.len() < 140));
-        // No promise of what is not there.
+        // The help text must not claim seccomp filters that do not exist.
         let filters = help().lines().filter(|line| line.contains("filter")).count();
         assert_eq!(filters, help().matches("there are no system call filters yet").count());
     }

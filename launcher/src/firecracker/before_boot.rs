@@ -1,7 +1,7 @@
-//! The machine while it is being described: what may be asked of a process that has none yet.
+//! The configuration of a VM that has not booted, built by requests.
 //!
-//! Each part is checked when it comes, so that the client that sent it hears of it. Whatever describes a
-//! machine to boot rules out that a snapshot is loaded instead.
+//! Each part is validated when it arrives, so that the client that sent it gets the error. Any
+//! request that configures a VM to boot rules out loading a snapshot instead.
 
 use std::fs;
 use std::net::Ipv4Addr;
@@ -23,7 +23,7 @@ use super::bodies::{
 use super::http::Refusal;
 use super::logger;
 
-/// What a kernel is told when its client says nothing.
+/// The kernel command line if the client sets none; Firecracker's default.
 const DEFAULT_BOOT_ARGS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux i8042.nomux \
                                  i8042.dumbkbd swiotlb=noforce";
 
@@ -32,7 +32,7 @@ pub struct BeforeBoot {
     pub config: Config,
     pub serial: Serial,
     has_kernel: bool,
-    /// Something of a machine to boot was said.
+    /// A request has configured a part of a VM to boot.
     described: bool,
 }
 
@@ -89,7 +89,7 @@ impl BeforeBoot {
         }
         check_drive(&drive)?;
         let is_root = drive.is_root_device;
-        // As it is, for who asks later.
+        // Stored with the defaults filled in, as `GET /vm/config` returns it.
         let drive = Drive {
             is_read_only: Some(drive.read_only()),
             io_engine: Some(drive.io_engine.unwrap_or_default()),
@@ -99,7 +99,7 @@ impl BeforeBoot {
             Some(place) => self.config.drives[place] = drive,
             None => self.config.drives.push(drive),
         }
-        // The guest's first disk is its root.
+        // The root drive is the guest's first disk.
         if is_root {
             let place = place.unwrap_or(self.config.drives.len() - 1);
             self.config.drives[..=place].rotate_right(1);
@@ -191,7 +191,7 @@ impl BeforeBoot {
         Ok(())
     }
 
-    /// The machine that was described.
+    /// Builds the `VmConfig` of the configured VM. Fails without a kernel.
     pub fn machine(&self) -> Result<VmConfig, Refusal> {
         if !self.has_kernel {
             let what = "Start microvm error: Cannot start microvm without kernel configuration.";
@@ -203,7 +203,7 @@ impl BeforeBoot {
         machine.cmdline = command_line(config);
         machine.memory_mib = config.machine_config.mem_size_mib;
         machine.vcpus = config.machine_config.vcpu_count.into();
-        // One alone has no sibling, whatever is asked for.
+        // A single vCPU has no sibling thread, whatever the request says.
         machine.smt = config.machine_config.smt && machine.vcpus > 1;
         machine.drives = config
             .drives
@@ -225,7 +225,7 @@ impl BeforeBoot {
         machine.keyboard = true;
         machine.console = console(&self.serial)?;
         machine.console_limit = console_limit(&self.serial);
-        // Who uses this door may have an agent of another kind, on a port of its own choice.
+        // A client of this API may use another agent, on a port of its own choice.
         machine.awaits_agent = false;
         Ok(machine)
     }
@@ -267,7 +267,7 @@ fn check_drive(drive: &Drive) -> Result<(), Refusal> {
         .map_err(|error| Refusal::bad(format!("Drive config: rate_limiter: {error}")))
 }
 
-/// Refuses what no drive can be, when the client names it.
+/// Refuses a path that cannot back a drive, while the client that names it can still be answered.
 pub fn check_image(path: &str, read_only: bool) -> Result<(), Refusal> {
     let refuse = |why: String| Refusal::bad(format!("Drive config: path_on_host {path:?}: {why}"));
     let access = if read_only { open::Access::Read } else { open::Access::ReadWrite };
@@ -284,7 +284,7 @@ pub fn check_vsock_path(path: &str) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The command line that the machine gets: its own words, then what follows from its devices.
+/// Builds the kernel command line: the client's arguments, then those that the drives require.
 fn command_line(config: &Config) -> String {
     let given = config.boot_source.boot_args.as_deref().unwrap_or(DEFAULT_BOOT_ARGS);
     let mut line = given.trim().to_owned();
@@ -299,7 +299,7 @@ fn command_line(config: &Config) -> String {
     line.trim_start().to_owned()
 }
 
-/// A drive of the machine. `source` says when its image is opened.
+/// Builds the device configuration of a drive. `source` decides when its image is opened.
 pub fn drive_config(
     drive: &Drive,
     source: impl FnOnce(PathBuf) -> DriveSource,
@@ -308,7 +308,7 @@ pub fn drive_config(
     let mut made = pvmm::Drive::writable(path.clone());
     made.source = source(path);
     made.read_only = drive.read_only();
-    // What fits into a serial number.
+    // A serial number is at most 20 ASCII characters (virtio 1.2, section 5.2.6).
     made.id = drive.drive_id.chars().filter(char::is_ascii).take(20).collect();
     made.cache = match drive.cache_type {
         CacheType::Unsafe => CacheMode::Unsafe,
@@ -322,12 +322,12 @@ pub fn drive_config(
     Ok(made)
 }
 
-/// What a path leads to: clients of this door name images by links, such as those in /dev/mapper.
+/// Resolves symbolic links: clients of this API name images by links, such as those in /dev/mapper.
 pub fn resolved(path: &str) -> PathBuf {
     fs::canonicalize(path).unwrap_or_else(|_| Path::new(path).to_owned())
 }
 
-/// A card of the machine, with the metadata service if it is one of those that have it.
+/// Builds the configuration of a network device, with the metadata service if it is enabled there.
 fn card(config: &Config, net: &NetworkInterface) -> Result<Net, Refusal> {
     let here = |mmds: &&MmdsConfig| mmds.network_interfaces.contains(&net.iface_id);
     let mmds = config.mmds_config.as_ref().filter(here).map(|mmds| pvmm::MmdsConfig {
@@ -341,7 +341,7 @@ fn card(config: &Config, net: &NetworkInterface) -> Result<Net, Refusal> {
     Ok(Net { mmds, ..net_config(net)? })
 }
 
-/// A network card of the machine.
+/// Builds the configuration of a network device, without a metadata service.
 pub fn net_config(net: &NetworkInterface) -> Result<Net, Refusal> {
     let refuse = |why: String| Refusal::bad(format!("Network config: {}: {why}", net.iface_id));
     let mac = match &net.guest_mac {
@@ -366,7 +366,7 @@ pub fn net_config(net: &NetworkInterface) -> Result<Net, Refusal> {
 }
 
 pub fn vsock_config(vsock: &Vsock) -> pvmm::Vsock {
-    // Firecracker leaves the socket, and there are clients that fail where they find none to remove.
+    // Firecracker leaves the socket in place, and some clients fail if there is none to remove.
     let uds_path = vsock.uds_path.clone().into();
     pvmm::Vsock { guest_cid: vsock.guest_cid, uds_path, keep_socket: true }
 }
@@ -380,7 +380,7 @@ fn balloon_config(balloon: &Balloon) -> pvmm::Balloon {
     }
 }
 
-/// Where the guest's serial console goes.
+/// Opens the output of the guest's serial console.
 pub fn console(serial: &Serial) -> Result<Console, Refusal> {
     let Some(path) = &serial.serial_out_path else { return Ok(Console::Stdout) };
     let file = logger::open(path)
@@ -388,7 +388,7 @@ pub fn console(serial: &Serial) -> Result<Console, Refusal> {
     Ok(Console::File(file))
 }
 
-/// What the guest may write to its console per time.
+/// Returns the rate limit of the serial console's output.
 pub fn console_limit(serial: &Serial) -> Option<BucketConfig> {
     serial.rate_limiter.and_then(TokenBucket::config)
 }

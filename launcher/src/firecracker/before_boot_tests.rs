@@ -1,4 +1,4 @@
-//! What may be said of a machine before it boots, and what may not.
+//! Tests of the configuration of a VM before boot: what is accepted, and what is refused.
 
 use std::io::Write;
 
@@ -72,7 +72,7 @@ fn i3_machine_of_an_impossible_size_is_refused_and_the_old_one_stays() {
     assert!(refused.contains("not supported yet"));
     assert_eq!(before.config.machine_config, MachineConfig::default());
     before.put_machine(machine(2, 256)).unwrap();
-    // Again, and all of it is replaced.
+    // A second request replaces the whole configuration.
     let huge = MachineConfig { huge_pages: HugePages::Hugetlbfs2M, ..machine(2, 512) };
     before.put_machine(huge.clone()).unwrap();
     assert_eq!(before.config.machine_config, huge);
@@ -91,7 +91,7 @@ fn root_drive_is_the_first_whenever_it_came() {
     assert_eq!(ids(&before), ["rootfs", "a", "b", "c"]);
     let second = bad(before.put_drive(drive("other", true, &image)));
     assert!(second.contains("A root block device already exists"));
-    // The same drive again is a change of it, at its place.
+    // A second request for an existing drive replaces it, at its position.
     before.put_drive(drive("b", false, &image)).unwrap();
     assert_eq!(ids(&before), ["rootfs", "a", "b", "c"]);
 }
@@ -181,7 +181,7 @@ fn serial_console_takes_a_file_and_a_limit() {
     let unlimited = r#"{"serial_out_path":"/s","rate_limiter":{"size":0,"refill_time":0}}"#;
     before.put_serial(serial(unlimited)).unwrap();
     assert_eq!(before.serial.serial_out_path, Some("/s".into()));
-    // It says nothing of the machine, so a snapshot may still be loaded.
+    // The serial console is no part of a VM to boot, so a snapshot may still be loaded.
     assert!(!before.is_described());
 }
 

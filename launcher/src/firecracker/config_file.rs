@@ -1,4 +1,4 @@
-//! `--config-file`: a whole machine in one piece of JSON, started without a single request.
+//! `--config-file`: the configuration of a whole VM in one JSON file, booted without any request.
 
 use std::io::Read;
 use std::path::Path;
@@ -14,10 +14,10 @@ use super::metrics::Metrics;
 use super::mmds::Mmds;
 use super::routes::Unsupported;
 
-/// More than any machine's description.
+/// The longest file that is read; more than any VM's configuration needs.
 const FILE_MAX: u64 = 16 << 20;
 
-/// Reads a file that has an end, and says which one could not be read.
+/// Reads a text file of bounded length; an error names the file.
 pub fn read(path: &Path) -> Result<String, String> {
     let mut text = String::new();
     let mut read =
@@ -29,14 +29,14 @@ pub fn read(path: &Path) -> Result<String, String> {
     }
 }
 
-/// JSON for the metadata service.
+/// Parses JSON and stores it as the content of the metadata service.
 pub fn metadata(text: &str, mmds: &mut Mmds) -> Result<(), Refusal> {
     let content: Value = serde_json::from_str(text)
         .map_err(|error| Refusal::bad(format!("metadata: not JSON: {error}")))?;
     mmds.put(content)
 }
 
-/// The machine that a configuration describes, each part checked as if it had come by itself.
+/// Builds the VM configuration from JSON, each part validated as if it were a separate request.
 pub fn apply(text: &str, metrics: &mut Metrics) -> Result<BeforeBoot, Refusal> {
     let config: Config = serde_json::from_str(text)
         .map_err(|error| Refusal::bad(format!("configuration: {error}")))?;

@@ -1,4 +1,5 @@
-//! `PUT /pvmm/exec`: a command in the guest, on a thread of its own, so that other clients are served meanwhile.
+//! `PUT /pvmm/exec`: runs a command in the guest on its own thread, so that the API server keeps
+//! serving other clients meanwhile.
 
 use std::path::PathBuf;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -11,21 +12,22 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::bodies::Exec;
 use super::http::{Answer, Refusal};
-use super::server::ClientId;
+use super::http_server::ClientId;
 
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the agent may take to answer at all.
+/// How long to wait for the connection to the agent.
 const CONNECT: Duration = Duration::from_secs(10);
-/// Of each output; an answer is held until its client has taken it.
+/// The part of each output stream that is kept: the answer is in memory until the client has read
+/// it.
 const OUTPUT: OutputCap = OutputCap { head: 1 << 20, tail: 64 << 10 };
-/// More commands at once are refused.
+/// The most commands at once; more are refused.
 const MOST: usize = 32;
 
-/// Commands that run, and the answers of those that have ended.
+/// Commands that are running, and the answers of commands that have ended.
 pub struct Execs {
     sender: Sender<(ClientId, Answer)>,
     ended: Receiver<(ClientId, Answer)>,
-    /// Readable when one has ended.
+    /// Readable when a command has ended.
     pub event: EventFd,
     running: usize,
 }
@@ -50,7 +52,7 @@ impl Execs {
                 Ok(output) => Answer::json(&shown(&output)),
                 Err(message) => Refusal::bad(format!("exec: {message}")).into(),
             };
-            // The process may be about to end; then nobody waits.
+            // Sending fails only if the process is about to end; then no one waits for the answer.
             let _ = sender.send((client, answer));
             let _ = event.write(1);
         };
@@ -59,9 +61,9 @@ impl Execs {
         Ok(())
     }
 
-    /// The answers that are ready.
+    /// Takes the answers of the commands that have ended.
     pub fn take_ended(&mut self) -> Vec<(ClientId, Answer)> {
-        // Only says that there is something; what there is comes through the channel.
+        // The event only wakes the event loop; the answers come through the channel.
         let _ = self.event.read();
         let ended: Vec<_> = self.ended.try_iter().collect();
         self.running = self.running.saturating_sub(ended.len());

@@ -1,10 +1,11 @@
-//! Forks by the API: a machine stands still for a moment, and other processes go on from there.
+//! Forks through the API: the VM is frozen for a moment, and other processes continue from that
+//! state.
 //!
-//! The process that is forked starts none of the others: it waits on a socket, so that whoever made them has
-//! put each where it should be, in its own jail, network and control group. Memory and disks travel as open
-//! files and are shared copy-on-write; the first machine runs on. The workload stands still in the copies until the
-//! agent has made each its own: new random numbers, clock and ids. Without an agent a fork is refused, unless its
-//! client says that there is to be no refresh.
+//! The forked process starts no children itself: it listens on a socket, so that the client can
+//! start each child in its own jail, network namespace and control group. Memory and disks are
+//! passed as open files and shared copy-on-write; the forked VM keeps running. In the children the
+//! workload stays frozen until the agent has refreshed each: new random numbers, clock and ids.
+//! Without an agent a fork is refused, unless the request asks for no refresh.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -26,32 +27,32 @@ use super::running::{Running, refuse};
 use super::snapshot::{self, Changes};
 use crate::sys::{passing, poll};
 
-/// How long children may take to come, and each to take what it came for.
+/// How long the socket accepts children, and how long one child may take to receive its data.
 const OPEN: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Children of one fork, and forks that wait at once.
+/// The most children of one fork, and the most forks that wait for children at once.
 const CHILDREN_MAX: u32 = 1000;
 const WAITING_MAX: usize = 16;
-/// The longest head of what a child gets, and the longest rest.
+/// The longest head and the longest payload that a child accepts.
 const HEAD_MAX: usize = 64 << 10;
 const REST_MAX: u64 = 32 << 20;
 
 static WAITING: AtomicUsize = AtomicUsize::new(0);
 
-/// The first line: how long the two parts are that follow it. It comes with the files.
+/// The first line of the stream, sent with the files: the lengths of the two parts that follow.
 #[derive(Serialize, Deserialize)]
 struct Head {
     config_bytes: u64,
     template_bytes: u64,
 }
 
-/// One frozen instant, ready to be sent.
+/// A frozen VM in the form in which each child receives it: a byte stream and open files.
 struct Offer {
     bytes: Vec<u8>,
     files: Vec<OwnedFd>,
 }
 
-/// Freezes the machine and waits for children in the background.
+/// Freezes the VM and serves its state to children on a background thread.
 pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     let children = wish.children.unwrap_or(1);
     if !(1..=CHILDREN_MAX).contains(&children) {
@@ -62,13 +63,13 @@ pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     }
     let refuse_socket =
         |error: io::Error| Refusal::bad(format!("fork: socket {:?}: {error}", wish.socket));
-    // Whoever connects gets the guest's memory.
+    // Every process that connects gets the guest's memory.
     let listener = pvmm::listen_privately(&wish.socket).map_err(refuse_socket)?;
     let socket = Socket(wish.socket.clone());
     listener.set_nonblocking(true).map_err(refuse_socket)?;
-    // A secret that one machine was told is not for those that are made of it.
+    // Secrets given to one VM are not passed to its forks.
     let options = FreezeOptions::default();
-    // Before the workload is stopped: that takes as long as the drives are large.
+    // Called before the workload is frozen: it takes time in proportion to the size of the drives.
     running.vm.prepare_freeze().map_err(refuse("fork"))?;
     let begun = running.standing_still("fork", wish.refresh, options, pvmm::Vm::begin_freeze)?;
     let template = begun.finish().map_err(refuse("fork"))?;
@@ -84,7 +85,7 @@ pub fn fork(running: &mut Running, wish: &Fork) -> Result<Value, Refusal> {
     Ok(json!({ "pause_us": u64::try_from(pause.as_micros()).unwrap_or(u64::MAX) }))
 }
 
-/// A socket's name, gone with the wait for children.
+/// The path of a listening socket; removed on drop, when no more children are accepted.
 struct Socket(PathBuf);
 
 impl Drop for Socket {
@@ -138,7 +139,7 @@ impl Offer {
     }
 }
 
-/// A machine that goes on from what another process froze, paused.
+/// Makes a paused VM from the state that another process serves on the socket of `wish`.
 pub fn load(wish: &ForkLoad, serial: &Serial) -> Result<Running, Refusal> {
     let (config, template) = receive(&wish.socket).map_err(|error| {
         Refusal::bad(format!("Load fork error: socket {:?}: {error}", wish.socket))
@@ -150,7 +151,8 @@ pub fn load(wish: &ForkLoad, serial: &Serial) -> Result<Running, Refusal> {
         drives: &wish.drive_overrides,
     };
     snapshot::apply(&mut config, &changes)?;
-    // A drive that is not named anew goes on as it was, with what the other writes later left out.
+    // A drive without an override continues from its frozen state, without later writes of the
+    // parent.
     let named = |id: &str| wish.drive_overrides.iter().any(|change| change.drive_id == id);
     let mut drives = Vec::new();
     for (index, drive) in config.drives.iter().enumerate().filter(|(_, d)| named(&d.drive_id)) {

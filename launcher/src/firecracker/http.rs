@@ -1,11 +1,11 @@
-//! One HTTP request out of a connection's bytes, and one answer into bytes. No sockets here.
+//! Parses HTTP requests from bytes and serializes answers into bytes. No sockets here.
 //!
-//! Stricter than HTTP asks where a doubt could be used against us: the length of a body is one plain number,
-//! or the request is refused.
+//! Stricter than HTTP requires wherever ambiguity could be exploited: the length of a body is one
+//! plain number, or the request is refused.
 
 use serde::Serialize;
 
-/// More than the line and the headers of any client that means well.
+/// The longest request line and headers; more than any benign client sends.
 const HEAD_MAX: usize = 16 << 10;
 const HEADERS_MAX: usize = 64;
 
@@ -29,28 +29,28 @@ impl Method {
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct HttpRequest {
     pub method: Method,
-    /// Without scheme and host, if the client sent them.
+    /// The path, without scheme and host if the client sent them.
     pub path: String,
-    /// None if there was none, or an empty one.
+    /// `None` if there was no body, or an empty one.
     pub body: Option<Vec<u8>>,
     /// The client wants the connection closed after the answer.
     pub close: bool,
 }
 
-/// What an answer says and how it is sent.
+/// The status and body of a response, and how it is sent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Answer {
     pub status: u16,
     pub body: Option<String>,
-    /// The request used something that will go away.
+    /// The request used a deprecated feature.
     pub deprecated: bool,
-    /// Nothing more is read from this client.
+    /// The connection is closed after this answer.
     pub close: bool,
 }
 
-/// Why a request is refused: the status and one line.
+/// Why a request is refused: the status and a one-line message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
     pub status: u16,
@@ -75,7 +75,7 @@ impl Answer {
         }
     }
 
-    /// The bytes on the wire.
+    /// Serializes the response.
     pub fn bytes(&self) -> Vec<u8> {
         let connection = if self.close { "close" } else { "keep-alive" };
         let mut text = format!(
@@ -104,19 +104,19 @@ impl From<Refusal> for Answer {
     }
 }
 
-/// What the bytes so far are.
+/// The result of parsing the bytes received so far.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Parsed {
-    /// The beginning of a request.
+    /// The bytes are the beginning of a request.
     Incomplete {
-        /// The client waits for a word before it sends the body.
+        /// The client waits for `100 Continue` before it sends the body.
         expects_continue: bool,
     },
-    /// A request, and how many bytes it took.
-    Whole(Request, usize),
+    /// A complete request, and its length in bytes.
+    Whole(HttpRequest, usize),
 }
 
-/// Reads the first request of `bytes`. After a refusal nobody knows where the next one begins.
+/// Parses the first request of `bytes`. After an error the start of the next request is unknown.
 pub fn parse(bytes: &[u8], body_max: usize) -> Result<Parsed, Refusal> {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut head = httparse::Request::new(&mut headers);
@@ -152,12 +152,12 @@ pub fn parse(bytes: &[u8], body_max: usize) -> Result<Parsed, Refusal> {
         return Ok(Parsed::Incomplete { expects_continue: facts.expects_continue });
     };
     let body = (!body.is_empty()).then(|| body.to_vec());
-    // Also HTTP/1.0 stays open: Firecracker keeps it so, and clients send their next request on it.
+    // HTTP/1.0 connections stay open too: Firecracker keeps them open, and clients rely on it.
     let close = facts.close;
-    Ok(Parsed::Whole(Request { method, path, body, close }, end))
+    Ok(Parsed::Whole(HttpRequest { method, path, body, close }, end))
 }
 
-/// What the headers say that matters.
+/// The header fields that affect how the request is read.
 #[derive(Debug, Default)]
 struct Facts {
     length: Option<u64>,
@@ -200,15 +200,16 @@ impl Facts {
     }
 }
 
-/// The path of a target that may be a whole address.
+/// Returns the path of a request target, which may be an absolute URI.
 fn path_of(target: &str) -> Result<String, Refusal> {
     let path = match target.strip_prefix("http://") {
         Some(rest) => rest.find('/').map_or("/", |start| &rest[start..]),
         None => target,
     };
-    match path.starts_with('/') {
-        true => Ok(path.to_owned()),
-        false => Err(Refusal::bad("Invalid URI: it begins with no slash.")),
+    if path.starts_with('/') {
+        Ok(path.to_owned())
+    } else {
+        Err(Refusal::bad("Invalid URI: it begins with no slash."))
     }
 }
 
@@ -218,7 +219,7 @@ mod tests {
 
     const MAX: usize = 51200;
 
-    fn whole(text: &str) -> Request {
+    fn whole(text: &str) -> HttpRequest {
         match parse(text.as_bytes(), MAX) {
             Ok(Parsed::Whole(request, len)) => {
                 assert_eq!(len, text.len());

@@ -1,4 +1,4 @@
-//! Standard input as the guest's serial console: a terminal in raw mode, or what comes through a pipe.
+//! Standard input as input of the guest's serial console: a terminal in raw mode, or a pipe.
 
 use std::fs::File;
 use std::io::{self, IsTerminal, Read};
@@ -9,19 +9,19 @@ use pvmm::Vm;
 
 use crate::sys::terminal::RawMode;
 
-/// What the guest takes at a time.
+/// The most bytes passed to the guest at a time.
 const CHUNK: usize = 1024;
 
 pub struct Keyboard {
-    /// None once there is nothing more to read, or never was.
+    /// `None` at the end of the input, or if standard input is neither a terminal nor a pipe.
     input: Option<File>,
-    /// What the guest has not taken yet.
+    /// Input that the guest has not taken yet.
     pending: Vec<u8>,
     _raw: Option<RawMode>,
 }
 
 impl Keyboard {
-    /// Takes standard input over, if somebody may be at the other end.
+    /// Takes over standard input if it is a terminal, a pipe or a socket.
     pub fn attach() -> Self {
         let input = io::stdin().as_fd().try_clone_to_owned().map(File::from).ok();
         let kind = input.as_ref().and_then(|file| file.metadata().ok()).map(|m| m.file_type());
@@ -33,17 +33,18 @@ impl Keyboard {
         Self { input, pending: Vec::new(), _raw: raw }
     }
 
-    /// What to wait for: input, while the guest has taken all that came before.
+    /// Returns the file descriptor to poll, unless input still waits for room in the guest.
     pub fn as_fd(&self) -> Option<BorrowedFd<'_>> {
         self.input.as_ref().filter(|_| self.pending.is_empty()).map(AsFd::as_fd)
     }
 
-    /// The guest has room again, and something waits for it.
+    /// Whether input is pending until the guest's serial port has room.
     pub fn waits_for_room(&self) -> bool {
         !self.pending.is_empty()
     }
 
-    /// Passes on what is there; called only when something is.
+    /// Reads input, if none is pending, and passes it to the guest. Call it only when input is
+    /// readable or the guest has room.
     pub fn pass_on(&mut self, vm: &Vm) {
         if self.pending.is_empty()
             && let Some(input) = &mut self.input

@@ -1,7 +1,7 @@
-//! The log: lines of Firecracker's shape, on standard output or where a client wants them.
+//! The log: lines in Firecracker's format, on standard output or in the file that a client sets.
 //!
-//! What the process itself says has no end, like the requests that it is told. What a guest can provoke has
-//! one: after a mebibyte of it, nothing more is written.
+//! Messages of the process itself, such as one per request, are unlimited. Messages that a guest
+//! can provoke are not: after 1 MiB of them, no more are written.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -13,7 +13,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::bodies;
 
-/// The most bytes from the machine and its devices.
+/// The most bytes logged by the VM and its devices.
 const MACHINE_CAP: usize = 1 << 20;
 
 struct Logger {
@@ -42,15 +42,15 @@ static LOGGER: Logger = Logger {
     missed: AtomicU64::new(0),
 };
 
-/// From now on messages are written, with this instance's name.
+/// Installs the logger, at level `Info`, with the instance id in every line.
 pub fn start(id: &str) {
     LOGGER.settings().id = id.to_owned();
-    // It can only be set already, and then it is this one.
+    // Setting it fails only if this logger is already installed.
     let _ = log::set_logger(&LOGGER);
     log::set_max_level(log::LevelFilter::Info);
 }
 
-/// Changes what is said in `wish`, and nothing else but the level.
+/// Applies the settings that are present in `wish`; the level is always set.
 pub fn configure(wish: &bodies::Logger) -> io::Result<()> {
     let target = wish.log_path.as_deref().map(open).transpose()?;
     let mut settings = LOGGER.settings();
@@ -66,13 +66,14 @@ pub fn configure(wish: &bodies::Logger) -> io::Result<()> {
     Ok(())
 }
 
-/// Lines that could not be written.
+/// Returns the number of lines that could not be written.
 pub fn missed() -> u64 {
     LOGGER.missed.load(Ordering::Relaxed)
 }
 
-/// A file or named pipe to write to, without waiting for a reader, and without waiting for room later. A
-/// file that is made is its owner's alone: logs, metrics and consoles tell of guests.
+/// Opens a file or named pipe for appending, without blocking for a reader now or for room later.
+///
+/// A new file is accessible only to its owner: logs, metrics and consoles reveal data of guests.
 pub fn open(path: &Path) -> io::Result<File> {
     OpenOptions::new()
         .custom_flags(libc::O_NONBLOCK | libc::O_APPEND)
@@ -125,20 +126,22 @@ impl Settings {
     fn line(&self, record: &log::Record<'_>, time: &str) -> String {
         let thread = std::thread::current().name().unwrap_or("-").to_owned();
         let level = if self.show_level { format!(":{}", record.level()) } else { String::new() };
-        let origin = match self.show_origin {
-            true => format!(":{}:{}", record.file().unwrap_or("?"), record.line().unwrap_or(0)),
-            false => String::new(),
+        let origin = if self.show_origin {
+            format!(":{}:{}", record.file().unwrap_or("?"), record.line().unwrap_or(0))
+        } else {
+            String::new()
         };
-        let text = crate::exit::one_line(&record.args().to_string());
+        let text = crate::output::one_line(&record.args().to_string());
         format!("{time} [{}:{thread}{level}{origin}] {text}\n", self.id)
     }
 }
 
-/// The time in UTC with nanoseconds.
+/// Formats a time in UTC with nanoseconds.
 fn timestamp(now: SystemTime) -> String {
     let since = now.duration_since(UNIX_EPOCH).unwrap_or_default();
     let (days, second) = (since.as_secs() / 86400, since.as_secs() % 86400);
-    // Days since 1970 to a date, by the 400-year cycles of the calendar that begin on 1 March 2000 - n * 400.
+    // Converts days since 1970 to a date, by the calendar's 400-year cycles that begin on 1 March
+    // 2000 - n * 400.
     let shifted = days + 719_468;
     let (cycle, of_cycle) = (shifted / 146_097, shifted % 146_097);
     let year_of = (of_cycle - of_cycle / 1460 + of_cycle / 36_524 - of_cycle / 146_096) / 365;

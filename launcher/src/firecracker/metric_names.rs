@@ -1,11 +1,11 @@
-//! The names that a line of metrics has in Firecracker, group by group.
+//! The names of all fields in a line of Firecracker's metrics, by group.
 //!
-//! Clients with a type for the line refuse one that lacks a name. What is not counted here is zero;
-//! `docs/firecracker.md` says what is.
+//! Clients that deserialize the line into a type refuse one that lacks a field. Fields that pvmm
+//! does not count are zero; `docs/firecracker.md` lists those that it does.
 
 use serde_json::{Map, Value, json};
 
-/// A group, its numbers, and its times in three numbers each.
+/// A group's name, its counters, and its latencies, each of which is three numbers.
 type Group = (&'static str, &'static [&'static str], &'static [&'static str]);
 
 const GROUPS: &[Group] = &[
@@ -243,7 +243,7 @@ const GROUPS: &[Group] = &[
     ),
 ];
 
-/// Adds the names that are missing.
+/// Adds the fields that `line` lacks, with value zero.
 pub fn complete(line: &mut Map<String, Value>) {
     for (group, numbers, times) in GROUPS {
         let group = line.entry(*group).or_insert_with(|| json!({}));

@@ -1,7 +1,8 @@
-//! Numbers for a supervisor: one line of JSON with Firecracker's names, written on demand, every minute, and
-//! at the end.
+//! Metrics for a supervisor: one line of JSON with Firecracker's names, written on request, every
+//! minute, and at the end.
 //!
-//! As there, a count is what came since the line before, and there is a first line as soon as there is a machine.
+//! As in Firecracker, a counter is the increase since the previous line, and the first line is
+//! written as soon as there is a VM.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,7 +19,7 @@ use super::metric_names;
 use super::running::Running;
 use crate::sys::process;
 
-/// How often a line is written without being asked for.
+/// The interval between lines that no client requested.
 const PERIOD: Duration = Duration::from_secs(60);
 
 const GET: [&str; 4] = ["instance_info", "machine_cfg", "mmds", "vmm_version"];
@@ -36,7 +37,8 @@ const PUT: [&str; 10] = [
 ];
 const PATCH: [&str; 4] = ["drive", "machine_cfg", "mmds", "network"];
 
-/// What is timed, once by its caller and once by itself; here they are one thread and one time.
+/// Latencies that Firecracker reports twice, for the API and for the VMM; here both are one thread
+/// and one value.
 const LATENCIES: [&str; 5] =
     ["full_create_snapshot", "diff_create_snapshot", "load_snapshot", "pause_vm", "resume_vm"];
 
@@ -75,7 +77,8 @@ impl Metrics {
         }
     }
 
-    /// The times that whoever started this process passed on, in microseconds.
+    /// Records the start times, in microseconds, that the parent process passed on the command
+    /// line.
     pub fn note_start(&mut self, start: Option<u64>, start_cpu: Option<u64>, parent: Option<u64>) {
         if let Some(start) = start {
             self.startup.0 = process::monotonic_us().saturating_sub(start);
@@ -99,7 +102,7 @@ impl Metrics {
         Ok(())
     }
 
-    /// When the next line is due.
+    /// Returns when the next periodic line is due.
     pub fn due(&self) -> Option<Instant> {
         self.target.as_ref().map(|_| self.next)
     }
@@ -137,7 +140,7 @@ impl Metrics {
         self.latencies.insert(what, u64::try_from(time.as_micros()).unwrap_or(u64::MAX));
     }
 
-    /// Writes a line, if there is a place for it.
+    /// Writes a line of metrics, if a file for it is set.
     pub fn flush(&mut self, machine: Option<&Running>) -> io::Result<()> {
         self.next = Instant::now() + PERIOD;
         if self.target.is_none() {
@@ -207,7 +210,7 @@ impl Metrics {
         line
     }
 
-    /// What each device counted about its driver, and the sum over all devices of a kind.
+    /// Adds the counters of each device, and their sums over all devices of a kind.
     fn add_devices(&mut self, line: &mut Map<String, Value>, machine: &Running) {
         let mut sums: BTreeMap<&str, [u64; 3]> = BTreeMap::new();
         for (name, DeviceCounters { device, values }) in machine.named_counters() {
@@ -231,7 +234,8 @@ impl Metrics {
     }
 }
 
-/// The names for a device's three counts: chains returned, requests refused, times it gave up on its driver.
+/// Names a device's three counters: chains returned, requests refused, times it gave up on its
+/// driver.
 fn device_json(device: &str, [served, refused, faults]: [u64; 3]) -> Value {
     match device {
         "block" => {

@@ -1,4 +1,4 @@
-//! The content of the metadata service: put whole, patched by RFC 7396, never larger than allowed.
+//! The content of the metadata service: set as a whole or patched by RFC 7396, within a size limit.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use super::http::Refusal;
 pub struct Mmds {
     content: Value,
     max: usize,
-    /// Something was put; only then can it be patched.
+    /// Content has been put; only then can it be patched.
     filled: bool,
-    /// It is used at all: a machine that started without it has none.
+    /// The metadata service is in use; it cannot be added to a VM that started without it.
     present: bool,
 }
 
@@ -20,7 +20,7 @@ impl Mmds {
         Self { content: Value::Null, max, filled: false, present: false }
     }
 
-    /// From here on it is there, also when the machine has started.
+    /// Marks the metadata service as in use, so that it stays available when the VM has started.
     pub fn make_present(&mut self) {
         self.present = true;
     }
@@ -29,12 +29,12 @@ impl Mmds {
         self.present
     }
 
-    /// An empty store is an empty object to those who ask.
+    /// Returns the content for an API client; an empty store is an empty object.
     pub fn shown(&self) -> Value {
         if self.content.is_null() { Value::Object(Map::new()) } else { self.content.clone() }
     }
 
-    /// What the guest is told.
+    /// Returns the content for the guest.
     pub fn content(&self) -> Arc<Value> {
         Arc::new(self.content.clone())
     }
@@ -68,7 +68,7 @@ impl Mmds {
     }
 }
 
-/// RFC 7396. The depth of both values is bounded by the parser that made them.
+/// Applies a JSON merge patch (RFC 7396). The parser bounds the depth of both values.
 fn merge(target: &mut Value, patch: &Value) {
     let Value::Object(patch) = patch else {
         target.clone_from(patch);

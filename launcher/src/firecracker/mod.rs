@@ -1,26 +1,29 @@
-//! Firecracker's door: the binary in the place of `firecracker`, with its flags and its API.
+//! Firecracker compatibility: the `firecracker` and `snapshot-editor` programs, with the flags, the
+//! HTTP API and the exit codes of the originals.
 //!
-//! | file | what it answers |
+//! | file | responsibility |
 //! | --- | --- |
-//! | `args.rs` | what may stand on the command line, and which code the process ends with |
-//! | `http.rs`, `server.rs` | how requests come in, and what a bad client can do |
-//! | `routes.rs`, `bodies/` | which request is which, and what its JSON is |
-//! | `before_boot.rs`, `config_file.rs` | how a machine is described |
-//! | `running.rs` | what may be asked of one that lives |
-//! | `door.rs` | the one thread that owns the machine and the socket |
-//! | `snapshot.rs`, `fork.rs` | how a machine is written, loaded, and gone on with by others |
-//! | `snapshot_editor.rs` | what can be done with the two files of a snapshot afterwards |
-//! | `exec.rs` | how a command runs in the guest while others are served |
-//! | `logger.rs`, `metrics.rs`, `metric_names.rs`, `mmds.rs`, `keyboard.rs` | what else a client can set, hear and say |
+//! | `args.rs` | command line and exit codes |
+//! | `http.rs`, `http_server.rs` | HTTP parsing, the API socket, limits on misbehaving clients |
+//! | `routes.rs`, `bodies/` | mapping of a request to an `ApiCall`, and the JSON types |
+//! | `before_boot.rs`, `config_file.rs` | configuration of a VM that has not booted |
+//! | `running.rs` | requests to a VM that exists |
+//! | `rules.rs` | which requests are allowed in which stage |
+//! | `api_server.rs` | the thread that owns the VM and the API socket |
+//! | `snapshot.rs`, `fork.rs` | writing and loading snapshots, and forks between processes |
+//! | `snapshot_editor.rs` | editing the two files of a snapshot |
+//! | `exec.rs` | commands in the guest, run in the background |
+//! | `logger.rs`, `metrics.rs`, `metric_names.rs`, `mmds.rs`, `keyboard.rs` | log, metrics, metadata and serial input |
 
+mod api_server;
 mod args;
 mod before_boot;
 mod bodies;
 mod config_file;
-mod door;
 mod exec;
 mod fork;
 mod http;
+mod http_server;
 mod keyboard;
 mod logger;
 mod metric_names;
@@ -29,7 +32,6 @@ mod mmds;
 mod routes;
 mod rules;
 mod running;
-mod server;
 mod snapshot;
 mod snapshot_editor;
 
@@ -38,7 +40,7 @@ use std::path::Path;
 
 use args::{Command, VERSION, Wrong, code};
 
-/// A program of Firecracker's that this one stands in for.
+/// A Firecracker program that this binary can run as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Program {
     Firecracker,
@@ -48,7 +50,9 @@ pub enum Program {
 const PROGRAMS: [(&str, Program); 2] =
     [("firecracker", Program::Firecracker), ("snapshot-editor", Program::SnapshotEditor)];
 
-/// Which program is meant, and the words for it, if this one was called by a name of theirs or by the verb.
+/// Returns the program to run as and its arguments, or `None` for an ordinary `pvmm` command line.
+///
+/// The program is chosen by the name in `argv[0]`, or else by the first argument.
 pub fn words(mut argv: Vec<OsString>) -> Option<(Program, Vec<OsString>)> {
     let called = argv.first().and_then(|name| Path::new(name).file_name()?.to_str());
     let by_name = PROGRAMS.iter().find(|(name, _)| called.is_some_and(|it| it.starts_with(name)));
@@ -59,7 +63,7 @@ pub fn words(mut argv: Vec<OsString>) -> Option<(Program, Vec<OsString>)> {
     by_verb.map(|(_, program)| (*program, argv.split_off(2)))
 }
 
-/// Runs to the end and returns the code of the process.
+/// Runs `program` to its end and returns the exit code of the process.
 pub fn run(program: Program, words: Vec<OsString>) -> u8 {
     let words = words.into_iter().map(|word| word.to_string_lossy().into_owned());
     if program == Program::SnapshotEditor {
@@ -76,7 +80,7 @@ pub fn run(program: Program, words: Vec<OsString>) -> u8 {
                 code::GENERIC
             }
         },
-        Ok(Command::Run(args)) => door::run(*args),
+        Ok(Command::Run(args)) => api_server::run(*args),
         Err(Wrong { code, message }) => {
             eprintln!("Error: {message}\n\nFor more information try --help.");
             code
@@ -104,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn door_is_opened_by_name_and_by_verb() {
+    fn api_server_is_started_by_name_and_by_verb() {
         assert_eq!(words_of("/usr/local/bin/firecracker --version"), Some(1));
         assert_eq!(words_of("firecracker-v1.16.0-x86_64"), Some(0));
         assert_eq!(words_of("pvmm firecracker --api-sock x"), Some(2));

@@ -1,5 +1,5 @@
-//! `docs/openapi.json` says what the router does: every operation of the one is an operation of the other, with
-//! the same bodies.
+//! Compares `docs/openapi.json` with the router: each has every operation of the other, with equal
+//! bodies.
 
 use std::collections::BTreeSet;
 
@@ -23,7 +23,7 @@ impl Api {
         Self(serde_json::from_str(text).expect("docs/openapi.json is JSON"))
     }
 
-    /// Path, method, and the schema of the body, if there is one.
+    /// Lists path, method, and the schema of the body, if there is one.
     fn operations(&self) -> Vec<(String, &'static str, Method, Option<&Value>)> {
         let mut operations = Vec::new();
         for (path, item) in self.0["paths"].as_object().expect("paths") {
@@ -42,7 +42,7 @@ impl Api {
         self.0.pointer(name.trim_start_matches('#')).unwrap_or_else(|| panic!("no {name}"))
     }
 
-    /// Some value of a schema: what must be there, and nothing else.
+    /// Builds a minimal value of a schema: only required fields.
     fn least(&self, schema: &Value) -> Value {
         let schema = self.resolve(schema);
         if let Some(choices) = schema["oneOf"].as_array().filter(|_| schema.get("type").is_none()) {
@@ -63,7 +63,7 @@ impl Api {
         }
     }
 
-    /// An object for each way in which it can be minimal.
+    /// Builds one object for each way in which it can be minimal.
     fn bodies(&self, schema: &Value) -> Vec<Value> {
         let schema = self.resolve(schema);
         let Some(properties) = schema["properties"].as_object() else { return vec![json!({})] };
@@ -83,7 +83,7 @@ impl Api {
                 names.map(|name| (name.clone(), self.least(&properties[&name]))).collect();
             bodies.push(Value::Object(body));
         }
-        // One body for each value of a field that says what is to be done.
+        // One body for each value of a required enum field.
         for (name, property) in properties.iter().filter(|(name, _)| required.contains(name)) {
             let values = property["enum"].as_array().into_iter().flatten();
             for value in values.filter(|value| !value.is_null()) {
@@ -118,7 +118,7 @@ fn every_operation_of_the_file_is_routed_with_its_bodies() {
     let api = Api::read();
     for (path, name, method, schema) in api.operations() {
         let Some(schema) = schema else {
-            // One that is not supported wants no particular body, but some.
+            // An unsupported operation takes any body, but needs one.
             let body = matches!(name, "put" | "patch").then(|| json!({}));
             ask(method, &path, body.as_ref()).unwrap_or_else(|e| panic!("{name} {path}: {e}"));
             continue;
@@ -133,7 +133,7 @@ fn every_operation_of_the_file_is_routed_with_its_bodies() {
         let schema = api.resolve(schema);
         let alternatives = schema["oneOf"].to_string();
         for (key, property) in schema["properties"].as_object().into_iter().flatten() {
-            // The other one of two that exclude each other is one of the bodies above.
+            // Of two fields that exclude each other, the other is in one of the bodies above.
             if alternatives.contains(&format!("\"{key}\"")) {
                 continue;
             }
@@ -204,13 +204,13 @@ fn every_request_there_is_comes_from_an_operation_of_the_file() {
         for body in bodies {
             let request = ask(method, &path, body.as_ref()).expect("it was routed before").request;
             reached.insert(word(&format!("{request:?}")));
-            if let super::Request::Unsupported(what) = request {
+            if let super::ApiCall::Unsupported(what) = request {
                 reached.insert(format!("{what:?}"));
             }
         }
     }
     let source = include_str!("routes.rs");
-    for name in ["pub enum Request {", "pub enum Unsupported {"] {
+    for name in ["pub enum ApiCall {", "pub enum Unsupported {"] {
         let (_, rest) = source.split_once(name).expect("the enum");
         let (list, _) = rest.split_once("\n}").expect("its end");
         let variants = list.lines().map(str::trim).filter(|line| !line.starts_with("//"));

@@ -1,6 +1,6 @@
-//! Which request is which: method, path and body in, a typed request out, or why it is none.
+//! Maps method, path and body of a request to an `ApiCall`, or to the reason why it is refused.
 //!
-//! Nothing here knows the state of a machine; what may be asked when is decided by those who carry it out.
+//! Nothing here depends on the state of the VM; `rules.rs` decides what is allowed when.
 
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -13,12 +13,12 @@ use super::bodies::{
 };
 use super::http::{Method, Refusal};
 
-/// The fields that are lists.
+/// The fields whose values may be arrays.
 const LISTS: [&str; 4] = ["argv", "drive_overrides", "network_interfaces", "network_overrides"];
 
-/// What is asked.
+/// A parsed API request.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Request {
+pub enum ApiCall {
     GetInstance,
     GetVersion,
     GetMachine,
@@ -59,11 +59,11 @@ pub enum Request {
     Checkpoint(Moment),
     Rollback(Moment),
     Exec(Exec),
-    /// Something of Firecracker that is not here.
+    /// A Firecracker feature that pvmm does not support.
     Unsupported(Unsupported),
 }
 
-/// What Firecracker has and pvmm has not.
+/// Firecracker features that pvmm does not support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unsupported {
     CpuConfig,
@@ -88,15 +88,15 @@ impl Unsupported {
     }
 }
 
-/// A request, and whether it uses something that will go away.
+/// A parsed request, and the name of the deprecated feature that it uses, if any.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Routed {
-    pub request: Request,
+    pub request: ApiCall,
     pub deprecated: Option<&'static str>,
 }
 
-impl From<Request> for Routed {
-    fn from(request: Request) -> Self {
+impl From<ApiCall> for Routed {
+    fn from(request: ApiCall) -> Self {
         Self { request, deprecated: None }
     }
 }
@@ -111,7 +111,7 @@ pub fn route(method: Method, path: &str, body: Option<&[u8]>) -> Result<Routed, 
         Method::Put => put(first, &rest, body, path),
         Method::Patch => patch(first, &rest, body, path),
         Method::Delete if matches!(first, "drives" | "pmem" | "network-interfaces") => {
-            Ok(Request::Unsupported(Unsupported::Unplug).into())
+            Ok(ApiCall::Unsupported(Unsupported::Unplug).into())
         }
         Method::Delete => Err(unknown(method, path)),
     }
@@ -119,15 +119,15 @@ pub fn route(method: Method, path: &str, body: Option<&[u8]>) -> Result<Routed, 
 
 fn get(first: &str, rest: &[&str]) -> Option<Routed> {
     let request = match (first, rest) {
-        ("", []) => Request::GetInstance,
-        ("version", []) => Request::GetVersion,
-        ("machine-config", []) => Request::GetMachine,
-        ("vm", ["config"]) => Request::GetConfig,
-        ("mmds", []) => Request::GetMmds,
-        ("balloon", []) => Request::GetBalloon,
-        ("balloon", ["statistics"]) => Request::GetBalloonStats,
-        ("balloon", ["hinting", "status"]) => Request::GetHinting,
-        ("hotplug", ["memory"]) => Request::Unsupported(Unsupported::HotplugMemory),
+        ("", []) => ApiCall::GetInstance,
+        ("version", []) => ApiCall::GetVersion,
+        ("machine-config", []) => ApiCall::GetMachine,
+        ("vm", ["config"]) => ApiCall::GetConfig,
+        ("mmds", []) => ApiCall::GetMmds,
+        ("balloon", []) => ApiCall::GetBalloon,
+        ("balloon", ["statistics"]) => ApiCall::GetBalloonStats,
+        ("balloon", ["hinting", "status"]) => ApiCall::GetHinting,
+        ("hotplug", ["memory"]) => ApiCall::Unsupported(Unsupported::HotplugMemory),
         _ => return None,
     };
     Some(request.into())
@@ -141,38 +141,38 @@ fn put(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<Ro
         None => return Err(Refusal::bad("Empty PUT request.")),
     };
     let request = match (first, rest) {
-        ("boot-source", []) => Request::PutBootSource(read(body)?),
+        ("boot-source", []) => ApiCall::PutBootSource(read(body)?),
         ("machine-config", []) => return put_machine(body),
-        ("drives", ids) => Request::PutDrive(named(body, ids, |drive: &Drive| &drive.drive_id)?),
+        ("drives", ids) => ApiCall::PutDrive(named(body, ids, |drive: &Drive| &drive.drive_id)?),
         ("network-interfaces", ids) => {
-            Request::PutNet(named(body, ids, |net: &NetworkInterface| &net.iface_id)?)
+            ApiCall::PutNet(named(body, ids, |net: &NetworkInterface| &net.iface_id)?)
         }
         ("vsock", []) => return put_vsock(body),
-        ("entropy", []) => Request::PutEntropy(read(body)?),
-        ("balloon", []) => Request::PutBalloon(read(body)?),
-        ("logger", []) => Request::PutLogger(read(body)?),
-        ("metrics", []) => Request::PutMetrics(read(body)?),
-        ("serial", []) => Request::PutSerial(read(body)?),
-        ("mmds", []) => Request::PutMmds(read_any(body)?),
+        ("entropy", []) => ApiCall::PutEntropy(read(body)?),
+        ("balloon", []) => ApiCall::PutBalloon(read(body)?),
+        ("logger", []) => ApiCall::PutLogger(read(body)?),
+        ("metrics", []) => ApiCall::PutMetrics(read(body)?),
+        ("serial", []) => ApiCall::PutSerial(read(body)?),
+        ("mmds", []) => ApiCall::PutMmds(read_any(body)?),
         ("mmds", ["config"]) => return put_mmds_config(body),
         ("actions", []) => match read::<Action>(body)?.action_type {
-            ActionType::FlushMetrics => Request::FlushMetrics,
-            ActionType::InstanceStart => Request::InstanceStart,
-            ActionType::SendCtrlAltDel => Request::SendCtrlAltDel,
+            ActionType::FlushMetrics => ApiCall::FlushMetrics,
+            ActionType::InstanceStart => ApiCall::InstanceStart,
+            ActionType::SendCtrlAltDel => ApiCall::SendCtrlAltDel,
         },
-        ("snapshot", ["create"]) => Request::CreateSnapshot(read(body)?),
+        ("snapshot", ["create"]) => ApiCall::CreateSnapshot(read(body)?),
         ("snapshot", ["load"]) => {
             return load(LoadWithDrives { load: read(body)?, drive_overrides: Vec::new() });
         }
-        ("cpu-config", []) => Request::Unsupported(Unsupported::CpuConfig),
-        ("pmem", _) => Request::Unsupported(Unsupported::Pmem),
-        ("hotplug", ["memory"]) => Request::Unsupported(Unsupported::HotplugMemory),
+        ("cpu-config", []) => ApiCall::Unsupported(Unsupported::CpuConfig),
+        ("pmem", _) => ApiCall::Unsupported(Unsupported::Pmem),
+        ("hotplug", ["memory"]) => ApiCall::Unsupported(Unsupported::HotplugMemory),
         ("pvmm", ["snapshot", "load"]) => return load(read(body)?),
-        ("pvmm", ["fork"]) => Request::Fork(read(body)?),
-        ("pvmm", ["fork", "load"]) => Request::LoadFork(read(body)?),
-        ("pvmm", ["checkpoint"]) => Request::Checkpoint(read(body)?),
-        ("pvmm", ["rollback"]) => Request::Rollback(read(body)?),
-        ("pvmm", ["exec"]) => Request::Exec(read(body)?),
+        ("pvmm", ["fork"]) => ApiCall::Fork(read(body)?),
+        ("pvmm", ["fork", "load"]) => ApiCall::LoadFork(read(body)?),
+        ("pvmm", ["checkpoint"]) => ApiCall::Checkpoint(read(body)?),
+        ("pvmm", ["rollback"]) => ApiCall::Rollback(read(body)?),
+        ("pvmm", ["exec"]) => ApiCall::Exec(read(body)?),
         _ => return Err(unknown(Method::Put, path)),
     };
     Ok(request.into())
@@ -180,9 +180,9 @@ fn put(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<Ro
 
 fn patch(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<Routed, Refusal> {
     let request = match (first, rest, body) {
-        ("balloon", ["hinting", "start"], None) => Request::StartHinting(HintingStart::default()),
-        ("balloon", ["hinting", "start"], Some(body)) => Request::StartHinting(read(body)?),
-        ("balloon", ["hinting", "stop"], _) => Request::StopHinting,
+        ("balloon", ["hinting", "start"], None) => ApiCall::StartHinting(HintingStart::default()),
+        ("balloon", ["hinting", "start"], Some(body)) => ApiCall::StartHinting(read(body)?),
+        ("balloon", ["hinting", "stop"], _) => ApiCall::StopHinting,
         (.., None) => return Err(Refusal::bad("Empty PATCH request.")),
         ("machine-config", [], Some(body)) => {
             let update: MachineUpdate = read(body)?;
@@ -190,23 +190,23 @@ fn patch(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<
                 return Err(Refusal::bad("Empty PATCH request."));
             }
             let deprecated = update.cpu_template.map(|_| "cpu_template");
-            return Ok(Routed { request: Request::PatchMachine(update), deprecated });
+            return Ok(Routed { request: ApiCall::PatchMachine(update), deprecated });
         }
         ("drives", ids, Some(body)) => {
-            Request::PatchDrive(named(body, ids, |update: &DriveUpdate| &update.drive_id)?)
+            ApiCall::PatchDrive(named(body, ids, |update: &DriveUpdate| &update.drive_id)?)
         }
         ("network-interfaces", ids, Some(body)) => {
-            Request::PatchNet(named(body, ids, |update: &NetUpdate| &update.iface_id)?)
+            ApiCall::PatchNet(named(body, ids, |update: &NetUpdate| &update.iface_id)?)
         }
-        ("balloon", [], Some(body)) => Request::PatchBalloon(read(body)?),
-        ("balloon", ["statistics"], Some(body)) => Request::PatchBalloonStats(read(body)?),
-        ("mmds", [], Some(body)) => Request::PatchMmds(read_any(body)?),
+        ("balloon", [], Some(body)) => ApiCall::PatchBalloon(read(body)?),
+        ("balloon", ["statistics"], Some(body)) => ApiCall::PatchBalloonStats(read(body)?),
+        ("mmds", [], Some(body)) => ApiCall::PatchMmds(read_any(body)?),
         ("vm", [], Some(body)) => match read::<VmUpdate>(body)?.state {
-            VmState::Paused => Request::Pause,
-            VmState::Resumed => Request::Resume,
+            VmState::Paused => ApiCall::Pause,
+            VmState::Resumed => ApiCall::Resume,
         },
-        ("pmem", ..) => Request::Unsupported(Unsupported::Pmem),
-        ("hotplug", ["memory"], _) => Request::Unsupported(Unsupported::HotplugMemory),
+        ("pmem", ..) => ApiCall::Unsupported(Unsupported::Pmem),
+        ("hotplug", ["memory"], _) => ApiCall::Unsupported(Unsupported::HotplugMemory),
         _ => return Err(unknown(Method::Patch, path)),
     };
     Ok(request.into())
@@ -215,19 +215,19 @@ fn patch(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<
 fn put_machine(body: &[u8]) -> Result<Routed, Refusal> {
     let machine: MachineConfig = read(body)?;
     let deprecated = machine.cpu_template.map(|_| "cpu_template");
-    Ok(Routed { request: Request::PutMachine(machine), deprecated })
+    Ok(Routed { request: ApiCall::PutMachine(machine), deprecated })
 }
 
 fn put_vsock(body: &[u8]) -> Result<Routed, Refusal> {
     let vsock: Vsock = read(body)?;
     let deprecated = vsock.vsock_id.as_ref().map(|_| "vsock_id");
-    Ok(Routed { request: Request::PutVsock(vsock), deprecated })
+    Ok(Routed { request: ApiCall::PutVsock(vsock), deprecated })
 }
 
 fn put_mmds_config(body: &[u8]) -> Result<Routed, Refusal> {
     let config: MmdsConfig = read(body)?;
     let deprecated = (config.version == MmdsVersion::V1).then_some("version V1");
-    Ok(Routed { request: Request::PutMmdsConfig(config), deprecated })
+    Ok(Routed { request: ApiCall::PutMmdsConfig(config), deprecated })
 }
 
 fn load(with: LoadWithDrives) -> Result<Routed, Refusal> {
@@ -235,10 +235,10 @@ fn load(with: LoadWithDrives) -> Result<Routed, Refusal> {
     with.load.memory().map_err(bad_body)?;
     let deprecated = (mem_file_path.is_some() || *enable_diff_snapshots)
         .then_some("mem_file_path or enable_diff_snapshots");
-    Ok(Routed { request: Request::LoadSnapshot(with), deprecated })
+    Ok(Routed { request: ApiCall::LoadSnapshot(with), deprecated })
 }
 
-/// A body that names the resource that the path names.
+/// Parses a body whose id must equal the id in the path.
 fn named<T: DeserializeOwned>(
     body: &[u8],
     ids: &[&str],
@@ -250,17 +250,19 @@ fn named<T: DeserializeOwned>(
         return Err(Refusal::bad(what));
     }
     let value: T = read(body)?;
-    match id_of(&value) == id {
-        true => Ok(value),
-        false => Err(Refusal::bad("The id from the path does not match the id from the body!")),
+    if id_of(&value) == id {
+        Ok(value)
+    } else {
+        Err(Refusal::bad("The id from the path does not match the id from the body!"))
     }
 }
 
 fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
     let value = read_any(body)?;
-    match is_by_name(&read_any(body)?) {
-        true => Ok(value),
-        false => Err(bad_body("an array stands where an object belongs")),
+    if is_by_name(&read_any(body)?) {
+        Ok(value)
+    } else {
+        Err(bad_body("an array stands where an object belongs"))
     }
 }
 
@@ -268,7 +270,8 @@ fn read_any<T: DeserializeOwned>(body: &[u8]) -> Result<T, Refusal> {
     serde_json::from_slice(body).map_err(bad_body)
 }
 
-/// Whether every field is named. The types themselves would also take an array of fields in their order.
+/// Whether every struct is a JSON object. The derived types would also accept an array of field
+/// values in declaration order.
 fn is_by_name(value: &Value) -> bool {
     let Value::Object(fields) = value else { return !value.is_array() };
     fields.iter().all(|(name, value)| match value {

@@ -1,4 +1,4 @@
-//! Every path with a body that is taken, and the bodies that are refused.
+//! Tests of every path with a body that is accepted, and of bodies that are refused.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn asked(method: Method, path: &str, body: &str) -> Result<Routed, Refusal> {
     route(method, path, Some(body.as_bytes()).filter(|body| !body.is_empty()))
 }
 
-fn put(path: &str, body: &str) -> Request {
+fn put(path: &str, body: &str) -> ApiCall {
     asked(Method::Put, path, body).unwrap_or_else(|refusal| panic!("{path}: {refusal:?}")).request
 }
 
@@ -45,14 +45,14 @@ fn every_put_with_its_least_body_is_known() {
     }
     let load = r#"{"load":{"snapshot_path":"/s","mem_backend":{"backend_type":"Uffd","backend_path":"/u"}},
                    "drive_overrides":[{"drive_id":"rootfs","path_on_host":"/r"}]}"#;
-    let Request::LoadSnapshot(load) = put("/pvmm/snapshot/load", load) else { panic!() };
+    let ApiCall::LoadSnapshot(load) = put("/pvmm/snapshot/load", load) else { panic!() };
     assert_eq!(load.drive_overrides.len(), 1);
 }
 
 #[test]
 fn path_with_slashes_too_many_at_its_ends_is_the_same() {
-    assert_eq!(asked(Method::Get, "//version/", "").unwrap().request, Request::GetVersion);
-    assert_eq!(asked(Method::Get, "/", "").unwrap().request, Request::GetInstance);
+    assert_eq!(asked(Method::Get, "//version/", "").unwrap().request, ApiCall::GetVersion);
+    assert_eq!(asked(Method::Get, "/", "").unwrap().request, ApiCall::GetInstance);
 }
 
 #[test]
@@ -172,7 +172,7 @@ fn what_is_not_here_is_known_and_says_so() {
         (Method::Delete, "/drives/a"),
     ] {
         let body = if matches!(method, Method::Get | Method::Delete) { "" } else { "{}" };
-        let Request::Unsupported(what) = asked(method, path, body).unwrap().request else {
+        let ApiCall::Unsupported(what) = asked(method, path, body).unwrap().request else {
             panic!("{path}")
         };
         assert!(what.refusal().message.contains("not supported yet"));

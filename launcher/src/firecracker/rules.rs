@@ -1,34 +1,35 @@
-//! What may be asked when, in two lists, and what is done then: before there is a machine, and after.
+//! Which API requests are allowed before and after boot, and what each does.
 //!
-//! Apart from the loop in `door.rs`, because these lists are what one looks up when a client is refused.
+//! Separate from the event loop in `api_server.rs`, because these two lists are what one looks up
+//! when a client's request is refused.
 
 use std::time::Instant;
 
 use pvmm::{Vm, VmConfig};
 use serde_json::json;
 
+use super::api_server::{ApiServer, MachineStage};
 use super::args::VERSION;
 use super::bodies::{MachineUpdate, SnapshotType};
-use super::door::{Door, State};
 use super::fork;
 use super::http::{Answer, Refusal};
+use super::http_server::ClientId;
 use super::keyboard::Keyboard;
 use super::logger;
-use super::routes::Request;
+use super::routes::ApiCall;
 use super::running::{Running, refuse};
-use super::server::ClientId;
 use super::snapshot;
 
 const NOT_BEFORE_BOOT: &str =
     "The requested operation is not supported before starting the microVM.";
 const NOT_AFTER_BOOT: &str = "The requested operation is not supported after starting the microVM.";
 
-/// What became of a request.
+/// The result of a request.
 pub enum Done {
     Answer(Answer),
-    /// The answer comes by itself.
+    /// The answer is sent later, by a background thread.
     Later,
-    /// The answer is the last one.
+    /// The process ends after this answer.
     Fatal(Answer),
 }
 
@@ -50,73 +51,73 @@ impl From<Answer> for Done {
     }
 }
 
-impl Door {
-    /// Carries a request out, if it may be asked now.
-    pub(super) fn perform(&mut self, client: ClientId, request: Request) -> Result<Done, Refusal> {
+impl ApiServer {
+    /// Carries out a request if the current stage allows it.
+    pub(super) fn perform(&mut self, client: ClientId, request: ApiCall) -> Result<Done, Refusal> {
         match request {
-            Request::GetInstance => Ok(Answer::json(&self.instance()).into()),
-            Request::GetVersion => {
+            ApiCall::GetInstance => Ok(Answer::json(&self.instance()).into()),
+            ApiCall::GetVersion => {
                 Ok(Answer::json(&json!({ "firecracker_version": VERSION })).into())
             }
-            Request::Unsupported(what) => Err(what.refusal()),
+            ApiCall::Unsupported(what) => Err(what.refusal()),
             request => match &self.state {
-                State::Before(_) => self.perform_before(request),
-                State::Running(_) => self.perform_running(client, request),
+                MachineStage::Before(_) => self.perform_before(request),
+                MachineStage::Running(_) => self.perform_running(client, request),
             },
         }
     }
 
     fn instance(&self) -> serde_json::Value {
         let state = match &self.state {
-            State::Before(_) => "Not started",
-            State::Running(running) if running.is_paused() => "Paused",
-            State::Running(_) => "Running",
+            MachineStage::Before(_) => "Not started",
+            MachineStage::Running(running) if running.is_paused() => "Paused",
+            MachineStage::Running(_) => "Running",
         };
         json!({ "id": self.id, "state": state, "vmm_version": VERSION, "app_name": "Firecracker" })
     }
 
-    /// What may be asked while there is no machine.
-    fn perform_before(&mut self, request: Request) -> Result<Done, Refusal> {
-        let State::Before(before) = &mut self.state else { return Err(after_boot()) };
+    /// Carries out a request while no VM exists.
+    fn perform_before(&mut self, request: ApiCall) -> Result<Done, Refusal> {
+        let MachineStage::Before(before) = &mut self.state else { return Err(after_boot()) };
         match request {
-            Request::GetMachine => return Ok(Answer::json(&before.config.machine_config).into()),
-            Request::GetConfig => return Ok(Answer::json(&before.config).into()),
-            Request::GetBalloon => {
+            ApiCall::GetMachine => return Ok(Answer::json(&before.config.machine_config).into()),
+            ApiCall::GetConfig => return Ok(Answer::json(&before.config).into()),
+            ApiCall::GetBalloon => {
                 let none = || Refusal::bad("Balloon: the machine has no balloon device.");
                 return Ok(Answer::json(before.config.balloon.as_ref().ok_or_else(none)?).into());
             }
-            Request::PutBootSource(source) => before.put_boot_source(source)?,
-            Request::PutMachine(machine) => before.put_machine(machine)?,
-            Request::PatchMachine(update) => {
+            ApiCall::PutBootSource(source) => before.put_boot_source(source)?,
+            ApiCall::PutMachine(machine) => before.put_machine(machine)?,
+            ApiCall::PatchMachine(update) => {
                 let update: MachineUpdate = update;
                 before.put_machine(update.applied_to(&before.config.machine_config))?;
             }
-            Request::PutDrive(drive) => before.put_drive(drive)?,
-            Request::PutNet(net) => before.put_net(net)?,
-            Request::PutVsock(vsock) => before.put_vsock(vsock)?,
-            Request::PutEntropy(entropy) => before.put_entropy(entropy)?,
-            Request::PutBalloon(balloon) => before.put_balloon(balloon)?,
-            Request::PutMmdsConfig(config) => {
+            ApiCall::PutDrive(drive) => before.put_drive(drive)?,
+            ApiCall::PutNet(net) => before.put_net(net)?,
+            ApiCall::PutVsock(vsock) => before.put_vsock(vsock)?,
+            ApiCall::PutEntropy(entropy) => before.put_entropy(entropy)?,
+            ApiCall::PutBalloon(balloon) => before.put_balloon(balloon)?,
+            ApiCall::PutMmdsConfig(config) => {
                 before.put_mmds_config(config)?;
                 self.mmds.make_present();
             }
-            Request::PutSerial(serial) => before.put_serial(serial)?,
-            Request::PutLogger(wish) => {
+            ApiCall::PutSerial(serial) => before.put_serial(serial)?,
+            ApiCall::PutLogger(wish) => {
                 logger::configure(&wish).map_err(|error| {
                     Refusal::bad(format!("Logger: log_path {:?}: {error}", wish.log_path))
                 })?;
             }
-            Request::PutMetrics(wish) => {
+            ApiCall::PutMetrics(wish) => {
                 self.metrics.configure(wish)?;
             }
-            Request::GetMmds => {
+            ApiCall::GetMmds => {
                 self.mmds.make_present();
                 return Ok(Answer::json(&self.mmds.shown()).into());
             }
-            Request::PutMmds(content) => self.mmds.put(content)?,
-            Request::PatchMmds(patch) => self.mmds.patch(&patch)?,
-            Request::InstanceStart => self.start()?,
-            request @ (Request::LoadSnapshot(_) | Request::LoadFork(_)) => {
+            ApiCall::PutMmds(content) => self.mmds.put(content)?,
+            ApiCall::PatchMmds(patch) => self.mmds.patch(&patch)?,
+            ApiCall::InstanceStart => self.start()?,
+            request @ (ApiCall::LoadSnapshot(_) | ApiCall::LoadFork(_)) => {
                 if before.is_described() {
                     return Err(Refusal::bad(
                         "Load snapshot error: Loading a microVM snapshot not allowed after \
@@ -130,62 +131,62 @@ impl Door {
         Ok(().into())
     }
 
-    /// What may be asked of a machine.
-    fn perform_running(&mut self, client: ClientId, request: Request) -> Result<Done, Refusal> {
-        let State::Running(running) = &mut self.state else {
+    /// Carries out a request to an existing VM.
+    fn perform_running(&mut self, client: ClientId, request: ApiCall) -> Result<Done, Refusal> {
+        let MachineStage::Running(running) = &mut self.state else {
             return Err(Refusal::bad(NOT_BEFORE_BOOT));
         };
         let begun = Instant::now();
         match request {
-            Request::GetMachine => return Ok(Answer::json(&running.config.machine_config).into()),
-            Request::GetConfig => return Ok(Answer::json(&running.config).into()),
-            Request::GetBalloon => return Ok(Answer::json(&running.balloon()?).into()),
-            Request::GetBalloonStats => return Ok(Answer::json(&running.balloon_stats()?).into()),
-            Request::GetHinting => return Ok(Answer::json(&running.hinting_status()?).into()),
-            Request::PatchBalloon(update) => running.patch_balloon(update)?,
-            Request::PatchBalloonStats(update) => running.patch_balloon_stats(update)?,
-            Request::StartHinting(start) => running.start_hinting(start)?,
-            Request::StopHinting => running.stop_hinting()?,
-            Request::PatchDrive(update) => running.patch_drive(update)?,
-            Request::Pause => {
+            ApiCall::GetMachine => return Ok(Answer::json(&running.config.machine_config).into()),
+            ApiCall::GetConfig => return Ok(Answer::json(&running.config).into()),
+            ApiCall::GetBalloon => return Ok(Answer::json(&running.balloon()?).into()),
+            ApiCall::GetBalloonStats => return Ok(Answer::json(&running.balloon_stats()?).into()),
+            ApiCall::GetHinting => return Ok(Answer::json(&running.hinting_status()?).into()),
+            ApiCall::PatchBalloon(update) => running.patch_balloon(update)?,
+            ApiCall::PatchBalloonStats(update) => running.patch_balloon_stats(update)?,
+            ApiCall::StartHinting(start) => running.start_hinting(start)?,
+            ApiCall::StopHinting => running.stop_hinting()?,
+            ApiCall::PatchDrive(update) => running.patch_drive(update)?,
+            ApiCall::Pause => {
                 running.pause()?;
                 self.metrics.took("pause_vm", begun.elapsed());
             }
-            Request::Resume => {
+            ApiCall::Resume => {
                 running.resume()?;
                 self.metrics.took("resume_vm", begun.elapsed());
             }
-            Request::GetMmds | Request::PutMmds(_) | Request::PatchMmds(_)
+            ApiCall::GetMmds | ApiCall::PutMmds(_) | ApiCall::PatchMmds(_)
                 if !self.mmds.is_present() =>
             {
                 return Err(Refusal::bad("MMDS: the machine started without a metadata service."));
             }
-            Request::GetMmds => return Ok(Answer::json(&self.mmds.shown()).into()),
-            Request::PutMmds(content) => {
+            ApiCall::GetMmds => return Ok(Answer::json(&self.mmds.shown()).into()),
+            ApiCall::PutMmds(content) => {
                 self.mmds.put(content)?;
                 running.set_metadata(&self.mmds)?;
             }
-            Request::PatchMmds(patch) => {
+            ApiCall::PatchMmds(patch) => {
                 self.mmds.patch(&patch)?;
                 running.set_metadata(&self.mmds)?;
             }
-            Request::FlushMetrics => {
+            ApiCall::FlushMetrics => {
                 let flushed = self.metrics.flush(Some(running));
                 flushed.map_err(|error| Refusal::bad(format!("Metrics: {error}")))?;
             }
-            Request::Checkpoint(moment) => running.checkpoint(moment.refresh)?,
-            Request::Rollback(moment) => running.rollback(moment.refresh)?,
-            Request::Exec(_) if running.is_paused() => {
+            ApiCall::Checkpoint(moment) => running.checkpoint(moment.refresh)?,
+            ApiCall::Rollback(moment) => running.rollback(moment.refresh)?,
+            ApiCall::Exec(_) if running.is_paused() => {
                 return Err(Refusal::bad("exec: the machine is paused; resume it first."));
             }
-            Request::Exec(exec) => {
+            ApiCall::Exec(exec) => {
                 let socket = running.agent_socket()?.to_owned();
                 self.execs.start(client, socket, exec)?;
                 return Ok(Done::Later);
             }
-            Request::PatchNet(update) => running.patch_net(update)?,
-            Request::SendCtrlAltDel => running.send_ctrl_alt_del(),
-            Request::CreateSnapshot(wish) => {
+            ApiCall::PatchNet(update) => running.patch_net(update)?,
+            ApiCall::SendCtrlAltDel => running.send_ctrl_alt_del(),
+            ApiCall::CreateSnapshot(wish) => {
                 snapshot::create(running, &wish)?;
                 let what = match wish.snapshot_type {
                     SnapshotType::Full => "full_create_snapshot",
@@ -193,15 +194,15 @@ impl Door {
                 };
                 self.metrics.took(what, begun.elapsed());
             }
-            Request::Fork(wish) => return Ok(Answer::json(&fork::fork(running, &wish)?).into()),
+            ApiCall::Fork(wish) => return Ok(Answer::json(&fork::fork(running, &wish)?).into()),
             _ => return Err(after_boot()),
         }
         Ok(().into())
     }
 
-    /// Makes the machine that was described, and lets it run.
+    /// Boots the configured VM and runs it.
     pub(super) fn start(&mut self) -> Result<(), Refusal> {
-        let State::Before(before) = &self.state else { return Err(after_boot()) };
+        let MachineStage::Before(before) = &self.state else { return Err(after_boot()) };
         let machine = VmConfig { boot_timer: self.boot_timer, ..before.machine()? };
         let vm = Vm::boot(machine).map_err(refuse("Start microvm error"))?;
         let mut running = Running::new(vm, before.config.clone());
@@ -210,16 +211,17 @@ impl Door {
         Ok(())
     }
 
-    /// Goes on with a machine that was; if that fails, what is left is no start for anything.
-    fn load(&mut self, request: &Request) -> Done {
-        let State::Before(before) = &self.state else { return after_boot().into() };
+    /// Loads a snapshot or a fork. A failure is fatal, because the process cannot start another VM
+    /// after it.
+    fn load(&mut self, request: &ApiCall) -> Done {
+        let MachineStage::Before(before) = &self.state else { return after_boot().into() };
         let begun = Instant::now();
         let (loaded, resume) = match request {
-            Request::LoadSnapshot(with) => {
+            ApiCall::LoadSnapshot(with) => {
                 let roots = self.drive_root.clone().map(|root| vec![root]);
                 (snapshot::load(with, &before.serial, &roots), with.load.resume_vm)
             }
-            Request::LoadFork(wish) => (fork::load(wish, &before.serial), wish.resume_vm),
+            ApiCall::LoadFork(wish) => (fork::load(wish, &before.serial), wish.resume_vm),
             _ => return after_boot().into(),
         };
         let resumed = loaded.and_then(|mut running| {
@@ -241,17 +243,17 @@ impl Door {
         }
     }
 
-    /// From here on there is a machine.
+    /// Switches to the running stage, with `running` as the VM.
     fn enter(&mut self, running: Running) {
-        let State::Before(before) = &self.state else { return };
+        let MachineStage::Before(before) = &self.state else { return };
         if let Err(refusal) = running.set_metadata(&self.mmds) {
             log::error!("{}", refusal.message);
         }
-        // A console in a file is not this terminal's.
+        // Standard input is for the console only if its output is standard output.
         if before.serial.serial_out_path.is_none() {
             self.keyboard = Some(Keyboard::attach());
         }
-        self.state = State::Running(Box::new(running));
+        self.state = MachineStage::Running(Box::new(running));
     }
 }
 

@@ -1,4 +1,4 @@
-//! A machine that lives: what may be asked of it, running or paused.
+//! A VM that exists, running or paused, and the requests to it.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,14 +13,15 @@ use super::bodies::{
 };
 use super::http::Refusal;
 use super::mmds::Mmds;
+use crate::machine::SETTLE_MAX;
 
-/// How long a guest may take to say how its memory is; a client waits, and every other client with it.
+/// How long the guest may take to report its memory statistics; all clients wait meanwhile.
 const STATS_PATIENCE: Duration = Duration::from_millis(200);
-/// How long the agent of a copy may take to make it its own.
+/// How long the agent may take to refresh a fork.
 const REFRESH_PATIENCE: Duration = Duration::from_secs(10);
-/// How long an agent may take to be found and to stop its workload, and to let it go on.
+/// How long it may take to connect to the agent, and for the agent to freeze or thaw the workload.
 const AGENT_PATIENCE: Duration = Duration::from_secs(10);
-/// Commands of the search for free pages: none yet, and the pages of the last one may be used.
+/// Free page hinting commands: no run yet, and the pages of the last run may be reused.
 const HINT_STOP: u32 = 0;
 const HINT_DONE: u32 = 1;
 
@@ -28,32 +29,32 @@ pub struct Running {
     pub vm: Vm,
     pub config: Config,
     paused: bool,
-    /// What the agent must be told before the workload may run.
+    /// The refresh that the agent must do before the workload may run.
     owed: Option<Owed>,
-    /// Counts the lives of this machine, for its guest to see.
+    /// 1 plus the number of rollbacks; the guest gets it with each refresh.
     generation: u64,
     last_stats: Option<BalloonStats>,
     hinting: Option<Search>,
     hint_status: HintingStatus,
 }
 
-/// Why a machine must be refreshed.
+/// Why a VM must be refreshed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owed {
-    /// It is a copy, and gets names of its own.
+    /// It is a fork, and gets a new identity.
     Copied,
-    /// It is the same computer, only earlier: its names stay, its clock and its dice do not.
+    /// It was rolled back: its identity stays, its clock and random numbers must be new.
     RolledBack,
 }
 
-/// A search for free pages, and whether it ends by itself.
+/// A free page hinting run, and whether it ends by itself.
 struct Search {
     hinting: Hinting,
     acknowledge: bool,
 }
 
 impl Running {
-    /// Takes charge of a machine that stands still.
+    /// Takes ownership of a paused VM.
     pub fn new(vm: Vm, config: Config) -> Self {
         let hint_status = HintingStatus::default();
         Self {
@@ -68,7 +69,7 @@ impl Running {
         }
     }
 
-    /// The agent makes it its own before anything of the workload runs.
+    /// Requires the agent to refresh the VM, at resume, before its workload runs.
     pub fn refreshed_at_resume(self) -> Self {
         Self { owed: Some(Owed::Copied), ..self }
     }
@@ -89,7 +90,7 @@ impl Running {
         self.settle("Resume")
     }
 
-    /// Makes the running machine its own, if that is owed; it stands still where that cannot be done.
+    /// Refreshes a running VM if that is pending. On failure the VM is paused again.
     fn settle(&mut self, what: &str) -> Result<(), Refusal> {
         let Some(owed) = self.owed else { return Ok(()) };
         if let Err(refusal) = self.refresh(owed) {
@@ -115,14 +116,14 @@ impl Running {
         Ok(())
     }
 
-    /// Remembers this instant.
+    /// Keeps the VM's current state as its checkpoint.
     pub fn checkpoint(&mut self, refresh: RefreshBy) -> Result<(), Refusal> {
-        // Nobody but the machine itself goes on from here, so it may know its secrets.
+        // Only this VM itself continues from the checkpoint, so it may keep its secrets.
         let options = FreezeOptions { keep_secrets: true, ..FreezeOptions::default() };
         self.standing_still("Checkpoint", refresh, options, Vm::checkpoint)
     }
 
-    /// Goes back to the checkpoint. What is owed to a machine that is paused is done when it is resumed.
+    /// Returns to the checkpoint. The refresh of a paused VM is done when it is resumed.
     pub fn rollback(&mut self, refresh: RefreshBy) -> Result<(), Refusal> {
         self.vm.rollback().map_err(refuse("Rollback"))?;
         self.generation += 1;
@@ -130,9 +131,9 @@ impl Running {
         if self.paused { Ok(()) } else { self.settle("Rollback") }
     }
 
-    /// Does something while the agent holds the workload still, so that whoever goes on from there is
-    /// refreshed before any of its processes runs an instruction. Refused where no agent does that, unless
-    /// the client wants no refresh.
+    /// Calls `act` while the agent holds the workload frozen, so that a VM made from that state is
+    /// refreshed before any of its processes runs an instruction. Fails if no agent answers, unless
+    /// the request asks for no refresh.
     pub fn standing_still<T>(
         &mut self,
         what: &'static str,
@@ -141,6 +142,7 @@ impl Running {
         act: impl FnOnce(&mut Vm) -> Result<T, pvmm::Error>,
     ) -> Result<T, Refusal> {
         if by == RefreshBy::None {
+            self.vm.settle(SETTLE_MAX);
             return act(&mut self.vm).map_err(refuse(what));
         }
         let refuse_agent = |why: String| {
@@ -157,13 +159,15 @@ impl Running {
             .map_err(|error| refuse_agent(error.to_string()))?;
         let failed = |error: AgentError| Refusal::bad(format!("{what}: {error}"));
         agent.freeze_with(options, Instant::now() + AGENT_PATIENCE).map_err(failed)?;
+        self.vm.settle(SETTLE_MAX);
         let done = act(&mut self.vm).map_err(refuse(what));
-        // The machine of before goes on in any case; only its copies wait for their refresh.
+        // The original VM continues in any case; only its forks wait for a refresh.
         agent.thaw(Instant::now() + AGENT_PATIENCE).map_err(failed)?;
         done
     }
 
-    /// Another image behind a drive, or the same one again if its size has changed; other limits.
+    /// Replaces the image behind a drive, or reopens the current one if its size has changed; sets
+    /// limits.
     pub fn patch_drive(&mut self, update: DriveUpdate) -> Result<(), Refusal> {
         let DriveUpdate { drive_id, path_on_host, rate_limiter } = update;
         let place = self.config.drives.iter().position(|drive| drive.drive_id == drive_id);
@@ -177,7 +181,7 @@ impl Running {
         let drive = &mut self.config.drives[index];
         let limits =
             rate_limiter.map(|change| drive.rate_limiter.unwrap_or_default().changed_by(change));
-        // Nothing is changed if a part of the request cannot be.
+        // Validated first: either the whole request takes effect or none of it.
         limits_of(limits)
             .validate()
             .map_err(|error| Refusal::bad(format!("Drive config: rate_limiter: {error}")))?;
@@ -194,12 +198,12 @@ impl Running {
         Ok(())
     }
 
-    /// Tells the metadata services of the cards what to say from now on.
+    /// Passes the metadata content to the network devices' metadata services.
     pub fn set_metadata(&self, mmds: &Mmds) -> Result<(), Refusal> {
         self.vm.set_metadata(&mmds.content()).map(drop).map_err(refuse("MMDS"))
     }
 
-    /// Other limits of a network card; a bucket that is not named stays as it is.
+    /// Changes the rate limits of a network device; a bucket that is not named keeps its value.
     pub fn patch_net(&mut self, update: NetUpdate) -> Result<(), Refusal> {
         let NetUpdate { iface_id, rx_rate_limiter, tx_rate_limiter } = update;
         let place = self.config.network_interfaces.iter().position(|net| net.iface_id == iface_id);
@@ -221,7 +225,7 @@ impl Running {
         Ok(())
     }
 
-    /// Presses the three keys by which a keyboard asks a machine to restart.
+    /// Presses Ctrl+Alt+Del on the guest's keyboard, which asks its kernel to restart.
     pub fn send_ctrl_alt_del(&self) {
         self.vm.press_ctrl_alt_del();
     }
@@ -252,7 +256,7 @@ impl Running {
         Ok(())
     }
 
-    /// What the guest says now, or else what it said last.
+    /// Returns the guest's current memory statistics, or its last ones if it does not answer.
     pub fn balloon_stats(&mut self) -> Result<BalloonStats, Refusal> {
         let balloon = self.config.balloon.as_ref().ok_or_else(no_balloon)?;
         if balloon.stats_polling_interval_s == 0 {
@@ -265,7 +269,7 @@ impl Running {
         if !self.paused {
             match self.vm.balloon_stats(STATS_PATIENCE) {
                 Ok(told) => self.last_stats = Some(told.into()),
-                // It has no driver yet, or takes its time.
+                // The guest has no driver yet, or is slow.
                 Err(error)
                     if matches!(error.kind(), ErrorKind::Timeout | ErrorKind::GuestFault) => {}
                 Err(error) => return Err(refuse("Balloon")(error)),
@@ -304,13 +308,14 @@ impl Running {
     }
 
     fn require_hinting(&self) -> Result<(), Refusal> {
-        match self.config.balloon.as_ref().ok_or_else(no_balloon)?.free_page_hinting {
-            true => Ok(()),
-            false => Err(Refusal::bad("Balloon: free_page_hinting was not enabled before boot.")),
+        if self.config.balloon.as_ref().ok_or_else(no_balloon)?.free_page_hinting {
+            Ok(())
+        } else {
+            Err(Refusal::bad("Balloon: free_page_hinting was not enabled before boot."))
         }
     }
 
-    /// Each device's counts by the name that metrics have for it.
+    /// Returns each device's counters, with the name that the metrics have for the device.
     pub fn named_counters(&self) -> Vec<(String, DeviceCounters)> {
         let mut drives = self.config.drives.iter();
         let mut nets = self.config.network_interfaces.iter();
@@ -325,13 +330,13 @@ impl Running {
         named.map(|(name, of)| (name.unwrap_or_else(|| of.device.to_owned()), of)).collect()
     }
 
-    /// The socket that leads to the agent.
+    /// Returns the vsock socket through which the agent is reached.
     pub fn agent_socket(&self) -> Result<&Path, Refusal> {
         self.vm.vsock_path().ok_or_else(|| Refusal::bad("The machine has no vsock device."))
     }
 }
 
-/// A limiter without limits is none.
+/// Returns `None` for a limiter without limits.
 fn shown(limits: RateLimiter) -> Option<RateLimiter> {
     limits.config().is_limited().then_some(limits)
 }
@@ -340,7 +345,7 @@ fn no_balloon() -> Refusal {
     Refusal::bad("Balloon: the machine has no balloon device.")
 }
 
-/// An error of the machine in one line.
+/// Maps an error of the VM to a refusal with one line of text.
 pub fn refuse(what: &'static str) -> impl Fn(pvmm::Error) -> Refusal {
     move |error| Refusal::bad(format!("{what}: {error}"))
 }

@@ -1,7 +1,7 @@
-//! Snapshots by the API: two files written, and a machine that goes on from them.
+//! Snapshots through the API: writes a VM to two files, and loads a VM from them.
 //!
-//! The note in the state file is the machine's whole configuration, with the ids that requests speak of. A load
-//! reads it, changes what the client overrides, and gives every device its backend anew.
+//! The note in the state file is the VM's whole configuration, with the ids that requests use. A
+//! load reads it, applies the client's overrides, and gives every device a new backend.
 
 use std::fs;
 use std::io::Read;
@@ -25,10 +25,10 @@ use super::http::Refusal;
 use super::running::{Running, refuse};
 use crate::sys::process::effective_uid;
 
-/// The format of the state files that are written, as `--snapshot-version` says it.
+/// The format version of the state files that are written, as `--snapshot-version` prints it.
 pub const VERSION: u32 = 1;
 
-/// Writes the machine, which must stand still.
+/// Writes a snapshot of the VM, which must be paused.
 pub fn create(running: &mut Running, wish: &SnapshotCreate) -> Result<(), Refusal> {
     if !running.is_paused() {
         return Err(Refusal::bad("Create snapshot error: the machine is running; pause it first."));
@@ -42,7 +42,8 @@ pub fn create(running: &mut Running, wish: &SnapshotCreate) -> Result<(), Refusa
     saved.map_err(refuse("Create snapshot error"))
 }
 
-/// What a machine is, for whoever goes on with it. Where a process logs is its own affair.
+/// Serializes the configuration for a later load, without the log and metrics settings of this
+/// process.
 pub fn note(config: &Config) -> Result<Vec<u8>, Refusal> {
     let config = Config { logger: None, metrics: None, unknown: <_>::default(), ..config.clone() };
     serde_json::to_vec(&config).map_err(|error| Refusal {
@@ -51,17 +52,18 @@ pub fn note(config: &Config) -> Result<Vec<u8>, Refusal> {
     })
 }
 
-/// What a client changes about a machine that goes on.
+/// The client's overrides of the configuration of a loaded VM.
 pub struct Changes<'a> {
     pub nets: &'a [NetworkOverride],
     pub vsock: Option<&'a VsockOverride>,
     pub drives: &'a [DriveOverride],
 }
 
-/// A machine that goes on from two files, paused.
+/// Loads a VM from two files, paused.
 ///
-/// The state file names the drives, as the client did that it was written for. Whoever names one anew in this request
-/// knows it; the others are opened only where `roots` allow it, and not through a link of another user's.
+/// The state file names the drives by paths that may come from another client. A drive that this
+/// request overrides is trusted; the others are opened only below `roots`, and not through a
+/// symbolic link of another user.
 pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Running, Refusal> {
     let load = &with.load;
     let memory =
@@ -91,7 +93,7 @@ pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Run
         LoadHugePages::Transparent => HugePages::Transparent,
         LoadHugePages::Hugetlbfs2M => HugePages::Hugetlbfs2M,
     };
-    // Not opened before the machine runs: the client may still name another image.
+    // Images are opened when the VM first runs: until then the client may name another one.
     let drives = config.drives.iter().map(|drive| drive_config(drive, DriveSource::Later));
     let drives = drives.collect::<Result<Vec<_>, _>>()?;
     let overrides = Overrides {
@@ -101,11 +103,12 @@ pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Run
         ..overrides(&config, serial)?
     };
     let forked = template.fork(overrides).map_err(refuse("Load snapshot error"))?;
-    // As with Firecracker's own: what follows a load is the client's affair.
+    // As in Firecracker, a refresh after a load is up to the client.
     Ok(Running::new(forked.without_refresh(), config))
 }
 
-/// Refuses a drive that a state file must not name. One that is not there now may be named by a later request.
+/// Refuses a drive that a state file must not name. A missing image is allowed, because a later
+/// request may name another one.
 fn check_saved_drive(drive: &Drive, roots: &Roots) -> Result<(), Refusal> {
     let path = drive.path_on_host.as_deref().unwrap_or_default();
     let refuse = |why: &str| {
@@ -119,13 +122,14 @@ fn check_saved_drive(drive: &Drive, roots: &Roots) -> Result<(), Refusal> {
         Ok(_) => check_image(path, drive.read_only())?,
         Err(_) => {}
     }
-    match roots.is_none() || is_allowed(&resolved(path), roots) {
-        true => Ok(()),
-        false => Err(refuse("is not below --drive-root; name the drive in drive_overrides")),
+    if roots.is_none() || is_allowed(&resolved(path), roots) {
+        Ok(())
+    } else {
+        Err(refuse("is not below --drive-root; name the drive in drive_overrides"))
     }
 }
 
-/// What every machine that goes on is given: its cards, its socket, its console, its names.
+/// Builds the parts of a loaded VM that are new: network backends, vsock, console, thread names.
 pub fn overrides(config: &Config, serial: &Serial) -> Result<Overrides, Refusal> {
     let nets = config.network_interfaces.iter().map(net_config).collect::<Result<Vec<_>, _>>()?;
     Ok(Overrides {
@@ -141,7 +145,8 @@ pub fn overrides(config: &Config, serial: &Serial) -> Result<Overrides, Refusal>
     })
 }
 
-/// The configuration of the machine that is gone on with. It is a file's word, and checked where it is used.
+/// Reads the configuration from a state file. The file is not trusted: each part is validated where
+/// it is used.
 pub fn read_note(note: &[u8]) -> Result<Config, Refusal> {
     let config: Config = serde_json::from_slice(note).map_err(|_| {
         Refusal::bad(
@@ -153,7 +158,7 @@ pub fn read_note(note: &[u8]) -> Result<Config, Refusal> {
     Ok(Config { boot_source, logger: None, metrics: None, ..config })
 }
 
-/// Puts the client's changes into the configuration; each must be of something that is there.
+/// Applies the client's overrides to the configuration; fails if one names a device that is absent.
 pub fn apply(config: &mut Config, changes: &Changes<'_>) -> Result<(), Refusal> {
     let none = |what: &str, id: &str| {
         Refusal::bad(format!("Load snapshot error: the snapshot has no {what} {id:?}."))
@@ -178,7 +183,7 @@ pub fn apply(config: &mut Config, changes: &Changes<'_>) -> Result<(), Refusal> 
     Ok(())
 }
 
-/// The format of a state file, without loading it.
+/// Returns the format version of a state file, without loading it.
 pub fn describe(path: &Path) -> Result<u64, String> {
     let mut head = Vec::new();
     let opened = open::file(path, open::Access::Read);
@@ -261,12 +266,12 @@ mod tests {
         let elsewhere = Some(vec![root.join("other")]);
         let refused = check_saved_drive(&drive(&image), &elsewhere).unwrap_err().message;
         assert!(refused.contains("not below --drive-root"), "{refused}");
-        // A link leads out of the root, and what is no image is none.
+        // A link out of the root is refused, and so is a file that is no image.
         std::os::unix::fs::symlink("/dev/null", &link).unwrap();
         check_saved_drive(&drive(&link), &below).unwrap_err();
         check_saved_drive(&drive(Path::new("/dev/null")), &None).unwrap_err();
         check_saved_drive(&drive(&root), &None).unwrap_err();
-        // It may come later, if it may come at all.
+        // A missing image is allowed, but only at an allowed path.
         check_saved_drive(&drive(&root.join("later")), &below).unwrap();
         check_saved_drive(&drive(Path::new("/later")), &below).unwrap_err();
         check_saved_drive(&drive(&root.join("../later")), &below).unwrap_err();

@@ -1,4 +1,4 @@
-//! The binary in the place of Firecracker's `snapshot-editor`: the same words, on pvmm's two files.
+//! Firecracker's `snapshot-editor`: the commands of the original, on pvmm's two snapshot files.
 
 use std::path::Path;
 
@@ -13,7 +13,7 @@ snapshot-editor info-vmstate vcpu-states --vmstate-path FILE
 snapshot-editor info-vmstate vm-state --vmstate-path FILE
 ";
 
-/// Does what the words say and returns the code of the process.
+/// Runs the command in `words` and returns the exit code of the process.
 pub fn run(words: &[String]) -> u8 {
     match perform(words) {
         Ok(text) => super::print(&text),

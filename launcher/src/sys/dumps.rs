@@ -1,16 +1,17 @@
-//! Keeps this process out of core dumps: its heap has commands, environments and secrets of guests.
+//! Keeps this process out of core dumps: its heap holds commands, environments and secrets of
+//! guests.
 //!
-//! Guest memory itself is marked by the library, whatever program it is part of.
+//! Guest memory itself is excluded by the library, in any program.
 
 #![allow(unsafe_code)] // setrlimit, prctl, geteuid.
 
 use std::io;
 use std::path::Path;
 
-/// No core file is written when this process or one that it starts ends by a signal, and nobody but root may trace it.
+/// Disables core files for this process and its children, and lets no one but root trace it.
 ///
-/// The latter only for root and in a jail: the kernel gives an ordinary user's process that cannot be traced to root, and
-/// then it could not look at its own page tables any more.
+/// The latter only for root and in a jail: the kernel changes the owner of an untraceable process's
+/// /proc files to root, so an ordinary user's process could no longer read its own page tables.
 pub fn forbid() -> io::Result<()> {
     let none = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the kernel reads `none`, which outlives the call.

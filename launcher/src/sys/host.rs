@@ -1,6 +1,6 @@
-//! The questions `pvmm doctor` asks the host, each by making the call that a VM would make.
+//! Host feature probes for `pvmm doctor`, each of which makes the system call that a VM would make.
 //!
-//! A device node or a /proc file can be there without working behind it, so only an answer counts.
+//! A device node or a /proc file can exist without working, so only the call's result counts.
 #![allow(unsafe_code)] // Raw system calls and ioctls, each with its own note.
 
 use std::ffi::CString;
@@ -21,13 +21,13 @@ fn answer(result: libc::c_long) -> io::Result<libc::c_long> {
     }
 }
 
-/// Takes ownership of a descriptor that a call just made.
+/// Takes ownership of a file descriptor that a call has just returned.
 fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
-    // SAFETY: the call succeeded and returned a new descriptor that nobody else owns.
+    // SAFETY: the call succeeded and returned a new descriptor that has no other owner.
     answer(result).map(|fd| unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }
 
-/// The running kernel's release, as in `6.12.0-1-amd64`.
+/// Returns the running kernel's release, as in `6.12.0-1-amd64`.
 pub fn kernel_release() -> io::Result<String> {
     // SAFETY: plain bytes, all zero is valid; uname fills it with terminated strings.
     let name = unsafe {
@@ -40,7 +40,7 @@ pub fn kernel_release() -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// Makes a tap device that is gone again when its descriptor closes.
+/// Creates a tap device, which is removed when its descriptor closes.
 pub fn make_tap() -> io::Result<()> {
     const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
     let tun = OpenOptions::new().read(true).write(true).open("/dev/net/tun")?;
@@ -54,7 +54,7 @@ pub fn make_tap() -> io::Result<()> {
     answer(unsafe { libc::ioctl(tun.as_raw_fd(), TUNSETIFF, &mut request) }.into()).map(drop)
 }
 
-/// Asks nftables for its generation.
+/// Queries the generation of nftables' rules.
 pub fn nftables() -> io::Result<()> {
     const NFT_MSG_GETGEN: u16 = 16;
     const NFNL_SUBSYS_NFTABLES: u16 = 10;
@@ -90,7 +90,7 @@ pub fn nftables() -> io::Result<()> {
     }
 }
 
-/// Makes a userfaultfd that also sees the kernel's own faults, and agrees on its API.
+/// Creates a userfaultfd that also handles kernel faults, and negotiates its API.
 pub fn userfaultfd() -> io::Result<()> {
     const UFFDIO_API: libc::c_ulong = 0xc018_aa3f;
     const USERFAULTFD_IOC_NEW: libc::c_ulong = 0xaa00;
@@ -98,7 +98,7 @@ pub fn userfaultfd() -> io::Result<()> {
     let made = owned(unsafe { libc::syscall(libc::SYS_userfaultfd, libc::O_CLOEXEC) });
     let uffd = match made {
         Ok(uffd) => uffd,
-        // Without privilege there is a device for it since Linux 6.1.
+        // Since Linux 6.1 there is a device for unprivileged use.
         Err(error) => {
             let device = File::open("/dev/userfaultfd").map_err(|_| error)?;
             // SAFETY: the argument is a plain flag word.
@@ -117,12 +117,12 @@ pub fn userfaultfd() -> io::Result<()> {
     answer(unsafe { libc::ioctl(uffd.as_raw_fd(), UFFDIO_API, api.as_mut_ptr()) }.into()).map(drop)
 }
 
-/// Maps one 2 MiB page.
+/// Maps one 2 MiB huge page.
 pub fn huge_page() -> io::Result<()> {
     const LENGTH: usize = 2 << 20;
     const MAP_HUGE_2MB: i32 = 21 << libc::MAP_HUGE_SHIFT;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_HUGETLB | MAP_HUGE_2MB;
-    // SAFETY: a new mapping at an address of the kernel's choice, unmapped before anyone uses it.
+    // SAFETY: a new mapping at an address of the kernel's choice, unmapped before any use.
     unsafe {
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         let map = libc::mmap(std::ptr::null_mut(), LENGTH, protection, flags, -1, 0);
@@ -134,7 +134,7 @@ pub fn huge_page() -> io::Result<()> {
     Ok(())
 }
 
-/// Makes a ring of one entry.
+/// Creates an io_uring with one entry.
 pub fn io_uring() -> io::Result<()> {
     // struct io_uring_params is 120 bytes, all zero for the defaults.
     let mut parameters = [0u64; 15];
@@ -142,7 +142,7 @@ pub fn io_uring() -> io::Result<()> {
     owned(unsafe { libc::syscall(libc::SYS_io_uring_setup, 1, parameters.as_mut_ptr()) }).map(drop)
 }
 
-/// The version of Landlock.
+/// Returns the ABI version of Landlock.
 pub fn landlock_abi() -> io::Result<i64> {
     const LANDLOCK_CREATE_RULESET_VERSION: u32 = 1;
     let none = std::ptr::null::<u8>();
@@ -151,7 +151,7 @@ pub fn landlock_abi() -> io::Result<i64> {
     answer(unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, none, 0usize, flags) })
 }
 
-/// The type of the filesystem at `path`.
+/// Returns the type of the filesystem at `path`.
 pub fn filesystem_type(path: &Path) -> io::Result<i64> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: plain data, all zero is valid; the path is terminated and both outlive the call.
@@ -162,7 +162,7 @@ pub fn filesystem_type(path: &Path) -> io::Result<i64> {
     }
 }
 
-/// Bytes that an ordinary user can still write to the filesystem at `path`.
+/// Returns the bytes that an ordinary user can still write to the filesystem at `path`.
 pub fn free_space(path: &Path) -> io::Result<u64> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     // SAFETY: plain data, all zero is valid; the path is terminated and both outlive the call.
@@ -173,7 +173,7 @@ pub fn free_space(path: &Path) -> io::Result<u64> {
     }
 }
 
-/// Clones one file without a name into another.
+/// Clones one unnamed file into another.
 pub fn reflink(dir: &Path) -> io::Result<()> {
     const FICLONE: libc::c_ulong = 0x4004_9409;
     let nameless = || {
@@ -190,7 +190,7 @@ pub fn reflink(dir: &Path) -> io::Result<()> {
     answer(unsafe { libc::ioctl(to.as_raw_fd(), FICLONE, from.as_raw_fd()) }.into()).map(drop)
 }
 
-/// Makes a user namespace, in a process of its own since there is no way back.
+/// Creates a user namespace, in a child process because it cannot be left again.
 pub fn user_namespace() -> io::Result<()> {
     match process::fork()? {
         Side::Child => {

@@ -1,7 +1,7 @@
-//! Advisory locks that last as long as a process.
+//! Advisory file locks that are held as long as a process lives.
 //!
-//! A VM is alive exactly while its lock is held: the kernel lets go of it however the process ends, so
-//! nothing here can go stale.
+//! A VM is alive exactly while its lock is held: the kernel releases it however the process ends,
+//! so it cannot go stale.
 #![allow(unsafe_code)] // flock(2) has no safe wrapper in the oldest supported toolchain.
 
 use std::fs::File;
@@ -9,12 +9,12 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
 
-/// Takes the lock if nobody holds it.
+/// Takes the lock if it is free; returns false if not.
 pub fn try_exclusive(file: &File) -> io::Result<bool> {
     flock(file, libc::LOCK_EX)
 }
 
-/// Whether nobody holds the lock; asking does not make it look held to others who ask.
+/// Whether the lock is free. The check takes a shared lock, so concurrent checks do not disturb it.
 pub fn is_free(file: &File) -> io::Result<bool> {
     flock(file, libc::LOCK_SH)
 }
@@ -30,7 +30,7 @@ fn flock(file: &File, kind: libc::c_int) -> io::Result<bool> {
     }
 }
 
-/// Takes the lock, waiting no longer than `patience`; false if somebody still holds it then.
+/// Takes the lock, waiting no longer than `patience`; returns false if it is still held then.
 pub fn exclusive(file: &File, patience: Duration) -> io::Result<bool> {
     let deadline = Instant::now() + patience;
     let mut pause = Duration::from_millis(1);
@@ -42,7 +42,7 @@ pub fn exclusive(file: &File, patience: Duration) -> io::Result<bool> {
         if left.is_zero() {
             return Ok(false);
         }
-        // flock has no timeout of its own; the pause grows so that a long wait costs nothing.
+        // flock has no timeout; the pause grows so that a long wait costs little.
         std::thread::sleep(pause.min(left));
         pause = (pause * 2).min(Duration::from_millis(50));
     }

@@ -1,6 +1,6 @@
-//! The launcher's unsafe home: processes, signals, locks and the host questions `doctor` asks.
+//! The launcher's unsafe code: processes, signals, locks, and the host probes of `pvmm doctor`.
 //!
-//! Everything here is a thin, safe door to one system call, so that the verbs stay free of `unsafe`.
+//! Everything here is a thin, safe wrapper of a system call, so that the commands need no `unsafe`.
 
 pub mod dumps;
 pub mod host;

@@ -1,6 +1,6 @@
-//! Open files that travel with a message over a Unix socket.
+//! Passes open files over a Unix socket.
 //!
-//! A template's memory goes from one process to another this way: as descriptors, not as bytes.
+//! A template's memory goes from one process to another as file descriptors, not as bytes.
 #![allow(unsafe_code)] // Received descriptors become owned ones.
 
 use std::io;
@@ -9,25 +9,26 @@ use std::os::unix::net::UnixStream;
 
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
-/// More than one message may carry.
+/// The most files that one message can carry.
 const MAX_FILES: usize = 253;
 
-/// Sends some of `bytes` with all of `files`; returns how many bytes went.
+/// Sends some of `bytes` with all of `files`; returns the number of bytes sent.
 pub fn send(socket: &UnixStream, bytes: &[u8], files: &[OwnedFd]) -> io::Result<usize> {
     let raw: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
     socket.send_with_fds(&[bytes], &raw).map_err(io::Error::from)
 }
 
-/// Receives some bytes and the files that came with them.
+/// Receives some bytes and the files sent with them.
 pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Vec<OwnedFd>)> {
     let mut raw = [0; MAX_FILES];
     let mut parts = [libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() }];
     // SAFETY: the one part is `buffer`, which is borrowed for the call.
     let (bytes, files) = unsafe { socket.recv_with_fds(&mut parts, &mut raw)? };
     let own = |fd: &RawFd| {
-        // SAFETY: the kernel has just made the descriptor for this process, and nobody else knows it.
+        // SAFETY: the kernel has just made the descriptor for this process, and it has no other
+        // owner.
         let file = unsafe { OwnedFd::from_raw_fd(*fd) };
-        // SAFETY: no memory is passed. Marked, as everything that this program opens.
+        // SAFETY: no memory is passed. Close-on-exec, like all descriptors that this program opens.
         match unsafe { libc::fcntl(*fd, libc::F_SETFD, libc::FD_CLOEXEC) } {
             0 => Ok(file),
             _ => Err(io::Error::last_os_error()),
@@ -37,7 +38,8 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Vec
     Ok((bytes, files))
 }
 
-/// Receives a line of at most `max` bytes with the files that came with it, and what came behind it.
+/// Receives a line of at most `max` bytes. Returns the line, the bytes after it, and the files sent
+/// with it.
 pub fn receive_line(
     socket: &UnixStream,
     max: usize,

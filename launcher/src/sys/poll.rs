@@ -1,14 +1,14 @@
-//! Waiting for several descriptors at once, always with a deadline.
+//! Waits for several file descriptors at once, with an optional timeout.
 //!
-//! The VMM process and the verbs wait for signals, pipes and the machine's end in one place each; this
-//! is the one call they share.
+//! The event loops of the monitor process and of the commands use it to wait for signals, pipes and
+//! the VM's end.
 #![allow(unsafe_code)] // poll(2).
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::Duration;
 
-/// [`readable`] for a fixed set of which some may be absent; an absent one is never ready.
+/// Waits as [`readable`] for a fixed set of optional descriptors; an absent one is never ready.
 pub fn readable_of<const N: usize>(
     fds: [Option<BorrowedFd<'_>>; N],
     patience: Option<Duration>,
@@ -18,20 +18,22 @@ pub fn readable_of<const N: usize>(
     Ok(fds.map(|fd| fd.is_some() && ready.next().unwrap_or(false)))
 }
 
-/// The descriptor of something that only knows its number.
+/// Borrows the descriptor of a type that only implements `AsRawFd`.
 pub fn borrowed<T: AsRawFd>(of: &T) -> BorrowedFd<'_> {
     // SAFETY: `of` owns the descriptor and is borrowed for as long as the result.
     unsafe { BorrowedFd::borrow_raw(of.as_raw_fd()) }
 }
 
-/// Waits until one is readable or hung up; the answer says which. All false: the time is over.
+/// Waits until a descriptor is readable or hung up, and returns which are. None is on timeout or
+/// interrupt.
 pub fn readable(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> io::Result<Vec<bool>> {
     let mut polled: Vec<libc::pollfd> = fds
         .iter()
         .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
         .collect();
     let timeout = milliseconds(patience);
-    // SAFETY: `polled` is a live array of exactly that many entries, and every descriptor is borrowed.
+    // SAFETY: `polled` is a live array of exactly that many entries, and every descriptor is
+    // borrowed.
     let count = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, timeout) };
     if count < 0 {
         let error = io::Error::last_os_error();
@@ -42,25 +44,25 @@ pub fn readable(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> io::Resul
     Ok(polled.iter().map(|entry| count > 0 && entry.revents != 0).collect())
 }
 
-/// What to wait for on a descriptor.
+/// What to wait for on a file descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
     Read,
     Write,
-    /// Only its end.
+    /// Only hang-up or error.
     Nothing,
 }
 
-/// What a descriptor is ready for.
+/// What a file descriptor is ready for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
     pub read: bool,
     pub write: bool,
-    /// The other side is gone, or the descriptor is broken.
+    /// The peer is gone, or the descriptor is broken.
     pub gone: bool,
 }
 
-/// Waits until one is ready for what is wanted of it; nothing ready: the time is over.
+/// Waits until a descriptor is ready for what is wanted of it. None is on timeout or interrupt.
 pub fn wait(
     wants: &[(BorrowedFd<'_>, Want)],
     patience: Option<Duration>,
@@ -74,7 +76,8 @@ pub fn wait(
         .iter()
         .map(|(fd, want)| libc::pollfd { fd: fd.as_raw_fd(), events: events(*want), revents: 0 })
         .collect();
-    // SAFETY: `polled` is a live array of exactly that many entries, and every descriptor is borrowed.
+    // SAFETY: `polled` is a live array of exactly that many entries, and every descriptor is
+    // borrowed.
     let count = unsafe {
         libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, milliseconds(patience))
     };
@@ -92,7 +95,7 @@ pub fn wait(
     Ok(polled.iter().map(ready).collect())
 }
 
-/// Rounded up: a wait that ends early would spin until its deadline.
+/// Converts to milliseconds, rounded up: a wait that ends early would spin until its deadline.
 fn milliseconds(patience: Option<Duration>) -> i32 {
     match patience {
         Some(patience) => patience.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32,
@@ -100,7 +103,7 @@ fn milliseconds(patience: Option<Duration>) -> i32 {
     }
 }
 
-/// Waits until something can be written.
+/// Waits until `fd` is writable.
 pub fn writable(fd: BorrowedFd<'_>) -> io::Result<()> {
     let mut polled = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
     // SAFETY: `polled` is one live entry, and its descriptor is borrowed.

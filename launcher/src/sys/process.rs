@@ -1,6 +1,6 @@
-//! Processes: fork without exec, exec of this very program, sessions, the parent's death, ends.
+//! Processes: fork without exec, exec of this program, sessions, parent death, exit.
 //!
-//! The VMM is a process of its own, made of the launcher's program, so that no second one has to be found.
+//! The monitor process runs the launcher's own program, so that no second one has to be found.
 #![allow(unsafe_code)] // fork, setsid, prctl, dup2, kill, waitpid.
 
 use std::fs::File;
@@ -10,13 +10,22 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Which side of a fork this is.
+/// Returns free memory of the allocator to the kernel.
+pub fn trim_heap() {
+    #[cfg(target_env = "gnu")]
+    // SAFETY: the allocator locks its own structures, and touches nothing that is in use.
+    unsafe {
+        libc::malloc_trim(0);
+    }
+}
+
+/// The side of a fork that the caller is on.
 pub enum Side {
     Parent(Child),
     Child,
 }
 
-/// A started process that has not been waited for.
+/// A child process.
 #[derive(Debug)]
 pub struct Child {
     pid: libc::pid_t,
@@ -30,9 +39,10 @@ pub enum Ended {
     Signal(i32),
 }
 
-/// Splits the process in two. Refused once there are threads: the copy would have their locks but not them.
+/// Forks the process. Fails if there are several threads: the child would have their locks but not
+/// the threads.
 pub fn fork() -> io::Result<Side> {
-    // A thread that was joined a moment ago can still be listed.
+    // A thread that was just joined may still be listed.
     let deadline = Instant::now() + Duration::from_secs(1);
     loop {
         match std::fs::read_dir("/proc/self/task")?.count() {
@@ -41,7 +51,7 @@ pub fn fork() -> io::Result<Side> {
             threads => return Err(io::Error::other(format!("{threads} threads, fork needs one"))),
         }
     }
-    // SAFETY: the process has a single thread, so the child has everything that the parent had.
+    // SAFETY: the process has a single thread, so the child's copy of its state is consistent.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         0 => Ok(Side::Child),
@@ -49,10 +59,10 @@ pub fn fork() -> io::Result<Side> {
     }
 }
 
-/// Starts this program once more, under another name, with `stdin` as its standard input. The new process has
-/// an address space layout and a stack canary of its own.
+/// Executes this program again, under another name, with `stdin` as its standard input. The new
+/// process has its own address space layout and stack canary.
 pub fn exec_self(name: &str, stdin: OwnedFd) -> io::Result<Child> {
-    // The link leads to this very program, even if its file was replaced meanwhile.
+    // The link leads to the running program, even if its file has been replaced.
     let child = Command::new("/proc/self/exe").arg0(name).stdin(stdin).spawn()?;
     let pid = libc::pid_t::try_from(child.id()).map_err(io::Error::other)?;
     Ok(Child { pid, ended: None })
@@ -61,12 +71,12 @@ pub fn exec_self(name: &str, stdin: OwnedFd) -> io::Result<Child> {
 impl Child {
     pub fn kill(&self) {
         if self.ended.is_none() {
-            // SAFETY: no pointers; the child has not been waited for, so its number is still its own.
+            // SAFETY: no pointers; the child has not been waited for, so its pid is not reused.
             unsafe { libc::kill(self.pid, libc::SIGKILL) };
         }
     }
 
-    /// Waits for the end; only called after something that makes it come.
+    /// Waits for the child's end. Blocks, so call it only after something that ends the child.
     pub fn wait(&mut self) -> io::Result<Ended> {
         if let Some(ended) = self.ended {
             return Ok(ended);
@@ -82,22 +92,23 @@ impl Child {
                 return Err(error);
             }
         }
-        let ended = match libc::WIFEXITED(status) {
-            true => Ended::Code(libc::WEXITSTATUS(status)),
-            false => Ended::Signal(libc::WTERMSIG(status)),
+        let ended = if libc::WIFEXITED(status) {
+            Ended::Code(libc::WEXITSTATUS(status))
+        } else {
+            Ended::Signal(libc::WTERMSIG(status))
         };
         self.ended = Some(ended);
         Ok(ended)
     }
 }
 
-/// A session of its own: no terminal, none of the terminal's signals.
+/// Starts a new session, without a terminal and its signals.
 pub fn own_session() -> io::Result<()> {
     // SAFETY: no pointers.
     check(unsafe { libc::setsid() })
 }
 
-/// The kernel kills this process when `parent` ends, also if that has happened already.
+/// Makes the kernel kill this process when `parent` ends; exits if that has already happened.
 pub fn die_with_parent(parent: u32) -> io::Result<()> {
     set_parent_death_signal(libc::SIGKILL)?;
     // The parent may have ended between the fork and the call above.
@@ -107,7 +118,7 @@ pub fn die_with_parent(parent: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// The opposite: from now on this process notices its parent's end by itself.
+/// Cancels [`die_with_parent`]: from now on this process must notice its parent's end itself.
 pub fn outlive_parent() -> io::Result<()> {
     set_parent_death_signal(0)
 }
@@ -117,13 +128,14 @@ fn set_parent_death_signal(signal: i32) -> io::Result<()> {
     check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal) })
 }
 
-/// What `ps` and `top` show for this process.
+/// Sets the name that `ps` and `top` show for this process.
 pub fn set_name(name: &std::ffi::CStr) {
-    // SAFETY: the kernel reads at most 16 bytes of a terminated string. Only a label: failure is harmless.
+    // SAFETY: the kernel reads at most 16 bytes of a terminated string. Only a label: failure is
+    // harmless.
     unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
 }
 
-/// Standard input from `input`, output and error to `output`.
+/// Redirects standard input from `input`, and standard output and error to `output`.
 pub fn redirect_stdio(input: &File, output: &File) -> io::Result<()> {
     for (from, to) in [(input, 0), (output, 1), (output, 2)] {
         // SAFETY: both descriptors are open; the old target is closed by the kernel.
@@ -132,15 +144,16 @@ pub fn redirect_stdio(input: &File, output: &File) -> io::Result<()> {
     Ok(())
 }
 
-/// Closes what the shell had open for us and we never knew: a process that stays would hold it for ever.
+/// Closes descriptors that this process inherited from its caller: a process that stays would keep
+/// them open.
 ///
-/// Every descriptor that this program opens is marked close-on-exec; those that came through exec are not.
+/// Every descriptor that this program opens is close-on-exec; those inherited through exec are not.
 pub fn close_inherited() -> io::Result<()> {
     let open = std::fs::read_dir("/proc/self/fd")?;
     let numbers: Vec<i32> =
         open.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
     for fd in numbers.into_iter().filter(|fd| *fd > 2) {
-        // SAFETY: no pointers; a descriptor without the mark is owned by no value of this program.
+        // SAFETY: no pointers; a descriptor without the flag is owned by no value of this program.
         unsafe {
             let flags = libc::fcntl(fd, libc::F_GETFD);
             if flags >= 0 && flags & libc::FD_CLOEXEC == 0 {
@@ -151,26 +164,27 @@ pub fn close_inherited() -> io::Result<()> {
     Ok(())
 }
 
-/// Ends the process at once, without the parent's copied exit handlers and buffers.
+/// Exits at once, without running the parent's copied exit handlers or flushing its buffers.
 pub fn leave_now(code: i32) -> ! {
     // SAFETY: never returns and touches no memory of ours.
     unsafe { libc::_exit(code) }
 }
 
-/// A process that another launcher started, named so that its number cannot come to mean another.
+/// A handle (pidfd) of a process that another launcher started; it cannot come to mean another one.
 #[derive(Debug)]
 pub struct Other {
     fd: OwnedFd,
 }
 
 impl Other {
-    /// The process that has this number now; the caller then checks that it is the one it means.
+    /// Opens the process that has this pid now; the caller must then check that it is the expected
+    /// one.
     pub fn open(pid: u32) -> io::Result<Self> {
         let pid = libc::pid_t::try_from(pid).map_err(io::Error::other)?;
         // SAFETY: no pointers; the result is a new descriptor.
         let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) } as libc::c_int;
         check(fd)?;
-        // SAFETY: the descriptor was just made and nobody else owns it.
+        // SAFETY: the descriptor was just made and has no other owner.
         Ok(Self { fd: unsafe { OwnedFd::from_raw_fd(fd) } })
     }
 
@@ -182,7 +196,7 @@ impl Other {
     }
 }
 
-/// Microseconds since the host started, and of CPU time of this process.
+/// Returns the host's monotonic clock in microseconds.
 pub fn monotonic_us() -> u64 {
     clock_us(libc::CLOCK_MONOTONIC)
 }
@@ -201,21 +215,18 @@ fn clock_us(clock: libc::clockid_t) -> u64 {
     time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1000
 }
 
-/// This process's effective user.
+/// Returns this process's effective user id.
 pub fn effective_uid() -> u32 {
     // SAFETY: no pointers, never fails.
     unsafe { libc::geteuid() }
 }
 
-/// `N` bytes that nobody can guess.
+/// Returns `N` unpredictable bytes.
 pub fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     // SAFETY: the buffer is `N` bytes long; a request this small is answered whole.
     let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), N, 0) };
-    match usize::try_from(count) == Ok(N) {
-        true => Ok(bytes),
-        false => Err(io::Error::last_os_error()),
-    }
+    if usize::try_from(count) == Ok(N) { Ok(bytes) } else { Err(io::Error::last_os_error()) }
 }
 
 fn check(result: libc::c_int) -> io::Result<()> {
@@ -225,13 +236,13 @@ fn check(result: libc::c_int) -> io::Result<()> {
     }
 }
 
-/// One heap for all threads. A machine's threads allocate little, and a heap of its own for each would cost more
-/// memory than all they keep there.
+/// Limits malloc to one arena. A VM's threads allocate little, and an arena for each would cost
+/// more memory than all their allocations.
 pub fn keep_one_heap() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: a number for the allocator; nothing else runs yet.
+    // SAFETY: passes a number to the allocator, before any other thread runs.
     unsafe {
-        // Only a help: without it there are more heaps.
+        // Only an optimization: on failure there are more arenas.
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }
 }

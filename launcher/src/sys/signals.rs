@@ -1,7 +1,7 @@
-//! Signals as something to read, instead of code that interrupts.
+//! Signals read from a file descriptor, instead of handlers that interrupt.
 //!
-//! The launcher passes them on to a guest and the VMM process shuts down on them; both want them in
-//! their ordinary wait.
+//! The launcher forwards them to a guest and the monitor process shuts down on them; both handle
+//! them in their event loops.
 #![allow(unsafe_code)] // sigprocmask, signalfd, sigaction and raise.
 
 use std::fs::File;
@@ -12,10 +12,11 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
-/// The signals that a person or a service sends to end or interrupt a command.
+/// The signals that people and services send to end or interrupt a command.
 pub const FORWARDED: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
 
-/// With a terminal in raw mode nothing may end us unseen, and its size matters as well.
+/// The signals held with a terminal in raw mode: all that would end the process without restoring
+/// the terminal, and window size changes.
 pub const WITH_TERMINAL: [i32; 8] = [
     libc::SIGINT,
     libc::SIGTERM,
@@ -27,19 +28,20 @@ pub const WITH_TERMINAL: [i32; 8] = [
     libc::SIGWINCH,
 ];
 
-/// The signal that came while [`catch_interrupts`] was in effect, or 0.
+/// The last signal caught by [`catch_interrupts`], or 0.
 static CAUGHT: AtomicI32 = AtomicI32::new(0);
 
-/// From now on these signals ask the long work of the sandbox library to stop and clean up after itself.
+/// Installs handlers so that these signals ask the sandbox library's long work to stop and clean
+/// up.
 ///
-/// One that is ignored, as HUP is under nohup, stays ignored.
+/// A signal that is ignored, as SIGHUP is under nohup, stays ignored.
 pub fn catch_interrupts() {
     extern "C" fn caught(signal: libc::c_int) {
         CAUGHT.store(signal, Ordering::Relaxed);
     }
     for signal in FORWARDED {
-        // SAFETY: all zero is a valid sigaction; the handler only stores to an atomic, which is allowed at
-        // any moment, and restarts what it interrupted.
+        // SAFETY: all zero is a valid sigaction; the handler only stores to an atomic, which is
+        // async-signal-safe, and SA_RESTART restarts interrupted calls.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             libc::sigaction(signal, std::ptr::null(), &mut action);
@@ -52,13 +54,13 @@ pub fn catch_interrupts() {
     }
 }
 
-/// The signal that was caught, if one was.
+/// Returns the signal that was caught, if any.
 pub fn caught() -> Option<i32> {
     Some(CAUGHT.load(Ordering::Relaxed)).filter(|signal| *signal != 0)
 }
 
-/// From now on each of these signals ends the process at once with its code: those that say that the process
-/// itself is broken, of which nothing can be learned by reading on.
+/// Makes each of these signals end the process at once with its exit code. For signals that report
+/// a fault of the process itself, after which it cannot continue.
 pub fn end_with(codes: &'static [(i32, u8)]) {
     static CODES: OnceLock<&'static [(i32, u8)]> = OnceLock::new();
     extern "C" fn end(signal: libc::c_int) {
@@ -66,11 +68,11 @@ pub fn end_with(codes: &'static [(i32, u8)]) {
         let code = codes.iter().find(|(of, _)| *of == signal).map_or(1, |(_, code)| *code);
         super::process::leave_now(code.into())
     }
-    // Only the first table counts, and there is one.
+    // Only the first table counts, and there is only one.
     let _ = CODES.set(codes);
     for (signal, _) in codes {
-        // SAFETY: all zero is a valid sigaction; the handler reads what was written before and then leaves
-        // without touching anything, which is allowed at any moment.
+        // SAFETY: all zero is a valid sigaction; the handler only reads a table that was written
+        // before and exits, which is async-signal-safe.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = end as extern "C" fn(libc::c_int) as libc::sighandler_t;
@@ -79,13 +81,13 @@ pub fn end_with(codes: &'static [(i32, u8)]) {
     }
 }
 
-/// A set of signals, held back from the process and readable instead.
+/// A set of signals that are blocked and read from a descriptor instead.
 pub struct Signals {
     fd: File,
 }
 
 impl Signals {
-    /// From now on, in this thread and those it starts, the signals only arrive here.
+    /// Blocks the signals in this thread and those that it starts, and reads them from here on.
     pub fn hold(signals: &[i32]) -> io::Result<Self> {
         let set = set_of(signals);
         // SAFETY: `set` is initialised; no old mask is asked for.
@@ -97,18 +99,18 @@ impl Signals {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the descriptor was just made and nobody else owns it.
+        // SAFETY: the descriptor was just made and has no other owner.
         Ok(Self { fd: unsafe { File::from_raw_fd(fd) } })
     }
 
-    /// Whether one has arrived that has not been read.
+    /// Whether a signal has arrived that has not been read.
     pub fn is_pending(&self) -> bool {
         super::poll::readable(&[self.as_fd()], Some(Duration::ZERO)).is_ok_and(|ready| ready[0])
     }
 
-    /// The next signal's number; waits for one.
+    /// Returns the next signal's number; blocks until there is one.
     pub fn next(&self) -> io::Result<i32> {
-        // Only the first field, `ssi_signo`, is of interest; the kernel writes whole records.
+        // Only the first field, `ssi_signo`, is used; the kernel writes whole records.
         let mut record = [0u8; size_of::<libc::signalfd_siginfo>()];
         (&self.fd).read_exact(&mut record)?;
         Ok(i32::from_ne_bytes([record[0], record[1], record[2], record[3]]))
@@ -121,17 +123,18 @@ impl AsFd for Signals {
     }
 }
 
-/// Gives the signals back their ordinary effect, for a process that was forked while they were held.
+/// Unblocks all signals, for a process that was forked while they were held.
 pub fn release_all() {
     let set = set_of(&[]);
     // SAFETY: `set` is initialised; no old mask is asked for.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &set, std::ptr::null_mut()) };
 }
 
-/// Ends this process the way `signal` would have, so that a shell sees the same as from any other tool.
+/// Ends this process by `signal` itself, so that a shell sees the usual status.
 pub fn die_of(signal: i32) {
     let set = set_of(&[signal]);
-    // SAFETY: the default action needs no handler; the mask is this thread's own; raise has no pointer.
+    // SAFETY: the default action needs no handler; the mask is this thread's own; raise has no
+    // pointer.
     unsafe {
         libc::signal(signal, libc::SIG_DFL);
         libc::pthread_sigmask(libc::SIG_UNBLOCK, &set, std::ptr::null_mut());

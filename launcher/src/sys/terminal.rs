@@ -1,7 +1,7 @@
-//! The terminal that pvmm runs in: its size, and raw mode while a guest's program has it.
+//! The terminal of this process: its size, and raw mode while a guest's program uses it.
 //!
-//! Raw mode must never outlive us, so what was before is kept where every way out of the process finds
-//! it: the guard's drop, `exit::leave` and a panic.
+//! Raw mode must never outlive the process, so the previous mode is kept where every way out finds
+//! it: the guard's drop, `exit::leave` and the panic hook.
 #![allow(unsafe_code)] // tcgetattr, tcsetattr and TIOCGWINSZ.
 
 use std::io;
@@ -10,17 +10,17 @@ use std::sync::{Mutex, PoisonError};
 
 use pvmm::exec::WindowSize;
 
-/// The terminal in raw mode and the mode it had before.
+/// The terminal that is in raw mode, and its previous mode.
 static BEFORE: Mutex<Option<(OwnedFd, libc::termios)>> = Mutex::new(None);
 
-/// What programs get that ask a terminal of unknown size.
+/// The size assumed for a terminal that reports none.
 const USUAL: WindowSize = WindowSize { rows: 24, columns: 80 };
 
-/// Raw mode until it is dropped.
+/// Keeps the terminal in raw mode until dropped.
 pub struct RawMode(());
 
 impl RawMode {
-    /// From now on every key goes to who reads standard input.
+    /// Enters raw mode: every key goes to the reader of standard input.
     pub fn enter() -> io::Result<Self> {
         let fd = io::stdin().as_fd().try_clone_to_owned()?;
         // SAFETY: all zero is a valid termios; the calls fill and read it.
@@ -30,7 +30,7 @@ impl RawMode {
             let raw_fd = fd.as_raw_fd();
             let before = mode;
             libc::cfmakeraw(&mut mode);
-            // Kept first: a signal between the two must find it.
+            // Stored first: a signal between the two steps must find it.
             *BEFORE.lock().unwrap_or_else(PoisonError::into_inner) = Some((fd, before));
             check(libc::tcsetattr(raw_fd, libc::TCSADRAIN, &mode))?;
         }
@@ -45,15 +45,15 @@ impl Drop for RawMode {
     }
 }
 
-/// Gives the terminal back the mode it had. Does nothing if it was not changed.
+/// Restores the terminal's previous mode. Does nothing if it was not changed.
 pub fn restore() {
-    // try_lock: a panic while the lock is held must not wait for itself.
+    // try_lock: a panic while the lock is held must not deadlock.
     let before = match BEFORE.try_lock() {
         Ok(mut before) => before.take(),
         Err(_) => None,
     };
     if let Some((fd, mode)) = before {
-        // SAFETY: the descriptor is ours and the mode is one that the kernel gave.
+        // SAFETY: the descriptor is owned and the mode is one that the kernel returned.
         unsafe { libc::tcsetattr(fd.as_raw_fd(), libc::TCSADRAIN, &mode) };
     }
 }
@@ -66,7 +66,7 @@ fn restore_on_panic() {
     }));
 }
 
-/// The size of the terminal on standard input, or the usual one.
+/// Returns the size of the terminal on standard input, or a default.
 pub fn size() -> WindowSize {
     // SAFETY: all zero is a valid winsize; the call fills it.
     let (result, size) = unsafe {
@@ -74,9 +74,10 @@ pub fn size() -> WindowSize {
         let fd = io::stdin().as_raw_fd();
         (libc::ioctl(fd, libc::TIOCGWINSZ, &mut size), size)
     };
-    match result == 0 && size.ws_row > 0 && size.ws_col > 0 {
-        true => WindowSize { rows: size.ws_row, columns: size.ws_col },
-        false => USUAL,
+    if result == 0 && size.ws_row > 0 && size.ws_col > 0 {
+        WindowSize { rows: size.ws_row, columns: size.ws_col }
+    } else {
+        USUAL
     }
 }
 

@@ -1,7 +1,8 @@
-//! The directory that holds the VMs' directories: found, guarded, searched, swept.
+//! The base directory that holds one directory per VM: creating, checking, searching and sweeping
+//! it.
 //!
-//! Apart from a single VM's directory because this is about all of them: unique names, and what dead
-//! processes left.
+//! Separate from a single VM's directory, because unique names and the leftovers of dead processes
+//! concern all VMs.
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
@@ -9,24 +10,24 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::{Claim, Entry, ID_LENGTH, Record, VmDir, VmDirError, at, is_id};
+use super::{Claim, ID_LENGTH, Record, VmDir, VmDirError, VmEntry, at, is_id};
 use crate::sys::{lock, process};
 
-/// The longest path that a Unix socket's address can hold.
+/// The longest path that fits in the address of a Unix socket.
 const MAX_SOCKET_PATH: usize = 107;
-/// What follows the base in the longest socket path: `/<id>/vsock.sock_<port>`.
+/// The longest part of a socket path after the base: `/<id>/vsock.sock_<port>`.
 const SOCKET_TAIL: usize = 1 + ID_LENGTH + "/vsock.sock_4294967295".len();
-/// How long to wait for another pvmm that is making or sweeping a directory.
+/// How long to wait for another `pvmm` process that creates or sweeps directories.
 const BASE_PATIENCE: Duration = Duration::from_secs(10);
 
-/// The directory that holds the VMs' directories.
+/// The base directory, which holds one directory per VM.
 #[derive(Clone, Debug)]
 pub struct Base {
     path: PathBuf,
 }
 
 impl Base {
-    /// The user's base directory; refused if anyone else could look into it.
+    /// Opens the user's base directory; refused if anyone else could access it.
     pub fn open() -> Result<Self, VmDirError> {
         Self::at(Self::default_path())
     }
@@ -46,7 +47,8 @@ impl Base {
         }
     }
 
-    /// The same for a given path.
+    /// Opens the base directory at `path`, which must be absolute and short enough for a socket
+    /// path.
     pub fn at(path: PathBuf) -> Result<Self, VmDirError> {
         if !path.is_absolute() {
             return Err(VmDirError::Relative(path));
@@ -60,37 +62,38 @@ impl Base {
         Ok(base)
     }
 
-    /// The base that a VM's directory is in.
+    /// Returns the base that contains a VM's directory.
     pub(super) fn around(dir: &Path) -> Self {
         Self { path: dir.parent().unwrap_or(dir).to_owned() }
     }
 
-    /// In a shared /tmp somebody else may have been first: a link or a directory that is not ours would
-    /// hand them the sockets.
+    /// Refuses a link, or a directory of another user: in a shared /tmp someone else may have
+    /// created it first, and would get access to the sockets.
     fn check(&self) -> Result<(), VmDirError> {
         let metadata = match fs::symlink_metadata(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             metadata => metadata.map_err(at("look at", &self.path))?,
         };
         let not_ours = |why| Err(VmDirError::NotOurs { path: self.path.clone(), why });
-        match () {
-            () if !metadata.is_dir() => not_ours("is not a directory"),
-            () if metadata.uid() != process::effective_uid() => not_ours("belongs to another user"),
-            () if metadata.permissions().mode() & 0o077 != 0 => {
-                not_ours("is open to other users; it needs mode 0700")
-            }
-            () => Ok(()),
+        if !metadata.is_dir() {
+            not_ours("is not a directory")
+        } else if metadata.uid() != process::effective_uid() {
+            not_ours("belongs to another user")
+        } else if metadata.permissions().mode() & 0o077 != 0 {
+            not_ours("is open to other users; it needs mode 0700")
+        } else {
+            Ok(())
         }
     }
 
-    /// Makes the directory and, if it stays empty, removes it again.
+    /// Checks that the directory can be created; removes it again if it is empty.
     pub fn try_out(&self) -> Result<(), VmDirError> {
         let _base = self.lock()?;
         self.leave_locked();
         Ok(())
     }
 
-    /// Removes the base if no VM is left. Nothing is lost if somebody else is at it: they stay.
+    /// Removes the base if no VM is left. Does nothing if another process holds its lock.
     pub fn leave(&self) {
         if let Ok(file) = File::open(&self.path)
             && lock::try_exclusive(&file).unwrap_or(false)
@@ -100,7 +103,7 @@ impl Base {
     }
 
     fn leave_locked(&self) {
-        // Refused by the kernel unless it is empty, which is all the check there needs to be.
+        // The kernel refuses unless the directory is empty, so no further check is needed.
         let _ = fs::remove_dir(&self.path);
     }
 
@@ -108,7 +111,7 @@ impl Base {
         &self.path
     }
 
-    /// Makes a directory for a new VM and holds its lock; refuses a name that is taken.
+    /// Creates the directory of a new VM and takes its lock; refuses a name that is taken.
     pub fn create(&self, mut record: Record) -> Result<Claim, VmDirError> {
         let _base = self.lock()?;
         self.sweep_locked();
@@ -132,25 +135,25 @@ impl Base {
         Ok(claim)
     }
 
-    /// Refuses a name that a VM has; `create` asks again when nobody can come between.
+    /// Refuses a name that is taken. Only an early check: `create` repeats it under the lock.
     pub fn refuse_taken(&self, name: &str) -> Result<(), VmDirError> {
-        let has_it = |vm: &Entry| vm.record.name.as_deref() == Some(name) && !vm.is_left_over();
+        let has_it = |vm: &VmEntry| vm.record.name.as_deref() == Some(name) && !vm.is_left_over();
         match self.entries()?.into_iter().find(has_it) {
             Some(vm) => Err(VmDirError::NameTaken { name: name.to_owned(), id: vm.record.id }),
             None => Ok(()),
         }
     }
 
-    /// Removes a VM that has ended.
-    pub fn discard(&self, vm: &Entry) -> Result<(), VmDirError> {
+    /// Removes the directory of a VM that has ended.
+    pub fn discard(&self, vm: &VmEntry) -> Result<(), VmDirError> {
         vm.dir.remove()?;
         self.leave();
         Ok(())
     }
 
-    /// Every VM there is, newest last; what dead foreground runs left behind goes first.
-    pub fn list(&self) -> Result<Vec<Entry>, VmDirError> {
-        if self.entries()?.iter().any(Entry::is_left_over) {
+    /// Lists all VMs, newest last, after sweeping what dead foreground runs left behind.
+    pub fn list(&self) -> Result<Vec<VmEntry>, VmDirError> {
+        if self.entries()?.iter().any(VmEntry::is_left_over) {
             let _base = self.lock()?;
             self.sweep_locked();
             self.leave_locked();
@@ -162,11 +165,12 @@ impl Base {
         Ok(entries)
     }
 
-    /// The VM with this id, name, or start of an id.
-    pub fn find(&self, reference: &str) -> Result<Entry, VmDirError> {
+    /// Finds a VM by its id, its name, or a unique prefix of its id.
+    pub fn find(&self, reference: &str) -> Result<VmEntry, VmDirError> {
         let mut entries = self.list()?;
-        let exact =
-            |vm: &Entry| vm.record.id == reference || vm.record.name.as_deref() == Some(reference);
+        let exact = |vm: &VmEntry| {
+            vm.record.id == reference || vm.record.name.as_deref() == Some(reference)
+        };
         if let Some(found) = entries.iter().position(exact) {
             return Ok(entries.swap_remove(found));
         }
@@ -178,9 +182,10 @@ impl Base {
         }
     }
 
-    /// Held while a directory is made or swept, so that names are unique and nothing half-made is swept.
+    /// Locks the base while directories are created or swept, so that names are unique and no
+    /// half-made directory is swept.
     ///
-    /// The lock is on the directory itself: no file is left when the last VM is gone.
+    /// The lock is on the directory itself, so no file is left when the last VM is gone.
     fn lock(&self) -> Result<File, VmDirError> {
         let failed = |error| at("lock", &self.path)(error);
         let deadline = Instant::now() + BASE_PATIENCE;
@@ -199,7 +204,7 @@ impl Base {
             if !lock::exclusive(&file, left).map_err(failed)? {
                 break;
             }
-            // Another pvmm may have removed it, empty, while this one waited.
+            // Another process may have removed the empty directory while this one waited.
             let inode = file.metadata().map_err(failed)?.ino();
             if fs::metadata(&self.path).is_ok_and(|now| now.ino() == inode) {
                 return Ok(file);
@@ -208,7 +213,7 @@ impl Base {
         Err(VmDirError::Busy(self.path.clone()))
     }
 
-    fn entries(&self) -> Result<Vec<Entry>, VmDirError> {
+    fn entries(&self) -> Result<Vec<VmEntry>, VmDirError> {
         let mut entries = Vec::new();
         let dirs = match fs::read_dir(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(entries),
@@ -217,13 +222,13 @@ impl Base {
         for dir in dirs {
             let dir = dir.map_err(at("read", &self.path))?;
             if let Some(id) = dir.file_name().to_str().filter(|name| is_id(name)) {
-                entries.push(Entry::read(id, VmDir { path: self.path.join(id) }));
+                entries.push(VmEntry::read(id, VmDir { path: self.path.join(id) }));
             }
         }
         Ok(entries)
     }
 
-    /// Removes what no process owns any more. What cannot be removed now is tried again next time.
+    /// Removes directories that no process owns. What cannot be removed is tried again next time.
     fn sweep_locked(&self) {
         for left_over in self.entries().unwrap_or_default().iter().filter(|vm| vm.is_left_over()) {
             let _ = left_over.dir.remove();

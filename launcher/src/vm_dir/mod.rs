@@ -1,16 +1,17 @@
-//! The directory of each VM: where it is, who may see it, whether its machine is alive.
+//! The directory of each VM: its files, its permissions, and whether the VM is alive.
 //!
-//! All that one pvmm command knows of a VM that another one started is in here, so there is no daemon to
-//! ask and nothing to get out of step: a VM is alive exactly while its lock is held.
+//! Everything that one `pvmm` command knows of a VM started by another is in this directory, so
+//! there is no daemon, and no state that could get out of step: a VM is alive exactly while its
+//! lock is held.
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `vm.json` | what it is: [`Record`] |
-//! | `lock` | held by the VMM process for as long as it lives |
-//! | `vsock.sock` | the way to its agent |
-//! | `control.sock` | the way to its process |
-//! | `console.log`, `output.log` | what the guest and its main command printed |
-//! | `outcome.json` | how it ended: [`Ending`] |
+//! | `vm.json` | the VM's description: [`Record`] |
+//! | `lock` | held by the monitor process for as long as it lives |
+//! | `vsock.sock` | the socket of the guest's vsock device, through which the agent is reached |
+//! | `control.sock` | the control socket of the monitor process |
+//! | `console.log`, `output.log` | the output of the guest's console and of its main command |
+//! | `outcome.json` | how the VM ended: [`Ending`] |
 
 mod base;
 mod record;
@@ -18,7 +19,7 @@ mod record;
 mod tests;
 
 pub use base::Base;
-pub use record::{Ending, Record, State, now};
+pub use record::{Ending, Record, VmStatus, now};
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -81,44 +82,44 @@ fn at(act: &'static str, path: &Path) -> impl FnOnce(io::Error) -> VmDirError {
     move |source| VmDirError::Io { act, path, source }
 }
 
-/// Whether `text` has the shape of an id.
+/// Whether `text` has the form of an id.
 pub fn is_id(text: &str) -> bool {
     text.len() == ID_LENGTH && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-/// One VM as another command sees it.
+/// A VM as other commands see it.
 #[derive(Debug)]
-pub struct Entry {
+pub struct VmEntry {
     pub dir: VmDir,
     pub record: Record,
-    pub state: State,
+    pub state: VmStatus,
 }
 
-impl Entry {
+impl VmEntry {
     fn read(id: &str, dir: VmDir) -> Self {
         let alive = dir.is_alive();
         let record = dir.read_record();
         let state = match (&record, alive) {
-            (Some(record), true) if record.paused => State::Paused,
-            (Some(record), true) if record.ready => State::Running,
-            (_, true) => State::Starting,
-            (_, false) => dir.read_ending().map_or(State::Dead, State::Exited),
+            (Some(record), true) if record.paused => VmStatus::Paused,
+            (Some(record), true) if record.ready => VmStatus::Running,
+            (_, true) => VmStatus::Starting,
+            (_, false) => dir.read_ending().map_or(VmStatus::Dead, VmStatus::Exited),
         };
-        // Without a record the maker died half-way: ephemeral, so that it is swept.
+        // Without a record the creator died half-way: marked ephemeral, so that it is swept.
         let mut record = record.unwrap_or_else(|| Record { ephemeral: true, ..Record::default() });
         record.id = id.to_owned();
         Self { dir, record, state }
     }
 
-    /// What the user calls it.
+    /// Returns the VM's name, or its id if it has none.
     pub fn label(&self) -> &str {
         self.record.name.as_deref().unwrap_or(&self.record.id)
     }
 
-    /// Refuses a VM in which nothing can be run.
+    /// Refuses a VM that is not running.
     pub fn require_running(&self) -> Result<(), VmDirError> {
         match self.state {
-            State::Running => Ok(()),
+            VmStatus::Running => Ok(()),
             _ => {
                 let (name, state) = (self.label().to_owned(), self.state.word());
                 Err(VmDirError::NotRunning { name, state })
@@ -131,7 +132,7 @@ impl Entry {
     }
 }
 
-/// One VM's directory.
+/// The directory of one VM.
 #[derive(Clone, Debug)]
 pub struct VmDir {
     path: PathBuf,
@@ -146,7 +147,7 @@ impl VmDir {
         self.path.join("vsock.sock")
     }
 
-    /// Where other commands ask something of the VM's process.
+    /// The path of the control socket of the monitor process.
     pub fn control(&self) -> PathBuf {
         self.path.join("control.sock")
     }
@@ -159,18 +160,18 @@ impl VmDir {
         self.path.join("output.log")
     }
 
-    /// What the VMM process itself says.
+    /// The path of the monitor process's own log.
     pub fn vmm_log(&self) -> PathBuf {
         self.path.join("vmm.log")
     }
 
-    /// Removes the sockets of a machine that is gone, so that nobody tries to reach it.
+    /// Removes the sockets of a VM that has ended, so that no client tries to connect.
     pub fn remove_sockets(&self) {
         for entry in fs::read_dir(&self.path).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let name = name.as_encoded_bytes();
             if name.starts_with(b"vsock.sock") || name == b"control.sock" {
-                // They go with the directory in the end.
+                // On failure they are removed with the directory later.
                 let _ = fs::remove_file(entry.path());
             }
         }
@@ -179,11 +180,12 @@ impl VmDir {
     /// Whether a process holds the lock.
     pub fn is_alive(&self) -> bool {
         let Ok(file) = File::open(self.path.join("lock")) else { return false };
-        // A lock that cannot be asked about is taken as held: better to keep a directory than to lose one.
+        // If the lock cannot be queried it counts as held: keeping a directory is safer than losing
+        // one.
         !lock::is_free(&file).unwrap_or(false)
     }
 
-    /// Waits until no process holds the lock.
+    /// Waits until no process holds the lock; returns false if `patience` runs out.
     pub fn wait_for_end(&self, patience: Duration) -> Result<bool, VmDirError> {
         match File::open(self.path.join("lock")) {
             Ok(file) => lock::exclusive(&file, patience).map_err(at("lock", &self.path)),
@@ -208,7 +210,7 @@ impl VmDir {
         record::read(&self.path.join("outcome.json"))
     }
 
-    /// Removes the directory; one that is gone already is no error.
+    /// Removes the directory; succeeds if it is already gone.
     pub fn remove(&self) -> Result<(), VmDirError> {
         match fs::remove_dir_all(&self.path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -223,7 +225,7 @@ impl VmDir {
     }
 }
 
-/// A new VM's directory, in the hands of its maker: removed when dropped, unless kept.
+/// A new VM's directory while its creator owns it: removed on drop, unless kept.
 #[derive(Debug)]
 pub struct Claim {
     dir: VmDir,
@@ -233,13 +235,13 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// The directory in the hands of the VMM process, which got the lock from its maker.
+    /// Takes over the directory in the monitor process, which got the lock from its creator.
     pub fn adopt(path: PathBuf, lock: File) -> Self {
         let base = Base::around(&path);
         Self { dir: VmDir { path }, base, lock: Some(lock), kept: true }
     }
 
-    /// The lock, for the VMM process to hold.
+    /// Duplicates the lock's file descriptor, for the monitor process to hold.
     pub fn lock(&self) -> io::Result<OwnedFd> {
         let lock = self.lock.as_ref().ok_or(io::ErrorKind::NotFound)?;
         Ok(lock.try_clone()?.into())
@@ -253,13 +255,15 @@ impl Claim {
         &self.base
     }
 
-    /// From now on only the VMM process holds the lock. Otherwise a process that is forked later would hold
-    /// it too, and the VM would seem alive for as long as that one lives.
+    /// Closes this process's copy of the lock, so that only the monitor process holds it. Otherwise
+    /// a process forked later would inherit it, and the VM would appear alive for as long as that
+    /// one lives.
     pub fn hand_over_lock(&mut self) {
         self.lock = None;
     }
 
-    /// Leaves the directory to the VMM process, which has its own copy of the lock.
+    /// Keeps the directory on drop; the monitor process, which has its own copy of the lock, owns
+    /// it now.
     pub fn keep(&mut self) {
         self.kept = true;
     }
@@ -268,14 +272,14 @@ impl Claim {
 impl Drop for Claim {
     fn drop(&mut self) {
         if !self.kept {
-            // What cannot be removed now is swept by the next command.
+            // What cannot be removed is swept by the next command.
             let _ = self.dir.remove();
             self.base.leave();
         }
     }
 }
 
-/// Opens or makes a file that only its owner can read.
+/// Opens or creates a file that only its owner can access.
 pub fn open_private(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)
 }

@@ -1,6 +1,7 @@
-//! The two small documents in a VM's directory: what it is, and how it ended.
+//! The two JSON documents in a VM's directory: its description, and how it ended.
 //!
-//! Written by one process and read by others at any moment, so they are always replaced whole.
+//! One process writes them and others may read them at any moment, so they are always replaced as a
+//! whole.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -12,12 +13,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// No document is larger: more than this is not ours.
+/// The largest document that is read; `pvmm` writes none as large.
 const MAX_DOCUMENT: u64 = 1 << 20;
-/// How much of a long command line is kept for people to see.
+/// The most bytes of a command line that are kept for display.
 const MAX_COMMAND: usize = 4096;
 
-/// What a VM is.
+/// The description of a VM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     pub id: String,
@@ -29,68 +30,68 @@ pub struct Record {
     pub kernel: String,
     pub cpus: u32,
     pub memory_mib: u64,
-    /// The VMM process.
+    /// The process id of the monitor process.
     pub pid: Option<u32>,
     pub command: Vec<String>,
-    /// Ports of the host that lead into it, as `127.0.0.1:8080->80`.
+    /// Forwarded ports of the host, as `127.0.0.1:8080->80`.
     #[serde(default)]
     pub ports: Vec<String>,
-    /// The interfaces of the host that its network cards are on.
+    /// The host's tap interfaces behind the VM's network devices.
     #[serde(default)]
     pub taps: Vec<String>,
     /// Whether the agent has answered.
     pub ready: bool,
-    /// Whether its vCPUs stand still because somebody asked for it.
+    /// Whether the vCPUs are paused by request.
     #[serde(default)]
     pub paused: bool,
-    /// A foreground run, of which nothing stays.
+    /// Whether it is a foreground run, whose directory is removed at its end.
     pub ephemeral: bool,
 }
 
 /// How a VM ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ending {
-    /// The main command's exit code, if it had one.
+    /// The main command's exit code, if there was a main command.
     pub exit_code: Option<u8>,
-    /// In one line, for people.
+    /// One line for people.
     pub reason: String,
     /// Seconds since 1970.
     pub at: u64,
 }
 
-/// What `ps` shows of a VM.
+/// The state of a VM, as `pvmm ps` shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum State {
-    /// The machine is being made or the guest has not answered yet.
+pub enum VmStatus {
+    /// The VM is being made, or its agent has not answered yet.
     Starting,
     Running,
-    /// Its vCPUs stand still until `pvmm resume`.
+    /// The vCPUs are paused until `pvmm resume`.
     Paused,
-    /// It ended in an orderly way.
+    /// The VM has ended in an orderly way.
     Exited(Ending),
-    /// Its process is gone and left no word.
+    /// The monitor process is gone without recording an end.
     Dead,
 }
 
-impl State {
+impl VmStatus {
     pub fn is_alive(&self) -> bool {
-        matches!(self, State::Starting | State::Running | State::Paused)
+        matches!(self, VmStatus::Starting | VmStatus::Running | VmStatus::Paused)
     }
 
-    /// One word, for scripts.
+    /// Returns the state in one word, for scripts.
     pub fn word(&self) -> &'static str {
         match self {
-            State::Starting => "starting",
-            State::Running => "running",
-            State::Paused => "paused",
-            State::Exited(_) => "exited",
-            State::Dead => "dead",
+            VmStatus::Starting => "starting",
+            VmStatus::Running => "running",
+            VmStatus::Paused => "paused",
+            VmStatus::Exited(_) => "exited",
+            VmStatus::Dead => "dead",
         }
     }
 }
 
 impl Record {
-    /// A command line as people see it: text, and not endless.
+    /// Returns a command line for display: lossy text of bounded length.
     pub fn command_of(argv: &[OsString]) -> Vec<String> {
         let mut room = MAX_COMMAND;
         let mut command = Vec::new();
@@ -107,24 +108,25 @@ impl Record {
     }
 }
 
-/// Seconds since 1970.
+/// Returns the seconds since 1970.
 pub fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// Replaces the document in one step.
+/// Replaces the document atomically.
 pub(super) fn write<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
-    // One writer per directory at a time: its maker first, then its VMM process.
+    // A directory has one writer at a time: its creator first, then its monitor process.
     let temporary = path.with_extension("json.new");
     let mut options = OpenOptions::new();
     let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;
-    serde_json::to_writer_pretty(&mut file, value)?;
-    file.write_all(b"\n")?;
+    let mut text = serde_json::to_vec_pretty(value)?;
+    text.push(b'\n');
+    file.write_all(&text)?;
     drop(file);
     fs::rename(&temporary, path)
 }
 
-/// The document, if it is there and whole.
+/// Reads the document; `None` if it is missing or invalid.
 pub(super) fn read<T: DeserializeOwned>(path: &Path) -> Option<T> {
     let mut text = String::new();
     File::open(path).ok()?.take(MAX_DOCUMENT).read_to_string(&mut text).ok()?;

@@ -1,4 +1,4 @@
-//! VM directories made, found, swept and refused.
+//! Tests of creating, finding, sweeping and refusing VM directories.
 
 use std::os::unix::fs::PermissionsExt;
 
@@ -10,7 +10,7 @@ struct Fixture {
 }
 
 impl Fixture {
-    /// A VM whose process was killed: the lock is free and nothing was removed.
+    /// Leaves a VM whose process was killed: the lock is free and nothing was removed.
     fn abandoned(&self, record: Record) -> VmDir {
         let mut claim = self.base.create(record).unwrap();
         claim.keep();
@@ -20,7 +20,7 @@ impl Fixture {
 
 fn fixture() -> Fixture {
     let home = tempfile::tempdir().unwrap();
-    // Made by the first VM, in a home that is as private as the user's own.
+    // The base is created by the first VM, inside a private home.
     Fixture { base: Base::at(home.path().join("pvmm")).unwrap(), _home: home }
 }
 
@@ -36,7 +36,7 @@ fn create_makes_private_directories() {
         assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o700);
     }
     assert!(claim.dir.is_alive());
-    assert_eq!(fixture.base.list().unwrap()[0].state, State::Starting);
+    assert_eq!(fixture.base.list().unwrap()[0].state, VmStatus::Starting);
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn list_after_maker_died_sweeps_ephemeral_and_keeps_detached_as_dead() {
     fs::create_dir(fixture.base.path().join("0123456789ab")).unwrap();
     let left = fixture.base.list().unwrap();
     assert_eq!(left.len(), 1);
-    assert_eq!(left[0].state, State::Dead);
+    assert_eq!(left[0].state, VmStatus::Dead);
     assert_eq!(fs::read_dir(fixture.base.path()).unwrap().count(), 1);
 }
 
@@ -100,7 +100,7 @@ fn entry_with_ending_is_exited() {
     let dir = fixture.abandoned(Record::default());
     let ending = Ending { exit_code: Some(3), reason: "the command ended".to_owned(), at: now() };
     dir.write_ending(&ending).unwrap();
-    assert_eq!(fixture.base.list().unwrap()[0].state, State::Exited(ending));
+    assert_eq!(fixture.base.list().unwrap()[0].state, VmStatus::Exited(ending));
 }
 
 #[test]

@@ -1,7 +1,8 @@
-//! The life of the VMM process: make the machine, wait for its agent, watch over it, end.
+//! The main function of the monitor process: makes the VM, waits for its agent, runs the event
+//! loop, ends.
 //!
-//! Everything it needs is opened before the machine's threads start, and every way of ending leads
-//! through the bottom of this file.
+//! Everything that the process needs is opened before the VM's threads start, and every way to end
+//! leads through `finish`.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, PipeReader, PipeWriter};
@@ -26,14 +27,14 @@ use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
 use crate::vm_dir::{Base, Claim, Ending, Record, VmDir, now};
 
-/// What processes in the guest get between TERM and KILL when the VM is told to end.
+/// The time between SIGTERM and SIGKILL for processes in the guest when the VM is shut down.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
-/// When a guest that was told to end is not waited for any longer.
+/// How long a guest may take to shut down before it is stopped.
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(8);
-/// How long the machine's threads and its console may take to finish.
+/// How long the VM's threads and its console may take to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
-/// Below this it may be the memory that a kernel does not load into.
+/// A kernel that does not load into less memory than this may simply lack memory.
 const COMFORT_MIB: u64 = 128;
 
 /// Why the process ends.
@@ -42,14 +43,14 @@ enum End {
     Guest(Outcome),
     /// The main command ended.
     Command(ExitStatus),
-    /// It was told to, and the guest did not make it in time.
+    /// A shutdown was requested, and the guest did not end in time.
     Forced,
-    /// The launcher is gone, and nobody wants the VM any more.
+    /// The launcher is gone, and the VM ends with it.
     Orphaned,
     Failed(Failure),
 }
 
-/// Never returns: the launcher's own exit path must not run twice.
+/// Runs the monitor process. Never returns: the launcher's own exit path must not run twice.
 pub fn run(
     plan: Plan,
     claim: &Claim,
@@ -70,7 +71,7 @@ pub fn run(
     process::leave_now(0)
 }
 
-/// A process of its own: no terminal, no inherited files, its own log.
+/// Detaches the process from its parent: no terminal, no inherited files, its own log.
 fn set_up_process(dir: &VmDir, parent: Option<u32>) -> Result<Signals, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot set the VMM process up: {error}"));
@@ -91,7 +92,7 @@ fn set_up_process(dir: &VmDir, parent: Option<u32>) -> Result<Signals, Failure> 
     Signals::hold(&signals::FORWARDED).map_err(failed)
 }
 
-/// Makes the machine and waits for the first reason to end.
+/// Makes the VM, waits until its agent answers, and runs until the first reason to end.
 fn watch(
     plan: Plan,
     dir: &VmDir,
@@ -101,13 +102,13 @@ fn watch(
     reporter: &mut Reporter,
 ) -> Result<End, Failure> {
     let boot_deadline = Instant::now() + plan.boot_patience;
-    // The launcher has said it if that is memory.
+    // Quiet: the launcher has already warned if the scratch folder is in memory.
     let scratch = scratch::place(true)?;
     let console = console::start(&dir.console_log(), plan.console_copy.as_ref()).map_err(fault)?;
     let control = Control::bind(&dir.control()).map_err(fault)?;
     let boot_patience = plan.boot_patience;
     record.pid = Some(std::process::id());
-    // Without it only `kill` cannot find the process, and says so.
+    // Without the record only `pvmm kill` cannot find the process, and reports that.
     let _ = dir.write_record(record);
     let memory_mib = record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
@@ -129,7 +130,7 @@ fn watch(
         }
         Start::Template(template) => {
             if let Some(path) = copy.vsock() {
-                // Where the other commands look for it.
+                // Where other commands look for the socket.
                 symlink(path, dir.vsock()).map_err(fault)?;
             }
             let overrides = Overrides {
@@ -138,7 +139,7 @@ fn watch(
                 scratch_in_memory: scratch.in_memory,
                 ..copy.overrides(&template, dir.vsock())
             };
-            // It is refreshed below, before anybody is told of it.
+            // The fork is refreshed below, before it is reported as ready.
             template.fork(overrides).map(pvmm::Forked::without_refresh)
         }
     }
@@ -147,7 +148,7 @@ fn watch(
     let listener = vm.take_ready();
     vm.resume().map_err(refuse)?;
     if lifeline.is_some() {
-        // From here on the launcher's end is noticed below, with time to clean up.
+        // From here on the lifeline pipe shows the launcher's end, which leaves time to clean up.
         process::outlive_parent().map_err(fault)?;
     }
 
@@ -165,7 +166,7 @@ fn watch(
             Event::End(end) => return Ok(machine.stop(end)),
         },
         None if booted => return Err(Failure::fault("the VM has no vsock device")),
-        // A copy is nobody's before it is its own: what fails here ends it.
+        // A fork must not be used before its refresh, so a failure here ends it.
         None => {
             let hostname = record.name.as_deref().unwrap_or(&record.id);
             let mut refresh = Refresh::new(1).map_err(fault)?.hostname(hostname);
@@ -177,7 +178,7 @@ fn watch(
     }
     drop((listener, template));
     if let Some(card) = extras.net.as_ref().filter(|card| booted && card.has_addresses()) {
-        // The same computer as a moment ago, so its names stay.
+        // The guest has just booted and keeps its identity; only its addresses are set.
         let refresh = card.tell(Refresh::new(0).map_err(fault)?.without_ids());
         control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
     }
@@ -197,9 +198,9 @@ fn watch(
             Event::End(end) => break end,
             Event::Readable | Event::Late => match watched.and_then(MainCommand::status) {
                 Some(status) => break End::Command(status),
-                // Its connection went with the time that was taken back; the command itself did not end.
+                // The rollback broke the connection to the command, which may still run.
                 None if machine.rolled_back => watched = None,
-                // The end may also be that of the guest, a moment before the machine says so.
+                // The guest itself may have ended, a moment before the VM reports it.
                 None => break machine.wait_for_guest(),
             },
         }
@@ -207,7 +208,7 @@ fn watch(
     Ok(machine.stop(end))
 }
 
-/// Serves the ports of a detached VM on a thread that ends with the process.
+/// Serves the forwarded ports of a detached VM on a thread that ends with the process.
 fn keep_ports(dir: &VmDir, ports: Vec<BoundPort>) -> Result<(), Failure> {
     if ports.is_empty() {
         return Ok(());
@@ -246,23 +247,23 @@ fn boot_failure(error: pvmm::Error, memory_mib: u64) -> Failure {
     }
 }
 
-/// What a wait came back with.
+/// What ended a wait.
 enum Event {
-    /// The caller's own descriptor.
+    /// The caller's file descriptor is readable.
     Readable,
-    /// The caller's deadline.
+    /// The caller's deadline has passed.
     Late,
     End(End),
 }
 
-/// A running machine and everything that can end it.
+/// A running VM and everything that can end it.
 struct Watched<'a> {
     vm: Vm,
     dir: &'a VmDir,
     signals: &'a Signals,
     lifeline: Option<PipeReader>,
     control: Control,
-    /// Set once it was told to end.
+    /// When the guest is stopped by force; set when a shutdown begins.
     stop_at: Option<Instant>,
     made: Instant,
     trim_at: Option<Instant>,
@@ -281,7 +282,7 @@ impl<'a> Watched<'a> {
         Self { vm, dir, signals, lifeline, control, stop_at, made, trim_at, rolled_back }
     }
 
-    /// Waits for `own`, for the deadline, or for the end.
+    /// Runs the event loop until `own` is readable, `deadline` passes, or the VM must end.
     fn wait_for(&mut self, own: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> Event {
         loop {
             let until = [deadline, self.stop_at, self.trim_at].into_iter().flatten().min();
@@ -328,6 +329,7 @@ impl<'a> Watched<'a> {
                     Ok(bytes) => log::info!("gave {} KiB back", bytes >> 10),
                     Err(error) => log::warn!("trim: {error}"),
                 }
+                process::trim_heap();
             }
             if self.stop_at.is_some_and(|at| at <= now) {
                 return Event::End(End::Forced);
@@ -338,21 +340,21 @@ impl<'a> Watched<'a> {
         }
     }
 
-    /// For other commands to see.
+    /// Writes the paused state to the record, where other commands read it.
     fn note_paused(&self, paused: bool) {
         if let Some(mut record) = self.dir.read_record() {
             record.paused = paused;
-            // Without it `ps` says running, which it will be again.
+            // If this fails, `pvmm ps` shows the VM as running.
             let _ = self.dir.write_record(&record);
         }
     }
 
-    /// Asks the guest to power itself off, in the background, and sets the time when that is over.
+    /// Asks the guest to power off, in the background, and sets the time after which it is stopped.
     fn shut_down(&mut self) {
-        // Read, so that a second signal is noticed as such.
+        // The signal is consumed, so that a second one is noticed.
         let _ = self.signals.next();
         self.stop_at = Some(Instant::now() + SHUTDOWN_PATIENCE);
-        // A paused guest cannot shut down; one that cannot be resumed is stopped when the time is over.
+        // A paused guest cannot shut down; one that cannot be resumed is stopped at `stop_at`.
         let _ = self.vm.resume();
         let socket = self.dir.vsock();
         let ask = move || {
@@ -360,7 +362,7 @@ impl<'a> Watched<'a> {
             agent.shutdown(ShutdownHow::Poweroff, Some(SHUTDOWN_GRACE))
         };
         let thread = std::thread::Builder::new().name("shutdown".to_owned());
-        // A guest that cannot be asked is stopped when the time is over.
+        // A guest that cannot be asked is stopped at `stop_at`.
         let _ = thread.spawn(move || ask().inspect_err(|error| log::warn!("shutdown: {error}")));
     }
 
@@ -368,7 +370,8 @@ impl<'a> Watched<'a> {
         self.vm.wait(Some(STOP_PATIENCE)).map_or(End::Forced, End::Guest)
     }
 
-    /// Ends the machine's threads, so that the console's last words are kept, but waits for them only so long.
+    /// Ends the VM's threads, so that the console's last output is kept; waits at most
+    /// `STOP_PATIENCE`.
     fn stop(self, end: End) -> End {
         let (done, stopped) = mpsc::channel();
         let vm = self.vm;
@@ -384,7 +387,7 @@ impl<'a> Watched<'a> {
     }
 }
 
-/// Leaves what others should find, and nothing else.
+/// Reports the end to the launcher and leaves only the files that other commands need.
 fn finish(end: End, dir: &VmDir, base: &Base, foreground: bool, reporter: &mut Reporter) {
     let (exit_code, reason) = match &end {
         End::Guest(outcome) => (None, describe(outcome)),
@@ -395,7 +398,7 @@ fn finish(end: End, dir: &VmDir, base: &Base, foreground: bool, reporter: &mut R
     };
     match end {
         End::Orphaned => {
-            // Nobody else is left to do it; the next command sweeps what cannot be removed.
+            // No other process is left to do it; the next command sweeps what cannot be removed.
             let _ = dir.remove();
             base.leave();
             return;
@@ -408,12 +411,12 @@ fn finish(end: End, dir: &VmDir, base: &Base, foreground: bool, reporter: &mut R
     }
     if !foreground {
         dir.remove_sockets();
-        // A VM that leaves no word is shown as dead, which is not wrong.
+        // A VM without this file is shown as dead, which is close enough.
         let _ = dir.write_ending(&Ending { exit_code, reason, at: now() });
     }
 }
 
-/// What to try when it was not the guest that decided to end.
+/// Returns what to try when the end was not the guest's own decision.
 fn hint_for(end: &End) -> Option<String> {
     let End::Guest(outcome) = end else { return None };
     let hint = match outcome {

@@ -1,7 +1,7 @@
-//! The guest's console on its way into a file that cannot grow without end.
+//! Copies the guest's console output into a log file of bounded size.
 //!
-//! The machine writes into a pipe and a thread here empties it, since a guest may print for ever and
-//! the machine itself should know nothing of log files.
+//! The VM writes into a pipe that a thread here empties, because a guest may print without end and
+//! the VM itself should know nothing of log files.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -10,7 +10,7 @@ use std::path::Path;
 
 use crate::log_file::LogWriter;
 
-/// Starts the thread and returns the end for the machine.
+/// Starts the thread and returns the pipe end that the VM writes to.
 pub fn start(log: &Path, copy: Option<&File>) -> io::Result<File> {
     let (mut reader, writer) = io::pipe()?;
     let mut log = LogWriter::create(log)?;
@@ -18,7 +18,7 @@ pub fn start(log: &Path, copy: Option<&File>) -> io::Result<File> {
     std::thread::Builder::new().name("console-log".to_owned()).spawn(move || {
         let mut buffer = vec![0; 16 << 10];
         while let Ok(count @ 1..) = reader.read(&mut buffer) {
-            // A full disk costs console lines, never the machine.
+            // A full disk loses console output, but never stops the VM.
             let _ = log.append(&buffer[..count]);
             if let Some(copy) = &mut copy {
                 let _ = copy.write_all(&buffer[..count]);

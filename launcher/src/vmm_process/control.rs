@@ -1,4 +1,5 @@
-//! The VMM process's end of the control socket: one request at a time, on the thread that owns the machine.
+//! The monitor process's side of the control socket: one request at a time, on the thread that owns
+//! the VM.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -9,32 +10,33 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::{Error, ErrorKind, Vm};
 
-use crate::commands::balloon::BalloonSize;
-use crate::control::{MAX_LINE, Reply, Request};
+use crate::control::BalloonSize;
+use crate::control::{ControlReply, ControlRequest, MAX_LINE};
 use crate::exit::{FAULT, USAGE};
+use crate::machine::SETTLE_MAX;
 use crate::sys::passing;
 
-/// How long a client may take to say what it wants, and to take the answer.
+/// How long a client may take to send its request, and to read the answer.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(5);
-/// How long the guest's agent may take to stop its workload, and to let it go on.
+/// How long the agent may take to freeze the workload, and to thaw it.
 const AGENT_PATIENCE: Duration = Duration::from_secs(20);
 
-/// How long the guest may take to say how its memory is.
+/// How long the guest may take to report its memory statistics.
 const BALLOON_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Where requests arrive.
+/// The listening control socket.
 pub struct Control {
     listener: UnixListener,
-    /// Counts the lives of this machine, for its guest to see.
+    /// 1 plus the number of rollbacks; the guest gets it with each refresh.
     generation: u64,
 }
 
-/// What a request has done to the machine, for those who watch it.
+/// How a request has changed the VM, for the event loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     None,
     Paused(bool),
-    /// Whatever was connected to the guest is not any more.
+    /// All connections to the guest are broken.
     RolledBack,
 }
 
@@ -45,7 +47,7 @@ impl Control {
         Ok(Self { listener, generation: 1 })
     }
 
-    /// Takes one client and does what it asks. What goes wrong with it is its own affair.
+    /// Serves one client. An error of that client is logged and affects nothing else.
     pub fn serve(&mut self, vm: &mut Vm) -> Effect {
         let served = self.listener.accept().and_then(|(client, _)| self.answer(client, vm));
         served.unwrap_or_else(|error| {
@@ -62,66 +64,67 @@ impl Control {
         client.set_write_timeout(Some(CLIENT_PATIENCE))?;
         let request = read_request(&client)?;
         match self.perform(request, vm) {
-            Ok((effect, Told::Nothing)) => {
-                reply(&client, &Reply::Done, &[])?;
+            Ok((effect, Done::Nothing)) => {
+                reply(&client, &ControlReply::Done, &[])?;
                 Ok(effect)
             }
-            Ok((effect, Told::Balloon(size))) => {
-                reply(&client, &Reply::Balloon(size), &[])?;
+            Ok((effect, Done::Balloon(size))) => {
+                reply(&client, &ControlReply::Balloon(size), &[])?;
                 Ok(effect)
             }
-            Ok((effect, Told::Template(bytes, files))) => {
-                reply(&client, &Reply::Template { bytes: bytes.len() as u64 }, &files)?;
+            Ok((effect, Done::Template(bytes, files))) => {
+                reply(&client, &ControlReply::Template { bytes: bytes.len() as u64 }, &files)?;
                 (&client).write_all(&bytes)?;
                 Ok(effect)
             }
             Err(error) => {
                 let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
                 let hint = hint_for(request).filter(|_| code == USAGE).map(str::to_owned);
-                let refused = Reply::Refused { code, message: error.to_string(), hint };
+                let refused = ControlReply::Refused { code, message: error.to_string(), hint };
                 reply(&client, &refused, &[])?;
                 Ok(Effect::None)
             }
         }
     }
 
-    fn perform(&mut self, request: Request, vm: &mut Vm) -> Result<(Effect, Told), Error> {
+    fn perform(&mut self, request: ControlRequest, vm: &mut Vm) -> Result<(Effect, Done), Error> {
         match request {
-            Request::Freeze => {
-                // Before the workload is stopped: that takes as long as the drives are large.
+            ControlRequest::Freeze => {
+                // Called before the workload is frozen: it takes time in proportion to the size of
+                // the drives.
                 vm.prepare_freeze()?;
                 let template =
                     standing_still(vm, FreezeOptions::default(), Vm::begin_freeze)?.finish()?;
                 let (bytes, files) = template.hand_over()?;
-                Ok((Effect::None, Told::Template(bytes, files)))
+                Ok((Effect::None, Done::Template(bytes, files)))
             }
-            Request::Checkpoint => {
-                // Nobody but the machine itself goes on from here, so it may know its secrets.
+            ControlRequest::Checkpoint => {
+                // Only this VM itself continues from the checkpoint, so it may keep its secrets.
                 let options = FreezeOptions { keep_secrets: true, ..FreezeOptions::default() };
                 standing_still(vm, options, Vm::checkpoint)?;
-                Ok((Effect::None, Told::Nothing))
+                Ok((Effect::None, Done::Nothing))
             }
-            Request::Rollback => {
+            ControlRequest::Rollback => {
                 vm.rollback()?;
                 self.generation += 1;
-                // The same computer, only earlier: its names stay, its clock and its dice do not.
+                // After a rollback the identity stays; the clock and random numbers must be new.
                 let refresh = Refresh::new(self.generation)?.without_ids();
                 refreshed(vm, &refresh, Instant::now() + AGENT_PATIENCE)?;
-                Ok((Effect::RolledBack, Told::Nothing))
+                Ok((Effect::RolledBack, Done::Nothing))
             }
-            Request::Pause => {
+            ControlRequest::Pause => {
                 vm.pause()?;
-                Ok((Effect::Paused(true), Told::Nothing))
+                Ok((Effect::Paused(true), Done::Nothing))
             }
-            Request::Resume => {
+            ControlRequest::Resume => {
                 vm.resume()?;
-                Ok((Effect::Paused(false), Told::Nothing))
+                Ok((Effect::Paused(false), Done::Nothing))
             }
-            Request::SetBalloon { target_mib } => {
+            ControlRequest::SetBalloon { target_mib } => {
                 vm.set_balloon(target_mib)?;
-                Ok((Effect::None, Told::Nothing))
+                Ok((Effect::None, Done::Nothing))
             }
-            Request::Balloon => {
+            ControlRequest::Balloon => {
                 let stats = vm.balloon_stats(BALLOON_PATIENCE)?;
                 let size = BalloonSize {
                     target_bytes: stats.target_bytes,
@@ -129,7 +132,7 @@ impl Control {
                     guest_free_bytes: stats.free,
                     guest_total_bytes: stats.total,
                 };
-                Ok((Effect::None, Told::Balloon(size)))
+                Ok((Effect::None, Done::Balloon(size)))
             }
         }
     }
@@ -141,15 +144,15 @@ impl AsFd for Control {
     }
 }
 
-/// What a client is told beside that it is done.
-enum Told {
+/// The data that an answer carries.
+enum Done {
     Nothing,
     Balloon(BalloonSize),
-    /// The machine, and its open files.
+    /// The template, serialized, and its open files.
     Template(Vec<u8>, Vec<OwnedFd>),
 }
 
-/// Makes a machine that lives a second time its own, and lets its workload go on.
+/// Refreshes a forked or restored VM through its agent, which then lets the workload continue.
 pub fn refreshed(vm: &Vm, refresh: &Refresh, deadline: Instant) -> Result<Agent, Error> {
     let Some(path) = vm.vsock_path() else {
         return Err(Error::plain(ErrorKind::InvalidConfig, "the VM has no vsock device"));
@@ -157,8 +160,8 @@ pub fn refreshed(vm: &Vm, refresh: &Refresh, deadline: Instant) -> Result<Agent,
     Ok(Agent::connect_refreshed(path, &refresh.clone().clock_of(vm), deadline)?)
 }
 
-/// Does something while the guest's workload stands still, so that a copy of it is refreshed before any of
-/// its processes runs an instruction.
+/// Calls `act` while the agent holds the workload frozen, so that a fork made from that state is
+/// refreshed before any of its processes runs an instruction.
 fn standing_still<T>(
     vm: &mut Vm,
     options: FreezeOptions,
@@ -170,22 +173,23 @@ fn standing_still<T>(
     };
     let agent = Agent::connect_control(path, deadline)?;
     agent.freeze_with(options, deadline)?;
+    vm.settle(SETTLE_MAX);
     let done = act(vm);
-    // The machine of before goes on in any case; only its copies wait for their refresh. With a deadline of its own: the
-    // first one may be used up by now.
+    // The original VM continues in any case; only its forks wait for a refresh. The thaw has its
+    // own deadline, because the first may be used up by now.
     agent.thaw(Instant::now() + AGENT_PATIENCE)?;
     done
 }
 
-/// What to try when the machine is not made for a request.
-fn hint_for(request: Request) -> Option<&'static str> {
+/// Returns what to try when the VM lacks what a request needs.
+fn hint_for(request: ControlRequest) -> Option<&'static str> {
     match request {
-        Request::Balloon => Some("a VM has one if it was started with: pvmm run --balloon"),
+        ControlRequest::Balloon => Some("a VM has one if it was started with: pvmm run --balloon"),
         _ => None,
     }
 }
 
-fn read_request(mut client: &UnixStream) -> io::Result<Request> {
+fn read_request(mut client: &UnixStream) -> io::Result<ControlRequest> {
     let mut line = Vec::new();
     let mut byte = [0];
     while line.len() < MAX_LINE {
@@ -198,7 +202,7 @@ fn read_request(mut client: &UnixStream) -> io::Result<Request> {
     Err(io::ErrorKind::InvalidData.into())
 }
 
-fn reply(mut client: &UnixStream, reply: &Reply, files: &[OwnedFd]) -> io::Result<()> {
+fn reply(mut client: &UnixStream, reply: &ControlReply, files: &[OwnedFd]) -> io::Result<()> {
     let mut line = serde_json::to_vec(reply)?;
     line.push(b'\n');
     let sent = passing::send(client, &line, files)?;

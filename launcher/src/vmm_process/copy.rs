@@ -1,8 +1,9 @@
-//! The process of a copy: this program executed anew, with its orders and open files sent over a socket.
+//! The monitor process of a fork: this program executed again, with its order and open files sent
+//! over a socket.
 //!
-//! Copies of one machine come from one launcher. A fork alone would give all of them the launcher's address
-//! space layout and stack canary, so that whoever learns those of one knows them for all; an exec gives each
-//! its own.
+//! All forks of one VM come from one launcher. A plain fork(2) would give every monitor process the
+//! launcher's address space layout and stack canary, so that leaking those of one process reveals
+//! them for all; an exec gives each its own.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -15,44 +16,39 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pvmm::Template;
 use serde::{Deserialize, Serialize};
 
 use super::{Mode, Plan, Reporter, Start, VmmProcess, child};
+use crate::control::HandedOver;
 use crate::exit::{self, Failure};
 use crate::machine::Extras;
 use crate::overrides::CopyFlags;
 use crate::sys::{passing, process};
 use crate::vm_dir::{Claim, Record};
 
-/// What the process is called; `main` knows by it that it is one.
+/// The name of the process; `main` recognizes it by this.
 pub const NAME: &str = "pvmm-vmm";
 
-/// The longest orders without the template, and the largest template without its files.
+/// The longest order without the template, and the largest template without its files.
 const MAX_ORDERS: usize = 1 << 20;
 const MAX_TEMPLATE: u64 = 16 << 20;
-/// How long a process may take to read its orders, and its launcher to send them.
+/// How long the process may take to read its order, and the launcher to send it.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A machine that stands still, as one process hands it to another.
-pub struct HandedOver {
-    pub bytes: Vec<u8>,
-    pub files: Vec<OwnedFd>,
-}
-
-/// What a copy is to be.
+/// The VM that a new monitor process is to make.
 pub struct Order<'a> {
     pub machine: &'a HandedOver,
     pub record: Record,
     pub flags: &'a CopyFlags,
-    /// Its place among several.
+    /// The fork's number, if several are made at once.
     pub number: Option<u32>,
     pub makes_taps: bool,
     pub boot_patience: Duration,
 }
 
-/// One line of JSON. Two files come with it before those of the template: the VM's lock and the pipe for
-/// reports. The template's bytes follow.
+/// The order as one line of JSON, followed by the template's bytes.
+///
+/// Two files are sent before those of the template: the VM's lock and the pipe for reports.
 #[derive(Serialize, Deserialize)]
 struct Message {
     dir: Vec<u8>,
@@ -67,7 +63,7 @@ struct Message {
     template_bytes: u64,
 }
 
-/// Starts the process of a copy.
+/// Starts the monitor process of a fork and sends it its order.
 pub fn spawn(order: &Order<'_>, claim: &Claim) -> Result<VmmProcess, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot start the VMM process: {error}"));
@@ -115,17 +111,17 @@ fn send(
     socket.write_all(&order.machine.bytes)
 }
 
-/// The life of a process that [`spawn`] has started.
+/// The main function of a process that [`spawn`] has started.
 pub fn run() -> ! {
     match Received::read() {
         Ok(received) => received.carry_out(),
-        // Nobody but a launcher starts this program by this name.
+        // Only a launcher starts this program by this name.
         Err(error) => eprintln!("error: {NAME} got no orders: {error}"),
     }
     process::leave_now(exit::FAULT.into())
 }
 
-/// What came over the socket.
+/// The order and the files received over the socket.
 struct Received {
     message: Message,
     lock: File,
@@ -154,7 +150,7 @@ impl Received {
         Ok(Self { message, lock, reporter, machine })
     }
 
-    /// Returns only if there is no plan to live by, which the launcher has then been told.
+    /// Runs the monitor process. Returns only if the order is invalid, after reporting that.
     fn carry_out(self) {
         let Self { message, lock, reporter, machine } = self;
         let claim = Claim::adopt(path(message.dir.clone()), lock);
@@ -179,18 +175,6 @@ impl Message {
             ports: Vec::new(),
             extras: Extras::default(),
         })
-    }
-}
-
-impl HandedOver {
-    pub fn of(template: &Template) -> Result<Self, Failure> {
-        let handed = template.hand_over().map_err(|error| Failure::fault(error.to_string()))?;
-        Ok(Self { bytes: handed.0, files: handed.1 })
-    }
-
-    pub fn template(self) -> Result<Template, Failure> {
-        let taken = Template::take_over(&self.bytes, self.files);
-        taken.map_err(|error| Failure::fault(error.to_string()))
     }
 }
 

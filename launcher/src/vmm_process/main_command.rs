@@ -1,7 +1,7 @@
-//! The main command of a detached VM: started by its VMM process, its output kept in a log.
+//! The main command of a detached VM: started by the monitor process, its output kept in a log.
 //!
-//! The launcher that started the VM is gone by then, so this process is the agent's client; it talks to
-//! the guest through the same socket as everyone else.
+//! The launcher is gone by then, so the monitor process is the agent's client, through the vsock
+//! socket that all other clients use.
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -13,12 +13,13 @@ use pvmm::exec::{ExecError, ExecRequest, ExecStatus, ExitStatus, Process, Proces
 
 use crate::attach::{self, Names};
 use crate::exit::Failure;
+use crate::guest_agent;
 use crate::log_file::{LogWriter, Stream};
 use crate::vm_dir::VmDir;
 
-/// How long an agent that has just said that it is ready may take to start a process.
+/// How long the agent, once ready, may take to start a process.
 const START_PATIENCE: Duration = Duration::from_secs(30);
-/// How often to look whether it has.
+/// The interval between checks whether the process has started.
 const START_STEP: Duration = Duration::from_millis(10);
 
 /// A running main command.
@@ -26,18 +27,18 @@ pub struct MainCommand {
     /// Closed by the thread when the command has ended.
     done: PipeReader,
     status: mpsc::Receiver<ExitStatus>,
-    // The connection lives as long as the command is watched.
+    // Dropping it would close the connection over which the command is watched.
     _agent: Agent,
 }
 
 impl MainCommand {
-    /// Starts the command; one that cannot be started is a failure, as it is for `pvmm exec`.
+    /// Starts the command; fails, as `pvmm exec` does, if it cannot be started.
     pub fn start(dir: &VmDir, request: &ExecRequest, names: &Names) -> Result<Self, Failure> {
         let failed =
             |error: io::Error| Failure::fault(format!("cannot watch the command: {error}"));
         let log = LogWriter::create(&dir.output_log()).map_err(failed)?;
         let deadline = Instant::now() + START_PATIENCE;
-        let agent = Agent::connect(&dir.vsock(), deadline).map_err(attach::refuse_agent)?;
+        let agent = Agent::connect(&dir.vsock(), deadline).map_err(guest_agent::refuse)?;
         let process = agent.start(request).map_err(attach::refuse)?;
         let mut output = Output { process, log };
         output.wait_started(deadline, names)?;
@@ -50,7 +51,7 @@ impl MainCommand {
         Ok(Self { done, status, _agent: agent })
     }
 
-    /// How it ended; none if the guest went away under it.
+    /// Returns how the command ended; `None` if the connection to the guest was lost.
     pub fn status(&self) -> Option<ExitStatus> {
         self.status.try_recv().ok()
     }
@@ -75,7 +76,7 @@ impl Output {
                 Some((ExecStatus::CouldNotStart { .. }, status)) => {
                     return Err(attach::could_not_start(&status, names));
                 }
-                // So short that it is over: the thread sees the same again.
+                // The command has already ended; the thread gets this status again.
                 Some(_) => return Ok(()),
                 None if Instant::now() >= deadline => {
                     return Err(Failure::fault("the agent did not start the command in time"));
@@ -110,7 +111,7 @@ impl Output {
             Some(ProcessEvent::Exited(status)) => return Ok(Some(status)),
             None => return Ok(None),
         };
-        // A full disk costs log lines, never the command.
+        // A full disk loses log lines, but never stops the command.
         let _ = self.log.append_piece(stream, &bytes);
         Ok(None)
     }

@@ -1,8 +1,8 @@
-//! The process that holds one machine: started by the launcher, reporting to it through a pipe.
+//! The monitor process, which runs one VM: started by the launcher, reporting to it through a pipe.
 //!
-//! One VM is one process, so that whatever happens to a guest happens to nothing else. The one VM of a `run`
-//! is a fork of its launcher without exec: nothing has to be passed on, and all slow work was done before.
-//! Copies, of which one launcher starts many, are executed anew (`copy.rs`).
+//! Each VM has its own process, so that a fault of one guest affects no other. The single VM of a
+//! `pvmm run` is forked from its launcher without exec: nothing has to be passed on, and all slow
+//! work is already done. Forks, of which one launcher starts many, are executed anew (`copy.rs`).
 
 mod child;
 mod console;
@@ -33,68 +33,69 @@ use crate::sys::signals::Signals;
 use crate::sys::{poll, process::Child};
 use crate::vm_dir::{Claim, Record, VmDir};
 
-/// A report is a short line; a longer one is not ours.
+/// The longest report; a longer line does not come from the monitor process.
 const MAX_REPORT: usize = 64 << 10;
 /// How many of the console's last lines an error shows.
 const CONSOLE_LINES: usize = 10;
-/// A process that was killed is gone at once, unless the kernel is stuck.
+/// How long a killed process may take to end; only a stuck kernel needs more.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What the process is to make and do.
+/// What the monitor process makes and runs.
 pub struct Plan {
     pub start: Start,
     pub record: Record,
-    /// A copy of the guest's console for the user, who then also gets the kernel's messages.
+    /// Where the guest's console is copied to, which includes the kernel's messages.
     pub console_copy: Option<File>,
     /// How long the guest may take until its agent answers.
     pub boot_patience: Duration,
     pub mode: Mode,
-    /// Ports of the host that lead into a detached VM.
+    /// Ports of the host that are forwarded into a detached VM.
     pub ports: Vec<BoundPort>,
-    /// What a machine that is booted has besides.
+    /// Extra devices of a VM that is booted.
     pub extras: Extras,
-    /// What a copy of a machine has of its own.
+    /// Overrides for a VM that is forked.
     pub copy: CopyParts,
 }
 
-/// What a machine begins with.
+/// The initial state of a VM.
 pub enum Start {
-    /// A kernel and a root filesystem.
+    /// A boot from a kernel and a root filesystem.
     Boot(Box<Parts>),
-    /// A machine that was there before.
+    /// A fork of a template.
     Template(Arc<Template>),
 }
 
-/// Whose VM it is.
+/// How long the VM lives.
 pub enum Mode {
-    /// The launcher's: it ends with the launcher.
+    /// It ends with the launcher.
     Foreground,
-    /// Nobody's: it ends with its main command, or when it is killed.
+    /// It ends with its main command, or when it is killed.
     Detached { command: Option<Box<(ExecRequest, Names)>> },
 }
 
-/// What the process tells the launcher, one line of JSON each.
+/// A message from the monitor process to the launcher, one line of JSON each.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Report {
     /// The agent has answered and the main command, if there is one, has started.
     Ready,
-    /// There will be no VM.
+    /// The VM could not be started.
     Failed { code: u8, message: String, hint: Option<String> },
-    /// The VM has ended by itself.
+    /// The VM has ended.
     Ended { reason: String, hint: Option<String> },
 }
 
-/// The VMM process as the launcher sees it.
+/// The launcher's handle of a monitor process.
 pub struct VmmProcess {
     child: Child,
     reports: PipeReader,
     pending: Vec<u8>,
     dir: VmDir,
-    /// Open for as long as the launcher lives; a process that ends with it watches the other end.
+    /// Open as long as the launcher lives; the monitor process of a foreground run polls the other
+    /// end.
     _lifeline: Option<PipeWriter>,
 }
 
-/// Forks the process. The launcher must still have a single thread.
+/// Forks the monitor process. The launcher must still have a single thread.
 pub fn spawn(plan: Plan, claim: &Claim) -> Result<VmmProcess, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot start the VMM process: {error}"));
@@ -110,8 +111,8 @@ pub fn spawn(plan: Plan, claim: &Claim) -> Result<VmmProcess, Failure> {
             drop((reports, held));
             let life =
                 AssertUnwindSafe(|| child::run(plan, claim, reporter, Some(lifeline), parent));
-            // A panic must not come back to the launcher's code: there it would end the VM's directory,
-            // and then the launcher a second time.
+            // A panic must not unwind into the launcher's code, which would remove the VM's
+            // directory and then end the launcher a second time.
             let _ = catch_unwind(life);
             process::leave_now(exit::FAULT.into())
         }
@@ -119,7 +120,7 @@ pub fn spawn(plan: Plan, claim: &Claim) -> Result<VmmProcess, Failure> {
 }
 
 impl VmmProcess {
-    /// Waits until the guest answers; a signal or the deadline ends the wait and the VM.
+    /// Waits until the guest's agent answers. A signal or the deadline makes it fail.
     pub fn wait_ready(
         &mut self,
         signals: &Signals,
@@ -130,7 +131,7 @@ impl VmmProcess {
             let ready = poll::readable(&[signals.as_fd(), self.reports.as_fd()], left)?;
             if ready[0] {
                 match signals.next()? {
-                    // Of no interest before a program has the terminal.
+                    // Window size changes matter only once a program has the terminal.
                     libc::SIGWINCH => continue,
                     signal => return Err(Failure::silent(exit::by_signal(signal))),
                 }
@@ -148,7 +149,7 @@ impl VmmProcess {
         }
     }
 
-    /// Why the VM is gone, once the connection to its agent has broken.
+    /// Returns why the VM is gone, once the connection to its agent has broken.
     pub fn why_gone(&mut self) -> Failure {
         let fds = [self.reports.as_fd()];
         match poll::readable(&fds, Some(END_PATIENCE)) {
@@ -156,19 +157,19 @@ impl VmmProcess {
                 let report = self.next_report().ok().flatten();
                 self.failure(report)
             }
-            // It is still there: only its agent has fallen silent.
+            // The process is still there; only the agent does not answer.
             _ => self.with_console(Failure::fault("the guest no longer answers")),
         }
     }
 
-    /// Ends the process, with the machine in it, and waits until both are gone.
+    /// Kills the monitor process and waits until it is gone.
     pub fn end(&mut self) {
         self.child.kill();
-        // The kernel has been told; without a child there is nothing to wait for.
+        // An error means that there is no child to wait for.
         let _ = self.child.wait();
     }
 
-    /// The next line; none if the process is gone.
+    /// Reads the next report; `None` if the process is gone.
     fn next_report(&mut self) -> io::Result<Option<Report>> {
         loop {
             if let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
@@ -199,7 +200,7 @@ impl VmmProcess {
         }
     }
 
-    /// The process ended without a word.
+    /// Returns the failure for a process that ended without a report.
     fn crashed(&mut self) -> Failure {
         self.child.kill();
         let how = match self.child.wait() {
@@ -208,9 +209,10 @@ impl VmmProcess {
             Err(error) => format!("({error})"),
         };
         let said = log_file::tail(&self.dir.vmm_log(), 1);
-        let message = match said.is_empty() {
-            true => format!("the VMM process ended {how}"),
-            false => format!("the VMM process ended {how}: {said}"),
+        let message = if said.is_empty() {
+            format!("the VMM process ended {how}")
+        } else {
+            format!("the VMM process ended {how}: {said}")
         };
         self.with_console(Failure::fault(message))
     }
@@ -222,13 +224,13 @@ impl VmmProcess {
     }
 }
 
-/// The process's end of the pipe.
+/// The monitor process's end of the report pipe.
 struct Reporter {
     pipe: PipeWriter,
 }
 
 impl Reporter {
-    /// A launcher that no longer listens is no reason to stop.
+    /// Sends a report; a launcher that no longer reads is no error.
     fn tell(&mut self, report: &Report) {
         if let Ok(mut line) = serde_json::to_vec(report) {
             line.push(b'\n');

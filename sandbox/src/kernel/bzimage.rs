@@ -1,5 +1,6 @@
-//! Takes the compressed vmlinux out of a bzImage.
-//! It is done once on the host, since an ELF kernel boots without decompressing itself each time.
+//! Extracts the compressed vmlinux from a bzImage.
+//!
+//! Done once on the host, because an ELF kernel boots without decompressing itself each time.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -8,11 +9,11 @@ use std::os::unix::fs::FileExt;
 use lzma_rust2::XzReader;
 use ruzstd::decoding::StreamingDecoder;
 
-/// Far above any kernel; it stops a crafted file from filling the memory.
+/// The largest kernel; it stops a crafted file from filling memory.
 const VMLINUX_CAP: u64 = 1 << 30;
 /// `HdrS`, in the setup header at 0x202 (Documentation/arch/x86/boot.rst).
 const SETUP_MAGIC: &[u8] = b"HdrS";
-/// The first boot protocol that says where the payload is.
+/// The first boot protocol version with the payload's offset.
 const PAYLOAD_PROTOCOL: u16 = 0x0208;
 const SECTOR: usize = 512;
 
@@ -32,7 +33,7 @@ pub enum BzImageError {
     NotElf,
 }
 
-/// The fields of the setup header that we use.
+/// The setup header fields that are used.
 #[derive(Debug)]
 pub(super) struct Setup {
     version_at: u64,
@@ -41,7 +42,7 @@ pub(super) struct Setup {
 }
 
 impl Setup {
-    /// `head` is the start of the file, at least its first 0x250 bytes.
+    /// Parses `head`, the start of the file, at least 0x250 bytes.
     pub(super) fn parse(head: &[u8]) -> Result<Setup, BzImageError> {
         if head.get(0x202..0x206) != Some(SETUP_MAGIC) || head.len() < 0x250 {
             return Err(BzImageError::NotABzImage);
@@ -52,7 +53,7 @@ impl Setup {
         if version < PAYLOAD_PROTOCOL {
             return Err(BzImageError::TooOld { version });
         }
-        // Zero means four, for the sake of very old loaders.
+        // Zero means four, for compatibility with very old loaders.
         let sectors = if head[0x1f1] == 0 { 4 } else { usize::from(head[0x1f1]) };
         Ok(Setup {
             version_at: u64::from(half(0x20e)) + SECTOR as u64,
@@ -61,7 +62,7 @@ impl Setup {
         })
     }
 
-    /// `uname -r`, from the version string that the header points to.
+    /// Reads `uname -r` from the version string that the header points to.
     pub(super) fn release(&self, file: &File) -> Option<String> {
         let mut text = [0; 128];
         let n = file.read_at(&mut text, self.version_at).ok()?;
@@ -70,7 +71,7 @@ impl Setup {
     }
 }
 
-/// The vmlinux inside a whole bzImage.
+/// Returns the vmlinux inside a complete bzImage.
 pub(super) fn unpack(image: &[u8]) -> Result<Vec<u8>, BzImageError> {
     let setup = Setup::parse(image)?;
     let end = setup.payload_at.checked_add(setup.payload_len).ok_or(BzImageError::Truncated)?;

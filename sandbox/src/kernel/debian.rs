@@ -1,5 +1,6 @@
 //! Debian's stock cloud kernel as a guest kernel: downloaded, unpacked, never installed.
-//! It makes the first sandbox possible without minutes of kernel build.
+//!
+//! It makes a first sandbox possible without minutes of kernel build.
 
 use std::fs;
 use std::io::{self, Read};
@@ -15,10 +16,10 @@ use crate::deb::{self, DebError, Part};
 use crate::packages::{Apt, Package, PackagesError};
 use crate::progress::Progress;
 
-/// Newest first; the last is what a Debian without the others has.
+/// Package names, newest first; every Debian release has the last.
 const PACKAGES: [&str; 2] = ["linux-image-6.12-cloud-amd64", "linux-image-cloud-amd64"];
 
-/// What the guest needs to reach its disks, the host and the network; ext4 is built in.
+/// Modules that the guest needs for its disks, the host and the network; ext4 is built in.
 const MODULES: [&str; 8] = [
     "virtio_mmio",
     "virtio_blk",
@@ -30,12 +31,12 @@ const MODULES: [&str; 8] = [
     "overlay",
 ];
 
-/// Raised when what is taken from the package changes, so that older entries are built anew.
+/// Increased when what is taken from the package changes, so that older entries are rebuilt.
 const LAYOUT: u32 = 1;
 
 const MANIFEST: &str = "kernel.json";
 const VMLINUX: &str = "vmlinux";
-/// Names the entry in use, so that the next start needs no package lists.
+/// The link to the entry in use, so that the next start needs no package lists.
 const LINK: &str = "debian";
 
 #[derive(Debug, thiserror::Error)]
@@ -60,7 +61,7 @@ pub enum DebianKernelError {
     ReadBack { path: PathBuf },
 }
 
-/// What `kernel.json` holds.
+/// The contents of `kernel.json`.
 #[derive(Debug, Serialize, Deserialize)]
 struct Manifest {
     layout: u32,
@@ -90,7 +91,7 @@ pub(super) fn kernel(
             progress.step(&format!("Unpacking kernel {}", package.version));
             for path in paths {
                 unpack(&path, &package, dir)?;
-                // It is only needed again when the next version is out.
+                // The package is needed again only when there is a new version.
                 let _ = fs::remove_file(&path);
             }
             progress.done();
@@ -101,7 +102,7 @@ pub(super) fn kernel(
     load(&entry).ok_or(DebianKernelError::ReadBack { path: entry.join(MANIFEST) })
 }
 
-/// The kernel in `dir`, if it is complete and of the current layout.
+/// Loads the kernel in `dir`, if it is complete and of the current layout.
 fn load(dir: &Path) -> Option<Kernel> {
     let manifest: Manifest = serde_json::from_slice(&fs::read(dir.join(MANIFEST)).ok()?).ok()?;
     if manifest.layout != LAYOUT || !dir.join(VMLINUX).exists() {
@@ -144,7 +145,7 @@ fn unpack(deb: &Path, package: &Package, dir: &Path) -> Result<(), DebianKernelE
     write(&path, &json)
 }
 
-/// (release, bzImage, modules) of a package, read in one pass.
+/// Reads (release, bzImage, modules) of a package in one pass.
 fn read(deb: &Path, package: &Package) -> Result<(String, Vec<u8>, Offer), DebianKernelError> {
     let failed = |source| DebianKernelError::Read { package: package.name.clone(), source };
     let (mut image, mut offer) = (None, Offer::default());
@@ -175,7 +176,7 @@ fn read(deb: &Path, package: &Package) -> Result<(String, Vec<u8>, Offer), Debia
     Ok((release, image, offer))
 }
 
-/// Points `kernels/debian` at `name`, in one step.
+/// Points the link `kernels/debian` at `name`, atomically.
 fn link(cache: &Cache, name: &str) -> Result<(), DebianKernelError> {
     let path = cache.path("kernels", LINK);
     let temp = cache.path("kernels", &format!(".{LINK}.{}", std::process::id()));

@@ -1,22 +1,23 @@
-//! The little of ELF that is needed to tell a kernel or a module from another file.
-//! It is read here by hand because a name and a section are all that is wanted.
+//! The part of ELF that is needed to recognize a kernel or a module.
+//!
+//! Parsed by hand, because only a name and a section are needed.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
 const EM_X86_64: u16 = 62;
-/// Section tables and names larger than this belong to no kernel.
+/// The largest section table or name table; no kernel has larger ones.
 const TABLE_CAP: u64 = 16 << 20;
-/// The banner lies early in the read-only data, since `init/` is linked first.
+/// How far to search: the banner is early in the read-only data, because `init/` is linked first.
 const BANNER_SEARCH_CAP: u64 = 32 << 20;
 const BANNER: &[u8] = b"Linux version ";
 
-/// 64-bit little-endian x86-64, of any kind.
+/// Whether `head` starts a 64-bit little-endian x86-64 ELF file of any type.
 pub(super) fn is_x86_64(head: &[u8]) -> bool {
     head.len() >= 64 && head.starts_with(b"\x7fELF\x02\x01") && u16_at(head, 18) == EM_X86_64
 }
 
-/// The release in the kernel's banner, as `uname -r` prints it.
+/// Returns the release in the kernel's banner, as `uname -r` prints it.
 pub(super) fn kernel_release(file: &File) -> Option<String> {
     let mut header = [0; 64];
     file.read_exact_at(&mut header, 0).ok()?;
@@ -33,10 +34,10 @@ pub(super) fn kernel_release(file: &File) -> Option<String> {
     find_banner(file, at, len.min(BANNER_SEARCH_CAP))
 }
 
-/// Searches block by block, since the banner is usually in the first.
+/// Searches block by block, because the banner is usually in the first.
 fn find_banner(file: &File, at: u64, len: u64) -> Option<String> {
     const BLOCK: u64 = 256 * 1024;
-    /// Blocks overlap by this much, so a banner across their border is found.
+    /// Blocks overlap by this much, so that a banner across a border is found.
     const OVERLAP: u64 = 256;
     let mut done = 0;
     while done < len {
@@ -52,7 +53,7 @@ fn find_banner(file: &File, at: u64, len: u64) -> Option<String> {
     None
 }
 
-/// The content of one section of a whole ELF file.
+/// Returns the content of one section of a complete ELF file.
 pub(super) fn section<'a>(file: &'a [u8], wanted: &[u8]) -> Option<&'a [u8]> {
     let (table_at, size, count, names) = section_table(file.get(..64)?)?;
     let table_at = usize::try_from(table_at).ok()?;
@@ -69,7 +70,7 @@ pub(super) fn section<'a>(file: &'a [u8], wanted: &[u8]) -> Option<&'a [u8]> {
     })
 }
 
-/// (offset, entry size, entries, index of the names' section), checked to be sane.
+/// Returns (offset, entry size, entry count, index of the name section), validated.
 fn section_table(header: &[u8]) -> Option<(u64, usize, usize, usize)> {
     if !is_x86_64(header) {
         return None;
@@ -79,7 +80,7 @@ fn section_table(header: &[u8]) -> Option<(u64, usize, usize, usize)> {
     (size >= 64 && names < count).then_some((u64_at(header, 40), size, count, names))
 }
 
-/// (offset of its name, offset, length).
+/// Returns (offset of the name, offset, length).
 fn section_header(header: &[u8]) -> (usize, u64, u64) {
     (u32_at(header, 0) as usize, u64_at(header, 24), u64_at(header, 32))
 }

@@ -1,5 +1,6 @@
-//! The guest kernel: which one a VM boots, and the modules it needs before it sees its disk.
-//! Our own kernel is used once it has been built; until then Debian's stock one, unpacked here.
+//! The guest kernel: which one a VM boots, and the modules that it needs before it sees its disk.
+//!
+//! pvmm's own kernel is used if it has been built; until then Debian's stock one, unpacked here.
 
 mod bzimage;
 mod debian;
@@ -22,7 +23,7 @@ use crate::cache::Cache;
 use crate::initramfs::initramfs;
 use crate::progress::Progress;
 
-/// Enough of a kernel file to tell what it is: the ELF header, or bzImage's setup header.
+/// The bytes that identify a kernel file: the ELF header, or bzImage's setup header.
 const HEAD_LEN: u64 = 4096;
 
 #[derive(Debug, thiserror::Error)]
@@ -57,7 +58,7 @@ pub enum Origin {
     Own,
     /// Debian's cloud kernel, unpacked.
     Debian,
-    /// A file the user named.
+    /// A file that the user named.
     User,
 }
 
@@ -81,23 +82,23 @@ pub struct Kernel {
     /// The file to load; a bzImage only if the user gave one.
     pub vmlinux: PathBuf,
     pub format: Format,
-    /// To be loaded before the root disk is mounted, dependencies first.
+    /// Modules to load before the root disk is mounted, dependencies first.
     pub modules: Vec<Module>,
     /// `uname -r`, or empty if the file does not say.
     pub release: String,
-    /// For people: "pvmm kernel 6.12.115", "Debian kernel 6.12.115+deb12-cloud-amd64".
+    /// A name for display: "pvmm kernel 6.12.115", "Debian kernel 6.12.115+deb12-cloud-amd64".
     pub label: String,
     pub origin: Origin,
 }
 
 impl Kernel {
-    /// Our own kernel if there is one, else Debian's, fetched on first use.
+    /// Returns pvmm's own kernel if there is one, otherwise Debian's, downloaded on first use.
     pub fn default_for_host(progress: &mut dyn Progress) -> Result<Kernel, KernelError> {
         let cache = Cache::open().map_err(|err| Box::new(DebianKernelError::from(err)))?;
         Kernel::default_in(&cache, progress)
     }
 
-    /// As [`Kernel::default_for_host`], from a cache of the caller's choice.
+    /// Returns the default kernel, as [`Kernel::default_for_host`], with a given cache.
     pub fn default_in(cache: &Cache, progress: &mut dyn Progress) -> Result<Kernel, KernelError> {
         match Kernel::own(cache)? {
             Some(kernel) => Ok(kernel),
@@ -105,16 +106,16 @@ impl Kernel {
         }
     }
 
-    /// The file that [`Kernel::default_in`] would load, if it is there; nothing of it is read.
+    /// Returns the file that [`Kernel::default_in`] would load, if it exists, without reading it.
     pub fn default_file(cache: &Cache) -> Option<PathBuf> {
         let file = |name: &str| cache.path("kernels", name).join("vmlinux");
         ["current", "debian"].iter().find_map(|name| fs::canonicalize(file(name)).ok())
     }
 
-    /// The newest kernel that was built from this project's configuration.
+    /// Returns the newest kernel that was built from this project's configuration.
     pub fn own(cache: &Cache) -> Result<Option<Kernel>, KernelError> {
         let current = cache.path("kernels", "current").join("vmlinux");
-        // The link's target: a VM must not change kernels because a build ends meanwhile.
+        // Resolves the link: a VM must not change kernels because a build ends meanwhile.
         let Ok(path) = fs::canonicalize(&current) else { return Ok(None) };
         let kernel = Kernel::from_path(&path)
             .map_err(|source| KernelError::Own { path, source: Box::new(source) })?;
@@ -122,12 +123,12 @@ impl Kernel {
         Ok(Some(Kernel { label, origin: Origin::Own, ..kernel }))
     }
 
-    /// Debian's stock cloud kernel, from the cache or from the package mirrors.
+    /// Returns Debian's stock cloud kernel, from the cache or from the package mirrors.
     pub fn debian(cache: &Cache, progress: &mut dyn Progress) -> Result<Kernel, KernelError> {
         Ok(debian::kernel(cache, progress).map_err(Box::new)?)
     }
 
-    /// A kernel file of the user's own, with all that its root disk needs built in.
+    /// Opens a kernel file of the user, which must have all drivers for its root disk built in.
     pub fn from_path(path: &Path) -> Result<Kernel, KernelError> {
         let own = || path.to_owned();
         if path.as_os_str().as_encoded_bytes().contains(&0) {
@@ -140,7 +141,7 @@ impl Kernel {
             io::ErrorKind::PermissionDenied => KernelError::NotAllowed { path: own() },
             _ => KernelError::Read { path: own(), source },
         };
-        // Asked before opening: to open a FIFO would wait for a writer that never comes.
+        // Checked before opening, because opening a FIFO would wait for a writer.
         let meta = fs::metadata(path).map_err(refused)?;
         if !meta.is_file() {
             return Err(KernelError::NotAFile { path: own() });
@@ -166,7 +167,7 @@ impl Kernel {
         Ok(Kernel { vmlinux, format, modules: Vec::new(), release, label, origin: Origin::User })
     }
 
-    /// The modules' bytes, in load order.
+    /// Reads the modules, in load order.
     pub fn read_modules(&self) -> Result<Vec<(String, Vec<u8>)>, KernelError> {
         let read = |module: &Module| match fs::read(&module.path) {
             Ok(bytes) => Ok((module.name.clone(), bytes)),
@@ -175,7 +176,7 @@ impl Kernel {
         self.modules.iter().map(read).collect()
     }
 
-    /// The initramfs this kernel boots with, around `agent`.
+    /// Builds the initramfs that this kernel boots with, with `agent` as `/init`.
     pub fn initramfs(&self, agent: &[u8]) -> Result<Vec<u8>, KernelError> {
         Ok(initramfs(agent, &self.read_modules()?))
     }

@@ -1,5 +1,7 @@
-//! Picks the modules a guest needs and puts them in an order in which they load.
-//! The order comes from the modules themselves, so neither depmod nor kmod has to be installed.
+//! Selects the modules that a guest needs and sorts them in load order.
+//!
+//! The order comes from the modules themselves, so that neither depmod nor kmod has to be
+//! installed.
 
 use std::collections::{BTreeMap, HashSet};
 use std::io::{self, Read};
@@ -9,7 +11,7 @@ use ruzstd::decoding::StreamingDecoder;
 
 use super::elf;
 
-/// Far above any module; it stops a crafted file from filling the memory.
+/// The largest module; it stops a crafted file from filling memory.
 const MODULE_CAP: u64 = 64 << 20;
 
 #[derive(Debug, thiserror::Error)]
@@ -24,16 +26,16 @@ pub enum ModulesError {
     Circle { names: String },
 }
 
-/// What a kernel package offers: modules as they are on disk, and the names of those built in.
+/// The modules of a kernel package as stored, and the names of the built-in ones.
 #[derive(Debug, Default)]
 pub(super) struct Offer {
-    /// Name to (compression suffix, bytes).
+    /// Maps a name to (compression suffix, bytes).
     files: BTreeMap<String, (String, Vec<u8>)>,
     built_in: HashSet<String>,
 }
 
 impl Offer {
-    /// Takes a file of the package if it is a module; true if it was.
+    /// Whether a file of the package is a module.
     pub(super) fn is_module(file_name: &str) -> bool {
         split(file_name).is_some()
     }
@@ -44,13 +46,13 @@ impl Offer {
         }
     }
 
-    /// `modules.builtin`: one path per line.
+    /// Adds the names in `modules.builtin`: one path per line.
     pub(super) fn add_built_in(&mut self, list: &str) {
         let names = list.lines().filter_map(|line| split(line.rsplit('/').next()?));
         self.built_in.extend(names.map(|(name, _)| name));
     }
 
-    /// `wanted` and all they depend on, uncompressed, each after what it needs.
+    /// Returns `wanted` and all dependencies, uncompressed, each after its own dependencies.
     pub(super) fn in_order(&self, wanted: &[&str]) -> Result<Vec<(String, Vec<u8>)>, ModulesError> {
         let mut order = Vec::new();
         let mut path = Vec::new();
@@ -88,13 +90,13 @@ impl Offer {
     }
 }
 
-/// `virtio-rng.ko.xz` to (`virtio_rng`, `.xz`).
+/// Splits `virtio-rng.ko.xz` into (`virtio_rng`, `.xz`).
 fn split(file_name: &str) -> Option<(String, &str)> {
     let (name, suffix) = file_name.rsplit_once(".ko")?;
     matches!(suffix, "" | ".xz" | ".zst" | ".gz").then(|| (spelled(name), suffix))
 }
 
-/// The kernel takes `-` and `_` in a module's name as the same.
+/// Normalizes a module's name: to the kernel `-` and `_` are equal.
 fn spelled(name: &str) -> String {
     name.replace('-', "_")
 }
@@ -111,7 +113,7 @@ fn unpack(suffix: &str, packed: &[u8]) -> io::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// The `depends=` entry of a module's `.modinfo`.
+/// Returns the `depends=` entry of a module's `.modinfo`.
 fn depends(module: &[u8]) -> Option<Vec<String>> {
     let info = elf::section(module, b".modinfo")?;
     let line = info.split(|&byte| byte == 0).find_map(|line| line.strip_prefix(b"depends="))?;

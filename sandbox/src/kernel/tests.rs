@@ -1,5 +1,5 @@
-//! Tests of kernel files, made up here byte by byte so that they need no network.
-//! `tests/build.rs` does the same with Debian's real kernel.
+//! Tests of kernel files that are made up here, so that they need no network; `tests/build.rs` uses
+//! Debian's real kernel.
 
 use std::io::Write;
 
@@ -9,7 +9,7 @@ use flate2::write::GzEncoder;
 use super::modules::Offer;
 use super::*;
 
-/// An x86-64 ELF file with one named section.
+/// Builds an x86-64 ELF file with one named section.
 fn elf_with(section: &str, content: &[u8]) -> Vec<u8> {
     let names = format!("\0{section}\0.names\0");
     let mut file = vec![0; 64];

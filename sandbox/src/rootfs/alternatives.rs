@@ -1,5 +1,6 @@
-//! Makes the links that packages register with update-alternatives (awk, cc, vi, pager).
-//! They are read from the postinst scripts, which never run, and point straight at the program.
+//! Creates the links that packages register with update-alternatives (awk, cc, vi, pager).
+//!
+//! They are parsed from the postinst scripts, which never run, and point directly at the program.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -9,7 +10,7 @@ use super::RootfsError;
 use super::tree::Tree;
 use crate::deb::{self, Part};
 
-/// No maintainer script is near this long.
+/// The longest script that is read; no maintainer script is nearly as long.
 const SCRIPT_CAP: u64 = 1 << 20;
 
 pub(super) fn link(tree: &Tree, debs: &[PathBuf]) -> Result<(), RootfsError> {
@@ -36,7 +37,7 @@ struct Choice {
     priority: i64,
 }
 
-/// The postinst script of a package, empty if it has none.
+/// Returns the postinst script of a package; empty if there is none.
 fn postinst(path: &Path) -> Result<String, RootfsError> {
     let failed = |source| RootfsError::ReadPackage { path: path.to_owned(), source };
     let mut files = deb::open(path, Part::Control)?;
@@ -51,8 +52,8 @@ fn postinst(path: &Path) -> Result<String, RootfsError> {
     Ok(String::new())
 }
 
-/// Every `--install LINK NAME TARGET PRIORITY [--slave LINK NAME TARGET]...` written out in full;
-/// those made of shell variables are left alone.
+/// Parses every literal `--install LINK NAME TARGET PRIORITY [--slave LINK NAME TARGET]...`; those
+/// with shell variables are skipped.
 fn choices(script: &str) -> Vec<Choice> {
     let script = script.replace("\\\n", " ");
     let mut found = Vec::new();
@@ -77,7 +78,7 @@ fn choices(script: &str) -> Vec<Choice> {
     found
 }
 
-/// `/bin/nc` to `usr/bin/nc`: how the tree knows it.
+/// Returns the path in the usr-merged tree: `/bin/nc` becomes `usr/bin/nc`.
 fn merged(path: &str) -> String {
     let inner = path.trim_start_matches('/');
     let top = inner.split('/').next().unwrap_or_default();

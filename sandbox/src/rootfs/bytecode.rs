@@ -1,5 +1,6 @@
-//! Compiles Python's library ahead, as its package's postinst would have.
-//! Otherwise every sandbox would compile the modules it imports, on its own slow first start.
+//! Compiles Python's library ahead of time, as its package's postinst would.
+//!
+//! Otherwise every sandbox would compile the modules that it imports at its first start.
 
 use std::fs;
 use std::path::Path;
@@ -12,8 +13,8 @@ const LIBRARIES: &str = "usr/lib/x86_64-linux-gnu";
 const LOADER: &str = "ld-linux-x86-64.so.2";
 const DEADLINE: Duration = Duration::from_secs(120);
 
-/// Runs the tree's own Python on the host, through the tree's own loader: no chroot, so no root.
-/// A tree without Python, or a host where it does not run, only loses speed.
+/// Runs the tree's own Python on the host, through the tree's own loader: no chroot, so no root is
+/// needed. A tree without Python, or a host where it does not run, only loses speed.
 pub(super) fn compile(root: &Path) {
     let Ok(python) = fs::read_link(root.join("usr/bin/python3")) else { return };
     let python = root.join("usr/bin").join(python);
@@ -36,7 +37,7 @@ fn compile_directory(root: &Path, python: &Path, directory: &Path) {
         .arg("--library-path")
         .arg(&libraries)
         .arg(python)
-        // Neither the user's nor the site's packages: only what is in the tree.
+        // Without the user's or the site's packages: only what is in the tree.
         .args(["-s", "-S", "-m", "compileall", "-q"])
         // The compiled files must name the paths that the guest sees.
         .arg("-s")
@@ -44,7 +45,7 @@ fn compile_directory(root: &Path, python: &Path, directory: &Path) {
         .args(["-p", "/"])
         .arg(directory);
     if let Err(err) = tool::run_quietly(command, "libc6", DEADLINE) {
-        // Also when a single file does not compile, such as a template for code.
+        // Fails also if a single file does not compile, such as a code template.
         log::warn!("not all of {} was compiled: {err}", directory.display());
     }
 }

@@ -1,5 +1,6 @@
 //! Writes what maintainer scripts would have written: users, certificates, links, shell start-up.
-//! It is one readable list because this is all that differs from Debian's own installation.
+//!
+//! In one file, because this is all that differs from Debian's own installation.
 
 use std::fs;
 use std::io;
@@ -11,17 +12,17 @@ use super::RootfsError;
 use super::tree::Tree;
 use crate::tool;
 
-/// The ordinary user every template has.
+/// The id of the ordinary user in every template.
 const USER_ID: u32 = 1000;
 const SHADOW_GROUP: u32 = 42;
 
 const HOSTS: &str = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n";
 const NSSWITCH: &str = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\n\
                         networks: files\nprotocols: files\nservices: files\nrpc: files\n";
-/// Root is the sandbox's usual user, and asking for a newer pip on every call costs a round trip.
+/// Root is the usual user of a sandbox, and checking for a newer pip costs a round trip per call.
 const PIP: &str = "[global]\nroot-user-action = ignore\ndisable-pip-version-check = true\n";
 
-/// Where packages keep files that their scripts copy into place.
+/// Files that maintainer scripts would copy into place: source, target, mode.
 const COPIES: [(&str, &str, u32); 4] = [
     ("usr/share/base-files/profile", "etc/profile", 0o644),
     ("usr/share/base-files/dot.profile", "root/.profile", 0o644),
@@ -29,8 +30,8 @@ const COPIES: [(&str, &str, u32); 4] = [
     ("usr/share/base-files/nsswitch.conf", "etc/nsswitch.conf", 0o644),
 ];
 
-/// Commands people expect that busybox can be; a package's own goes before. Not wget: busybox's
-/// does not check certificates.
+/// Commands provided by busybox unless a package has its own. Not wget: busybox's does not check
+/// certificates.
 const APPLETS: [&str; 56] = [
     "ar",
     "bc",
@@ -104,7 +105,7 @@ pub(super) fn configure(tree: &mut Tree) -> Result<(), RootfsError> {
     library_cache(tree)
 }
 
-/// `PRETTY_NAME` of the system the packages make up.
+/// Returns `PRETTY_NAME` of the system that the packages make up.
 pub(super) fn release(tree: &Tree) -> String {
     let text = fs::read_to_string(tree.path("usr/lib/os-release")).unwrap_or_default();
     let name = text.lines().find_map(|line| line.strip_prefix("PRETTY_NAME="));
@@ -146,13 +147,14 @@ fn copies(tree: &mut Tree) -> Result<(), RootfsError> {
     Ok(())
 }
 
-/// Debian's fixed users and groups, which files in packages may belong to, and one for the guest.
+/// Writes Debian's fixed users and groups, which files in packages may belong to, and one for the
+/// guest.
 fn users(tree: &mut Tree) -> Result<(), RootfsError> {
     let read = |name: &str| {
         let path = PathBuf::from("usr/share/base-passwd").join(name);
         fs::read_to_string(tree.root().join(&path)).map_err(|_| RootfsError::Incomplete { path })
     };
-    // Passwords are in /etc/shadow, where all are locked.
+    // Passwords are in /etc/shadow, where all accounts are locked.
     let passwd = read("passwd.master")?.replace(":*:", ":x:");
     let group = read("group.master")?.replace(":*:", ":x:");
     let passwd = format!("{passwd}user:x:{USER_ID}:{USER_ID}:user:/home/user:/bin/bash\n");
@@ -170,7 +172,7 @@ fn users(tree: &mut Tree) -> Result<(), RootfsError> {
     tree.write("etc/shells", "/bin/sh\n/bin/bash\n/bin/dash\n", 0o644)
 }
 
-/// One file with every authority, where OpenSSL and everything built on it looks.
+/// Writes all certificate authorities into one file, where OpenSSL and its users look.
 fn certificates(tree: &mut Tree) -> Result<(), RootfsError> {
     let path = tree.path("usr/share/ca-certificates/mozilla");
     let failed = |path: &Path, source| RootfsError::Unpack { path: path.to_owned(), source };
@@ -192,7 +194,7 @@ fn links(tree: &mut Tree) -> Result<(), RootfsError> {
     let fixed = [
         ("etc/mtab", "/proc/self/mounts"),
         ("usr/bin/sh", "dash"),
-        // Programs and people type both.
+        // Both names are in common use.
         ("usr/bin/python", "python3"),
         ("var/run", "/run"),
         ("var/lock", "/run/lock"),
@@ -208,7 +210,7 @@ fn links(tree: &mut Tree) -> Result<(), RootfsError> {
     Ok(())
 }
 
-/// Without it every program would search its libraries by directory.
+/// Writes ld.so.cache; without it every program would search its libraries by directory.
 fn library_cache(tree: &Tree) -> Result<(), RootfsError> {
     let mut command = Command::new("ldconfig");
     command.arg("-r").arg(tree.root()).arg("-X").arg("-i");

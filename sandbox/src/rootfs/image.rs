@@ -1,5 +1,6 @@
-//! Turns a tree into an ext4 image: mke2fs copies the files, debugfs then sets owners and modes.
-//! That way neither root nor a user namespace is needed, and the result is the same with both.
+//! Converts a tree to an ext4 image: mke2fs copies the files, debugfs then sets owners and modes.
+//!
+//! That needs neither root nor a user namespace, and gives one result with and without them.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -15,9 +16,9 @@ use crate::tool::{self, ToolError};
 
 const BLOCK: u64 = 4096;
 const INODE: u64 = 256;
-/// Never written, so only room for the filesystem's own tables.
+/// Room for the filesystem's own tables; the image is never written.
 const SLACK: u64 = 4 << 20;
-/// mke2fs keeps the first ones for itself.
+/// mke2fs reserves the first inodes.
 const RESERVED_INODES: u64 = 32;
 const DEADLINE: Duration = Duration::from_secs(10 * 60);
 
@@ -32,7 +33,7 @@ pub(super) fn write(
     let content: u64 = entries.iter().map(|entry| entry.blocks * BLOCK).sum();
     let inodes = entries.len() as u64 + RESERVED_INODES;
     let size = content + content / 50 + inodes * INODE + SLACK;
-    // The estimate knows nothing of extent trees; a tree of odd files may need more.
+    // The estimate ignores extent trees, so an unusual tree may need more.
     match make(tree.root(), image, inodes, size, progress) {
         Err(ToolError::Failed { .. }) => {
             make(tree.root(), image, inodes, size + size / 2, progress)
@@ -53,7 +54,7 @@ fn make(
     let mut command = Command::new("mke2fs");
     command
         .args(["-q", "-F", "-t", "ext4", "-b", "4096", "-I", "256", "-m", "0"])
-        // Read-only for life: no journal to replay, nothing to grow into.
+        // Always read-only: no journal to replay, no room to grow.
         .args(["-O", "^has_journal,^resize_inode", "-E", "root_owner=0:0"])
         .args(["-N", &inodes.to_string(), "-d"])
         .arg(root)
@@ -62,14 +63,14 @@ fn make(
     tool::run(command, "e2fsprogs", DEADLINE, progress, |_| None).map(drop)
 }
 
-struct Entry {
+struct ImageEntry {
     inner: PathBuf,
     blocks: u64,
     file_type: u32,
 }
 
-/// Everything below `root`, and how many blocks each takes at most.
-fn walk(root: &Path) -> Result<Vec<Entry>, RootfsError> {
+/// Lists everything below `root`, with the most blocks that each entry takes.
+fn walk(root: &Path) -> Result<Vec<ImageEntry>, RootfsError> {
     let mut entries = Vec::new();
     let mut todo = vec![PathBuf::new()];
     while let Some(directory) = todo.pop() {
@@ -83,7 +84,7 @@ fn walk(root: &Path) -> Result<Vec<Entry>, RootfsError> {
                 todo.push(inner.clone());
             }
             let blocks = if meta.is_symlink() { 1 } else { meta.len().div_ceil(BLOCK) };
-            entries.push(Entry { inner, blocks, file_type: meta.mode() & !MODE_MASK });
+            entries.push(ImageEntry { inner, blocks, file_type: meta.mode() & !MODE_MASK });
         }
     }
     Ok(entries)
@@ -91,7 +92,7 @@ fn walk(root: &Path) -> Result<Vec<Entry>, RootfsError> {
 
 fn set_owners(
     tree: &Tree,
-    entries: &[Entry],
+    entries: &[ImageEntry],
     image: &Path,
     progress: &mut dyn Progress,
 ) -> Result<(), RootfsError> {
@@ -113,14 +114,15 @@ fn set_owners(
     let said = tool::run(command, "e2fsprogs", DEADLINE, progress, |_| None)
         .map_err(|source| RootfsError::Image { source })?;
     let _ = fs::remove_file(&script_path);
-    // It ends well whatever a command did; only its words tell. The first line is its version.
+    // debugfs exits with 0 even if a command fails; only its messages tell. The first is its
+    // version.
     match said.err.iter().find(|line| !line.starts_with("debugfs ")) {
         Some(line) => Err(RootfsError::Owners { said: line.clone() }),
         None => Ok(()),
     }
 }
 
-/// A path as debugfs reads it: absolute, in quotes, with quotes doubled.
+/// Quotes a path for debugfs: absolute, in quotes, with quotes doubled.
 fn quoted(inner: &Path) -> Result<String, RootfsError> {
     match inner.to_str() {
         Some(text) if !text.contains('\n') => Ok(format!("\"/{}\"", text.replace('"', "\"\""))),

@@ -1,5 +1,6 @@
-//! Makes a root filesystem image out of Debian packages, without root and without running them.
-//! What maintainer scripts would have done is done by `configure`; the rest is unpack and mke2fs.
+//! Builds a root filesystem image from Debian packages, without root and without running them.
+//!
+//! `configure` does what maintainer scripts would have done; the rest is unpacking and mke2fs.
 
 mod alternatives;
 mod bytecode;
@@ -43,14 +44,14 @@ pub enum RootfsError {
     LineBreak { path: PathBuf },
 }
 
-/// What came out.
+/// The result of a build.
 #[derive(Debug)]
 pub(crate) struct Rootfs {
     /// `PRETTY_NAME` of `/etc/os-release`.
     pub(crate) release: String,
 }
 
-/// Unpacks `debs` below `dir` and turns them into the ext4 image `dir/rootfs.ext4`.
+/// Unpacks `debs` below `dir` and converts the tree to the ext4 file `image`.
 pub(crate) fn build(
     debs: &[PathBuf],
     dir: &Path,

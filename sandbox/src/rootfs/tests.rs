@@ -1,5 +1,4 @@
-//! Tests of unpacking and of the image, with packages made up here.
-//! `tests/build.rs` does the same with Debian's.
+//! Tests of unpacking and of the image, with made-up packages; `tests/build.rs` uses Debian's.
 
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::process::Command;
@@ -34,7 +33,7 @@ impl Package {
         header.set_uid(ids.0);
         header.set_gid(ids.1);
         header.set_mtime(1_000_000_000);
-        // Written past the builder's own checks, which would refuse a path that leaves the root.
+        // Written past the builder's checks, which would refuse a path that leaves the root.
         header.as_mut_bytes()[..path.len()].copy_from_slice(path.as_bytes());
         let content = if kind.is_file() { data.as_bytes() } else { &[] };
         if !kind.is_file() {

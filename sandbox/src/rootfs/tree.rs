@@ -1,5 +1,7 @@
-//! A root filesystem as a directory: packages unpacked into it, usr-merged, unwanted parts left out.
-//! Owners and odd modes are only remembered, since an ordinary user cannot set them; `image` does.
+//! A root filesystem as a directory: packages unpacked into it, usr-merged, without unwanted parts.
+//!
+//! Owners and special modes are only recorded, because an ordinary user cannot set them; `image`
+//! sets them.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File, FileTimes, Permissions};
@@ -13,10 +15,10 @@ use tar::EntryType;
 use super::RootfsError;
 use crate::deb::{self, Part};
 
-/// Top directories that are links into `/usr` on every Debian of today.
+/// Top-level directories that are links into `/usr` in current Debian releases.
 const MERGED: [&str; 4] = ["bin", "sbin", "lib", "lib64"];
 
-/// Nothing a program reads at run time: manuals, translations, other tools' data, exotic charsets.
+/// Data that no program reads at run time: manuals, translations, other tools' data, rare charsets.
 const UNWANTED: [&str; 10] = [
     "usr/share/bug",
     "usr/share/doc",
@@ -30,13 +32,13 @@ const UNWANTED: [&str; 10] = [
     "usr/lib/x86_64-linux-gnu/gconv",
 ];
 
-/// Tells pip to refuse; in a sandbox that is thrown away, installing is what it is for.
+/// The file that makes pip refuse to install; in a disposable sandbox installing should work.
 const PIP_REFUSAL: &str = "EXTERNALLY-MANAGED";
 
-/// As deep as the kernel follows links before it gives up.
+/// The kernel's limit of symbolic links in one path.
 const LINKS_CAP: usize = 40;
 
-/// What the image must say about a path, where the directory on disk cannot.
+/// The owner and mode of a path in the image, where those on disk differ.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Meta {
     pub(super) uid: u32,
@@ -48,7 +50,7 @@ pub(super) struct Meta {
 pub(super) struct Tree {
     root: PathBuf,
     metas: BTreeMap<PathBuf, Meta>,
-    /// Directories known to exist and to be no links.
+    /// Directories known to exist and not to be links.
     directories: HashSet<PathBuf>,
 }
 
@@ -67,7 +69,7 @@ impl Tree {
         &self.root
     }
 
-    /// Where `inner` is on the host; only for paths whose parents are no links.
+    /// Returns the host path of `inner`; valid only if its parents are not links.
     pub(super) fn path(&self, inner: &str) -> PathBuf {
         self.root.join(inner)
     }
@@ -85,7 +87,7 @@ impl Tree {
         (meta.uid, meta.gid) = (uid, gid);
     }
 
-    /// Writes a file, with its parents, over whatever a package had there.
+    /// Writes a file and its parent directories, replacing a package's file.
     pub(super) fn write(
         &mut self,
         inner: &str,
@@ -104,7 +106,7 @@ impl Tree {
         self.set_mode(Path::new(inner), &path, mode, true)
     }
 
-    /// A symbolic link, unless something is there already.
+    /// Creates a symbolic link, unless the path exists.
     pub(super) fn link(&self, inner: &str, target: &str) -> Result<(), RootfsError> {
         if self.has(inner) {
             return Ok(());
@@ -149,7 +151,8 @@ impl Tree {
         if kind.is_dir() && self.directories.contains(inner) {
             return Ok(Ok(()));
         }
-        let path = match if kind.is_dir() { self.resolve(inner) } else { self.place(inner) } {
+        let place = if kind.is_dir() { self.resolve(inner) } else { self.place(inner) };
+        let path = match place {
             Ok(path) => path,
             Err(err) => return Ok(Err(err)),
         };
@@ -165,7 +168,7 @@ impl Tree {
                 file.set_times(FileTimes::new().set_modified(modified))?;
             }
             (EntryType::Symlink, Some(target)) => {
-                // A link where a directory with files is already: the files win.
+                // If a package has a link where a directory exists, the directory stays.
                 if !path.is_dir() {
                     remove(&path)?;
                     symlink(target, &path)?;
@@ -182,7 +185,7 @@ impl Tree {
                 self.metas.insert(inner.to_owned(), meta);
                 return Ok(Ok(()));
             }
-            // Devices and pipes; no package has any, and the guest's /dev is mounted.
+            // Devices and pipes: no package has any, and the guest's /dev is a mount.
             _ => return Ok(Ok(())),
         }
         if (uid, gid) != (0, 0) {
@@ -191,7 +194,8 @@ impl Tree {
         Ok(self.set_mode(inner, &path, mode, kind.is_dir()))
     }
 
-    /// Sets what the host lets us set: we must keep reading and removing what we own.
+    /// Sets the mode as far as possible: the builder must still be able to read and remove the
+    /// file.
     fn set_mode(
         &mut self,
         inner: &Path,
@@ -206,7 +210,7 @@ impl Tree {
         self.wrote(inner, fs::set_permissions(path, Permissions::from_mode(on_disk)))
     }
 
-    /// The host path of `inner`, its parents made.
+    /// Returns the host path of `inner`, and creates its parents.
     fn place(&mut self, inner: &Path) -> Result<PathBuf, RootfsError> {
         let parent = inner.parent().unwrap_or(Path::new(""));
         let name = inner.file_name().unwrap_or_default();
@@ -218,8 +222,8 @@ impl Tree {
         Ok(resolved.join(name))
     }
 
-    /// Follows links as the guest would. The host must not: an absolute link in the tree would lead
-    /// it to files of its own.
+    /// Resolves links as the guest would. The host must not follow them: an absolute link in the
+    /// tree would lead to the host's own files.
     fn resolve(&self, inner: &Path) -> Result<PathBuf, RootfsError> {
         let mut todo: Vec<_> = inner.iter().rev().map(|name| name.to_owned()).collect();
         let (mut at, mut links) = (PathBuf::new(), 0);
@@ -239,7 +243,7 @@ impl Tree {
             for component in target.components() {
                 match component {
                     Component::Normal(name) => names.push(name.to_owned()),
-                    // Above the root is the root, as in a chroot.
+                    // The parent of the root is the root, as in a chroot.
                     Component::ParentDir if names.pop().is_none() => _ = at.pop(),
                     _ => (),
                 }
@@ -254,7 +258,7 @@ impl Tree {
     }
 }
 
-/// `bin/sh` to `usr/bin/sh`.
+/// Returns the usr-merged path: `bin/sh` becomes `usr/bin/sh`.
 fn merged(inner: &Path) -> PathBuf {
     if MERGED.iter().any(|top| inner.starts_with(top)) {
         Path::new("usr").join(inner)

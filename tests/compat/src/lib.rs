@@ -1,8 +1,9 @@
-//! What the drivers of the clients have in common: the words they are given, and when the suite looks at the
-//! guest.
+//! What the drivers of the clients have in common: the words they are given, and when the suite
+//! looks at the guest.
 //!
-//! A driver does what its client can do, and asks beside it for what the client has no words for. Whenever the
-//! guest should be looked at, it says so and waits; what is looked at is none of the client's business.
+//! A driver does what its client can do, and asks beside it for what the client has no words for.
+//! Whenever the guest should be looked at, it says so and waits; what is looked at is none of the
+//! client's business.
 
 use std::io::{BufRead, Read, Write};
 use std::os::unix::net::UnixStream;

@@ -1,7 +1,7 @@
 //! Bytes at the API socket: requests whole, cut and run together, and bodies that are almost right.
 //!
-//! The launcher is a program and no library, so its parsers are compiled here once more; they know neither
-//! sockets nor machines.
+//! The launcher is a program and no library, so its parsers are compiled here once more; they know
+//! neither sockets nor machines.
 
 #[path = "../../../launcher/src/firecracker/bodies/mod.rs"]
 #[allow(dead_code, unused_imports)]

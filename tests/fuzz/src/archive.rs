@@ -1,7 +1,7 @@
 //! Archives of any entries, unpacked into a folder: whatever they say, nothing beside it changes.
 //!
-//! Names and links are picked from those that lead somewhere, so that entries meet: a link first, and then a
-//! file behind it.
+//! Names and links are picked from those that lead somewhere, so that entries meet: a link first,
+//! and then a file behind it.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;

@@ -1,7 +1,7 @@
 //! Sequences of disk requests, mostly well-formed, against an array of bytes.
 //!
-//! The disk must answer what the model answers and hold what the model holds; a request that is refused
-//! must have changed nothing.
+//! The disk must answer what the model answers and hold what the model holds; a request that is
+//! refused must have changed nothing.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;

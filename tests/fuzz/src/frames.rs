@@ -1,7 +1,7 @@
 //! The agent's protocol as both ends read it: bytes to frames, frames to messages.
 //!
-//! How a stream is cut into reads must not change what it says, nothing is held for a frame that its
-//! header does not allow, and a message that was read can be written and read again.
+//! How a stream is cut into reads must not change what it says, nothing is held for a frame that
+//! its header does not allow, and a message that was read can be written and read again.
 
 use pvmm_guest_agent::frame::{Decoder, Frame, HEADER_LEN, Header, Kind};
 use pvmm_guest_agent::message::{

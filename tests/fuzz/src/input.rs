@@ -1,6 +1,7 @@
 //! Bytes as a source of choices; zeros when there are no more.
 //!
-//! Choices are bytes as they are, so that a fuzzer's small change to its input is a small change to the run.
+//! Choices are bytes as they are, so that a fuzzer's small change to its input is a small change to
+//! the run.
 
 /// What is left of an input.
 pub struct Input<'a>(&'a [u8]);

@@ -13,8 +13,9 @@
 //! | `frames.rs` | the agent's protocol, as either end reads it |
 //! | `reports.rs` | what an agent answers to each request, with extreme numbers |
 //!
-//! The same functions are fuzz targets (`cargo xtask fuzz`) and tests: a test runs the kept corpus and a
-//! few thousand inputs that are the same every time. A panic is a finding, and so is a broken promise.
+//! The same functions are fuzz targets (`cargo xtask fuzz`) and tests: a test runs the kept corpus
+//! and a few thousand inputs that are the same every time. A panic is a finding, and so is a broken
+//! promise.
 
 // A target that cannot do its part has found something, and a panic is how it says so.
 #![allow(clippy::unwrap_used)]
@@ -73,7 +74,8 @@ mod tests {
         }
     }
 
-    /// Bytes from xorshift; half of the inputs prefer small numbers, which are the more telling ones.
+    /// Bytes from xorshift; half of the inputs prefer small numbers, which are the more telling
+    /// ones.
     fn random(seed: u64) -> Vec<u8> {
         let mut state = (seed + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mut next = || {

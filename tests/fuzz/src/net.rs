@@ -1,8 +1,9 @@
-//! Sequences on both queues of a network card, with a host that sends too, against a list of frames.
+//! Sequences on both queues of a network card, with a host that sends too, against a list of
+//! frames.
 //!
-//! What leaves the card must be what the guest sent, in order, and every plain frame must leave. What the
-//! guest receives must be what the host sent, in order; frames may be lost, never changed. A buffer comes
-//! back once, and only if it was offered.
+//! What leaves the card must be what the guest sent, in order, and every plain frame must leave.
+//! What the guest receives must be what the host sent, in order; frames may be lost, never changed.
+//! A buffer comes back once, and only if it was offered.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -1,7 +1,8 @@
-//! What an agent reports, with any numbers in it: the host's end of the connection takes or refuses it.
+//! What an agent reports, with any numbers in it: the host's end of the connection takes or refuses
+//! it.
 //!
-//! The bytes choose a request of the host's and what a lying agent answers: output, records, listings,
-//! segments, and reports whose numbers prefer the ends of their ranges.
+//! The bytes choose a request of the host's and what a lying agent answers: output, records,
+//! listings, segments, and reports whose numbers prefer the ends of their ranges.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -13,7 +14,7 @@ use pvmm::exec::{AttachFrom, ExecRequest, OutputCap};
 use pvmm_guest_agent::frame::{END, HEADER_LEN, Header, Kind};
 use pvmm_guest_agent::limits::VERSION;
 use pvmm_guest_agent::message::{
-    Answer, ByteBuf, Change, Code, Detached, Entry, ExecReport, ExecStatus, FailedStep, Failure,
+    Answer, ByteBuf, Change, Code, Detached, DirEntry, ExecReport, ExecStatus, FailedStep, Failure,
     FileKind, Frozen, Info, Kept, Language, Metadata, Metrics, OomEvent, Outcome, OutputCount,
     ProcessInfo, RefreshStep, Refreshed, Replay, RunReport, RunStatus, SessionInfo, Stage, Started,
     Usage, WatchEvent, Welcome,
@@ -409,9 +410,9 @@ fn metadata(input: &mut Input) -> Metadata {
     }
 }
 
-fn entry(input: &mut Input) -> Entry {
+fn entry(input: &mut Input) -> DirEntry {
     let name = ["a", "..", "a/b", "", "ordinary"][usize::from(input.below(5))];
-    Entry { name: ByteBuf::from(name.as_bytes()), metadata: metadata(input) }
+    DirEntry { name: ByteBuf::from(name.as_bytes()), metadata: metadata(input) }
 }
 
 fn event(input: &mut Input) -> WatchEvent {

@@ -1,8 +1,9 @@
 //! Sequences of everything that a guest can do to a virtio device from outside its requests.
 //!
-//! Single requests are not enough: the worst published bugs of this kind were in the order of things, such
-//! as registers written after the device was started. After each sequence the device must come to rest,
-//! hold no chain that it was not asked to fail over, be saved and restored, and work after a reset.
+//! Single requests are not enough: the worst published bugs of this kind were in the order of
+//! things, such as registers written after the device was started. After each sequence the device
+//! must come to rest, hold no chain that it was not asked to fail over, be saved and restored, and
+//! work after a reset.
 
 use std::cell::RefCell;
 use std::io::Write;

@@ -1,8 +1,11 @@
-//! Versions of crates that are known to be unsound, and what was unsound about them here forbidden by name.
+//! Versions of crates that are known to be unsound, and what was unsound about them here forbidden
+//! by name.
 //!
-//! A list of our own and not a tool's, so that `cargo xtask check` needs no network and no second program.
+//! A list of our own and not a tool's, so that `cargo xtask check` needs no network and no second
+//! program.
 
-/// A crate that guests or files reach, the first version without the fault, and where the fault is published.
+/// A crate that guests or files reach, the first version without the fault, and where the fault is
+/// published.
 const FIXED: [(&str, [u64; 3], &str); 4] = [
     ("kvm-ioctls", [0, 19, 1], "RUSTSEC-2024-0428"),
     ("linux-loader", [0, 8, 1], "GHSA-52h2-m2cf-9jh6"),

@@ -4,7 +4,8 @@
 
 use std::collections::HashSet;
 
-/// The groups of cases of which each has a test: rings, registers, devices, agent, API, kernel images.
+/// The groups of cases of which each has a test: rings, registers, devices, agent, API, kernel
+/// images.
 const GROUPS: [char; 10] = ['a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 'i', 'j'];
 
 /// What the sources say about cases: names of functions, and numbers in comments.

@@ -1,9 +1,10 @@
 //! `cargo xtask bare`: runs a command in a minimal Debian, with Rust and nothing else.
 //!
-//! Shows what a newcomer's machine would: whether the project installs all that it uses. The system is made
-//! once and kept under a hash of its recipe; each run has a throw-away layer over it, namespaces of its own
-//! and a copy of this checkout without anything that was built. Rust's files, how this machine reaches its
-//! package mirrors and registries, and /dev are all that is carried in.
+//! Shows what a newcomer's machine would: whether the project installs all that it uses. The system
+//! is made once and kept under a hash of its recipe; each run has a throw-away layer over it,
+//! namespaces of its own and a copy of this checkout without anything that was built. Rust's files,
+//! how this machine reaches its package mirrors and registries, and /dev are all that is carried
+//! in.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -20,8 +21,8 @@ use crate::nested_host::session;
 use crate::sys::{self, READABLE, Waiting};
 use crate::{cache, checkout, packages, progress, report};
 
-/// What a machine with Rust has: rustc links with a C compiler, `make` starts everything, and no registry is
-/// reached without certificates.
+/// What a machine with Rust has: rustc links with a C compiler, `make` starts everything, and no
+/// registry is reached without certificates.
 const INCLUDED: &str = "ca-certificates,gcc,libc6-dev,make";
 
 /// Raised when this file makes another system from the same sources.
@@ -47,8 +48,8 @@ const SETTINGS: [&str; 7] = [
     "/etc/apt/trusted.gpg.d",
 ];
 
-/// The script that the first process of the namespaces runs, with the layer's folder and the places of Rust,
-/// then the command. Mounts and processes are gone with the namespaces.
+/// The script that the first process of the namespaces runs, with the layer's folder and the places
+/// of Rust, then the command. Mounts and processes are gone with the namespaces.
 const INSIDE: &str = r#"
 set -eu
 run=$1 lower=$2 rustup=$3 cargo=$4 checkout=$5; shift 5
@@ -107,8 +108,8 @@ fn shown(argv: &[OsString]) -> String {
     argv.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
-/// Waits for the command. A signal to this program reaches it through the terminal or not at all; a while
-/// later all of its namespace ends.
+/// Waits for the command. A signal to this program reaches it through the terminal or not at all; a
+/// while later all of its namespace ends.
 fn wait(child: &mut Child, signals: &io::PipeReader) -> io::Result<ExitStatus> {
     let ended = sys::pidfd(child.id())?;
     let both = |until| {
@@ -201,7 +202,8 @@ fn names_release(text: &str, codename: &str) -> bool {
     words.any(|word| word == codename)
 }
 
-/// This machine's settings of how apt reaches mirrors, line by line; hooks of its other packages are none.
+/// This machine's settings of how apt reaches mirrors, line by line; hooks of its other packages
+/// are none.
 fn acquire_settings() -> io::Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/etc/apt/apt.conf.d")? {

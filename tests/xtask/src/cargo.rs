@@ -90,9 +90,9 @@ impl Drop for Beside {
     }
 }
 
-/// Builds a program as it is shipped and returns where it is: optimised as a whole, and static, so that it
-/// starts without a loader and runs in an empty jail. Only its own link is told so: build scripts and
-/// procedural macros cannot be static.
+/// Builds a program as it is shipped and returns where it is: optimised as a whole, and static, so
+/// that it starts without a loader and runs in an empty jail. Only its own link is told so: build
+/// scripts and procedural macros cannot be static.
 pub fn ship(package: &str, name: &str) -> Result<PathBuf, CargoError> {
     let arguments = ["rustc", "--profile", "shipped", "--package", package, "--bin", name];
     run(&[&arguments[..], &["--", "-C", "target-feature=+crt-static"]].concat())?;

@@ -8,10 +8,13 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use crate::bad_input::Tests;
-use crate::{advisories, cargo, checkout, progress, report};
+use crate::{advisories, cargo, checkout, cycles, progress, report};
 
 /// More lines than this without tests, and a file does more than one thing.
 const LONG_FILE: usize = 600;
+
+/// The width that rustfmt keeps code to, which leaves comments alone.
+const COMMENT_WIDTH: usize = 100;
 
 pub fn run() -> ExitCode {
     let mut faults = Vec::new();
@@ -74,11 +77,15 @@ fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
         faults.extend(ignored_by_all(&text).map(|reason| {
             format!("{name} ignores a test and names no make target that runs it: {reason}")
         }));
+        faults.extend(wide_comments(&text).map(|line| {
+            format!("{name}:{line} is a comment of more than {COMMENT_WIDTH} columns")
+        }));
         let lines = lines_without_tests(path, &text);
         if lines > LONG_FILE {
             long.push(format!("{name} has {lines} lines without tests"));
         }
     }
+    faults.extend(cycles::find(root)?);
     let lock = root.join("Cargo.lock");
     if lock.exists() {
         faults.extend(advisories::in_lock(&fs::read_to_string(lock)?));
@@ -140,6 +147,18 @@ fn ignored_by_all(text: &str) -> impl Iterator<Item = &str> {
     lines.filter(|line| !["make ", "cargo xtask ", "run by "].iter().any(|by| line.contains(by)))
 }
 
+/// The numbers of lines that hold a comment too wide to read beside another file. A table's row
+/// and a single word cannot be broken.
+fn wide_comments(text: &str) -> impl Iterator<Item = usize> {
+    let is_wide = |line: &str| {
+        let comment = line.trim_start();
+        let words = comment.trim_start_matches(['/', '!', ' ']);
+        let breaks = !words.starts_with('|') && words.contains(' ');
+        comment.starts_with("//") && breaks && line.chars().count() > COMMENT_WIDTH
+    };
+    text.lines().enumerate().filter(move |(_, line)| is_wide(line)).map(|(index, _)| index + 1)
+}
+
 /// Words in backticks that are paths of this tree.
 fn named_paths(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2).filter(|word| {
@@ -182,6 +201,14 @@ mod tests {
         let text = "#[ignore = \"make soak\"]\n#[ignore]\n  #[ignore = \"slow\"]\n";
         let found: Vec<_> = ignored_by_all(text).collect();
         assert_eq!(found, ["#[ignore]", "#[ignore = \"slow\"]"]);
+    }
+
+    #[test]
+    fn comment_that_is_too_wide_is_named_by_its_line() {
+        let long = "word ".repeat(20);
+        let text =
+            format!("// {long}\n//! | {long}|\nlet a = \"{long}\";\n  /// {long}\n// short\n");
+        assert_eq!(wide_comments(&text).collect::<Vec<_>>(), [1, 4]);
     }
 
     #[test]

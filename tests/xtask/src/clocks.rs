@@ -1,7 +1,9 @@
-//! `cargo xtask clocks`: what a snapshot is to a host whose clock runs at another rate, and to its own after a boot.
+//! `cargo xtask clocks`: what a snapshot is to a host whose clock runs at another rate, and to its
+//! own after a boot.
 //!
-//! Three nested hosts one after the other: one with the outer machine's clock, one with another, and the first kind
-//! again. Each runs one test of the suite, and what it writes is there for the next.
+//! Three nested hosts one after the other: one with the outer machine's clock, one with another,
+//! and the first kind again. Each runs one test of the suite, and what it writes is there for the
+//! next.
 
 use std::error::Error;
 use std::ffi::OsString;

@@ -1,7 +1,8 @@
-//! `cargo xtask compat`: clients of Firecracker that others published, unmodified, against pvmm in its place.
+//! `cargo xtask compat`: clients of Firecracker that others published, unmodified, against pvmm in
+//! its place.
 //!
-//! What they need is fetched and built here and kept between runs; what runs guests runs where KVM is. The
-//! tests that fctools publishes take long and are run only when asked for.
+//! What they need is fetched and built here and kept between runs; what runs guests runs where KVM
+//! is. The tests that fctools publishes take long and are run only when asked for.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -98,7 +99,8 @@ fn beside(program: &Path) -> Result<u8, Box<dyn Error>> {
     on_kvm(&argv)
 }
 
-/// Requests that schemathesis makes of the API's description, right and wrong. No guest is needed for that.
+/// Requests that schemathesis makes of the API's description, right and wrong. No guest is needed
+/// for that.
 fn requests_of_every_kind() -> Result<(), Box<dyn Error>> {
     let source = checkout::root().join(CRATE);
     let place = cache::dir().join("compat/schemathesis");

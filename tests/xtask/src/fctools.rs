@@ -1,7 +1,9 @@
-//! The tests that fctools publishes with its crate, run as they are against pvmm in the place of Firecracker.
+//! The tests that fctools publishes with its crate, run as they are against pvmm in the place of
+//! Firecracker.
 //!
-//! They find a kernel, a root file system and programs in a directory of a fixed shape, which is made here. Some
-//! cannot pass; `tests/compat/fctools.txt` names each with its reason, and any other difference is a failure.
+//! They find a kernel, a root file system and programs in a directory of a fixed shape, which is
+//! made here. Some cannot pass; `tests/compat/fctools.txt` names each with its reason, and any
+//! other difference is a failure.
 
 use std::collections::BTreeMap;
 use std::error::Error;

@@ -1,7 +1,7 @@
 //! The Firecracker that a person has named by `FIRECRACKER_BIN`, where a nested host sees it.
 //!
-//! The nested host has a `/tmp` and a `/run` of its own, so a file there would not be found inside, an hour
-//! after the run began.
+//! The nested host has a `/tmp` and a `/run` of its own, so a file there would not be found inside,
+//! an hour after the run began.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,8 @@ pub enum FirecrackerError {
     Copy(PathBuf, #[source] io::Error),
 }
 
-/// Words to begin a command with so that it finds the Firecracker that is named: none if there is none.
+/// Words to begin a command with so that it finds the Firecracker that is named: none if there is
+/// none.
 pub fn words(found: &Found) -> Result<Vec<OsString>, FirecrackerError> {
     let Some(named) = env::var_os(VARIABLE).map(PathBuf::from) else { return Ok(Vec::new()) };
     let inside = matches!(found, Found::NotHere(_)).then(checkout::scratch);

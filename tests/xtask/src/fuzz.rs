@@ -1,7 +1,8 @@
 //! `cargo xtask fuzz`: every fuzz target for a while, under libFuzzer.
 //!
-//! Works with a stable compiler: coverage is asked for by flags of the compiler's back end. What is found
-//! on the way is kept in `target/fuzz`, and a finding is printed with the command that repeats it.
+//! Works with a stable compiler: coverage is asked for by flags of the compiler's back end. What is
+//! found on the way is kept in `target/fuzz`, and a finding is printed with the command that
+//! repeats it.
 
 use std::error::Error;
 use std::ffi::OsString;

@@ -13,6 +13,7 @@ mod check;
 mod checkout;
 mod clocks;
 mod compat;
+mod cycles;
 mod demo;
 mod fctools;
 mod firecracker;

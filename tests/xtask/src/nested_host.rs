@@ -41,10 +41,10 @@ const HEARTBEAT_DEADLINE: Duration = Duration::from_secs(90);
 
 /// How often the host is interrupted from outside.
 ///
-/// Now and then a host stops for good: interrupts are on, the timer's waits in the APIC, the processor is not told to
-/// look, and the next timer is only set by whoever handles this one. The likely cause, not proven, is that QEMU's
-/// emulation of SVM changes its word of pending interrupts without the lock that its timers hold. A device that
-/// interrupts makes the processor look again.
+/// Now and then a host stops for good: interrupts are on, the timer's waits in the APIC, the
+/// processor is not told to look, and the next timer is only set by whoever handles this one. The
+/// likely cause, not proven, is that QEMU's emulation of SVM changes its word of pending interrupts
+/// without the lock that its timers hold. A device that interrupts makes the processor look again.
 const INTERRUPT_EVERY: Duration = Duration::from_millis(100);
 
 /// A boot takes about ten seconds, several times that on a busy machine.
@@ -138,7 +138,8 @@ pub enum Clock {
     /// As fast as the outer machine's: QEMU hands that one on and cannot scale it.
     #[default]
     Outer,
-    /// At 1 GHz: counted in instructions, of which each takes two nanoseconds. Slower than the other.
+    /// At 1 GHz: counted in instructions, of which each takes two nanoseconds. Slower than the
+    /// other.
     OneGhz,
 }
 
@@ -189,14 +190,11 @@ impl NestedHost {
 
     fn start(image: &Image, clock: Clock) -> Result<Self, HostError> {
         let mut qemu = Command::new("qemu-system-x86_64");
-        // Without string instructions that move a byte at a time (`erms`, and `rep_good` below): an emulator takes
-        // each byte by itself, and kernels clear and copy every page with them.
+        // Without string instructions that move a byte at a time (`erms`, and `rep_good` below): an
+        // emulator takes each byte by itself, and kernels clear and copy every page with them.
         qemu.args(["-M", "q35", "-accel", "tcg,tb-size=1024", "-cpu", "max,-pku,-erms,+svm,+npt"]);
-        if clock == Clock::OneGhz {
-            qemu.args(["-icount", "shift=1,sleep=off"]);
-        }
-        // One CPU: with two, multi-threaded TCG and the kernel's patching of its own code make
-        // the host oops. Idle by polling: without it a boot now and then sleeps and never wakes, before
+        // One CPU: with two, multi-threaded TCG and the kernel's patching of its own code make the
+        // host oops. Idle by polling: without it a boot now and then sleeps and never wakes, before
         // there is a port to interrupt it by.
         qemu.args(["-m", "6144", "-smp", "1", "-nodefaults", "-no-reboot", "-nographic"]);
         qemu.args(["-serial", "stdio"]);
@@ -205,6 +203,15 @@ impl NestedHost {
             "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr idle=poll \
              cryptomgr.notests init_on_alloc=0 audit=0 clearcpuid=rep_good",
         );
+
+        match clock {
+            // Under load a kernel that measures the clock itself can be wrong by more than it
+            // corrects later.
+            Clock::Outer => words.push_str(&format!(" tsc_early_khz={}", sys::tsc_khz())),
+            Clock::OneGhz => {
+                qemu.args(["-icount", "shift=1,sleep=off"]);
+            }
+        }
 
         share(&mut qemu, "root", Path::new("/"), false);
         for (index, Share { path, kind }) in shares()?.into_iter().enumerate() {
@@ -270,8 +277,8 @@ impl NestedHost {
         self.qemu.id()
     }
 
-    /// Keeps the host awake from now on, and kills one that has lost its heartbeat, which ends every
-    /// session with [`session::End::HostLost`].
+    /// Keeps the host awake from now on, and kills one that has lost its heartbeat, which ends
+    /// every session with [`session::End::HostLost`].
     pub fn watch(&self) -> io::Result<()> {
         let pulse = self.pulse.try_clone()?;
         pulse.set_read_timeout(Some(INTERRUPT_EVERY))?;

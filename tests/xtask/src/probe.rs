@@ -1,8 +1,8 @@
 //! Finds out whether guests run on this machine.
 //!
-//! Only a monitor can try, and this tool has none in it: it is built in seconds, before everything else.
-//! Most machines without a usable KVM are told by their processor; the others are asked through the
-//! `pvmm` that was built, which runs guest code.
+//! Only a monitor can try, and this tool has none in it: it is built in seconds, before everything
+//! else. Most machines without a usable KVM are told by their processor; the others are asked
+//! through the `pvmm` that was built, which runs guest code.
 
 use std::fs;
 use std::path::Path;

@@ -1,7 +1,9 @@
-//! Debian's kernel image and the initrd that Debian's tools make for it, for the test that boots both as they are.
+//! Debian's kernel image and the initrd that Debian's tools make for it, for the test that boots
+//! both as they are.
 //!
-//! The packages are unpacked into a template, the template into a folder, and initramfs-tools runs in that
-//! folder: nothing is installed on this machine, and no boot loader or kernel of it is touched.
+//! The packages are unpacked into a template, the template into a folder, and initramfs-tools runs
+//! in that folder: nothing is installed on this machine, and no boot loader or kernel of it is
+//! touched.
 
 use std::fs;
 use std::io;
@@ -21,7 +23,8 @@ const KIND: &str = "stock";
 const ENTRY: &str = "current";
 const KEY: &str = "key";
 
-/// As an installation would make it, with the two modules that a machine with a disk of its own does not need.
+/// As an installation would make it, with the two modules that a machine with a disk of its own
+/// does not need.
 const MAKE: &str = "set -e; cd /; release=$(ls /lib/modules); depmod \"$release\"
 printf '%s\\n' vmw_vsock_virtio_transport overlay >> /etc/initramfs-tools/modules
 mkinitramfs -o /initrd \"$release\"; mv \"/boot/vmlinuz-$release\" /vmlinuz";

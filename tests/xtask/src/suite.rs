@@ -27,7 +27,7 @@ const SECOND_BOOT: &str = "reboot::soak_snapshot_of_an_earlier_boot_goes_on";
 const OF_SCIENCE: &str = "code::soak_figures_and_tables_of_real_packages_come_out";
 
 /// What the tests run or read on this machine, beyond what every Debian has.
-const PACKAGES: [&str; 9] = [
+const PACKAGES: [&str; 10] = [
     "busybox-static",
     "e2fsprogs",
     "iproute2",
@@ -37,6 +37,7 @@ const PACKAGES: [&str; 9] = [
     "python3",
     "strace",
     "xfsprogs",
+    "xz-utils",
 ];
 
 /// The long test of the agent, which needs no guest.
@@ -88,6 +89,9 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     packages::install(&PACKAGES)?;
     let programs = ["--package", "pvmm-launcher", "--package", "pvmm-jailer"];
     cargo::run(&[&["build", "--release"], &programs[..]].concat())?;
+    // Together with the launcher, so that the libraries below both are built once.
+    let examples = ["--package", "pvmm", "--package", "pvmm-launcher", "--examples"];
+    cargo::run(&[&["build", "--release"], &examples[..]].concat())?;
     let suite = cargo::build_test("pvmm-tests", "suite")?;
 
     build_kernel()?;
@@ -147,13 +151,14 @@ fn list(suite: &Path, arguments: &[OsString]) -> Result<Vec<String>, Box<dyn Err
     Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
 }
 
-/// Runs the suite with these arguments on one host; how that ended, and the log of the tests that ended.
+/// Runs the suite with these arguments on one host; how that ended, and the log of the tests that
+/// ended.
 type RunOnHost<'a> = dyn FnMut(&[OsString]) -> Result<(Ran, String), OnKvmError> + 'a;
 
 /// Runs the tests with `run`, on one host after another if need be.
 ///
-/// A test that fails is a failure. Only a host that dies under a test, which can have nothing to do with
-/// it, gives that test another host, once; those that had not begun follow there.
+/// A test that fails is a failure. Only a host that dies under a test, which can have nothing to do
+/// with it, gives that test another host, once; those that had not begun follow there.
 fn run_in_hosts(
     tests: &[String],
     arguments: &[OsString],

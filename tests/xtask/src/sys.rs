@@ -16,6 +16,26 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
+/// How fast this processor's clock (TSC) counts, measured over a tenth of a second.
+pub fn tsc_khz() -> u64 {
+    // The count between two looks at the time is as exact as the looks are close together.
+    let look = || {
+        let (before, count) = (Instant::now(), tsc());
+        (before.elapsed(), before, count)
+    };
+    let closest = || (0..64).map(|_| look()).min_by_key(|(took, ..)| *took);
+    let first = closest();
+    std::thread::sleep(Duration::from_millis(100));
+    let (Some((_, begun, from)), Some((_, ended, to))) = (first, closest()) else { return 0 };
+    let micros = ended.duration_since(begun).as_nanos() / 1000;
+    (u128::from(to.wrapping_sub(from)) * 1000 / micros.max(1)) as u64
+}
+
+fn tsc() -> u64 {
+    // SAFETY: every x86-64 processor has the instruction.
+    unsafe { std::arch::x86_64::_rdtsc() }
+}
+
 /// One descriptor to wait for; `None` waits for nothing and keeps its place in the list.
 pub struct Waiting<'a> {
     pub fd: Option<BorrowedFd<'a>>,
@@ -108,12 +128,13 @@ pub fn new_session(command: &mut Command) {
     unsafe { command.pre_exec(|| check(libc::setsid()).map(drop)) };
 }
 
-/// Starts `command` with the signals of a terminal's commands, whatever this process ignores: a shell
-/// ignores INT and QUIT for what it starts in the background, and that would be inherited.
+/// Starts `command` with the signals of a terminal's commands, whatever this process ignores: a
+/// shell ignores INT and QUIT for what it starts in the background, and that would be inherited.
 pub fn with_default_signals(command: &mut Command) {
     let reset = || {
         for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP, libc::SIGTERM] {
-            // SAFETY: between fork and exec; `signal` is async-signal-safe and the numbers are valid.
+            // SAFETY: between fork and exec; `signal` is async-signal-safe and the numbers are
+            // valid.
             if unsafe { libc::signal(signal, libc::SIG_DFL) } == libc::SIG_ERR {
                 return Err(io::Error::last_os_error());
             }

@@ -1,5 +1,6 @@
 //! One socket shared by many streams: a lock to write, one thread that reads.
-//! The thread only files what came under its stream, so that no slow caller can hold others up.
+//!
+//! The thread only sorts frames into their streams, so that no slow caller can delay others.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -18,40 +19,41 @@ use pvmm_guest_agent::{Decoder, Kind, decode, encode};
 use super::error::{AgentError, Lost};
 use super::stream::Stream;
 
-/// How long the agent may leave a write of ours standing.
+/// The time limit of a write that the agent does not accept.
 const WRITE_STALL: Duration = Duration::from_secs(10);
-/// After this long without a frame, somebody who waits asks for a sign of life.
+/// After this long without a frame, a waiting caller sends a ping.
 const PING_AFTER: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10_000 });
-/// And gives the agent up when none comes for this long.
+/// The connection is lost when no frame follows a ping for this long.
 const PONG_TIME: Duration = Duration::from_millis(if cfg!(test) { 2_000 } else { 50_000 });
-/// What is read at once, while there is little to read and once there was more: most connections never need
-/// the pages of the larger.
+/// Read sizes: the first one, and the one after a large read. Most connections never need the pages
+/// of the larger buffer.
 const READ_BYTES: [usize; 2] = [4 << 10, 128 << 10];
 
-/// Locks, also after a panic elsewhere: every value here is valid between any two statements.
+/// Locks a mutex, also after a panic of another thread: every value here is valid between any two
+/// statements.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The connection; dropping it closes the socket and joins the reader.
+/// A connection to an agent. Dropping it closes the socket and joins the reader thread.
 pub struct Connection {
-    shared: Arc<Shared>,
+    shared: Arc<ConnectionState>,
     reader: Mutex<Option<JoinHandle<()>>>,
     welcome: Welcome,
 }
 
-/// What the reader thread shares with the callers.
-pub(super) struct Shared {
+/// The state that the reader thread shares with the callers.
+pub(super) struct ConnectionState {
     socket: UnixStream,
     writer: Mutex<Writer>,
     streams: Mutex<Streams>,
     ignored: AtomicU64,
     epoch: Instant,
-    /// Milliseconds after `epoch` when the last frame came.
+    /// The time of the last received frame, in milliseconds after `epoch`.
     heard: AtomicU64,
-    /// When the last request was sent, likewise.
+    /// The time of the last request, in milliseconds after `epoch`.
     asked: AtomicU64,
-    /// When the last ping was sent, likewise.
+    /// The time of the last ping, in milliseconds after `epoch`.
     pinged: AtomicU64,
 }
 
@@ -72,7 +74,7 @@ impl Connection {
     pub fn new(socket: UnixStream, welcome: Welcome) -> Result<Arc<Self>, AgentError> {
         socket.set_read_timeout(None).map_err(AgentError::Socket)?;
         socket.set_write_timeout(Some(WRITE_STALL)).map_err(AgentError::Socket)?;
-        let shared = Shared {
+        let shared = ConnectionState {
             socket,
             writer: Mutex::new(Writer { next_stream: Self::FIRST_STREAM, buffer: Vec::new() }),
             streams: Mutex::default(),
@@ -99,7 +101,8 @@ impl Connection {
         self.shared.open(request)
     }
 
-    /// The first stream, whose request travelled with the hello. To be called before any `open`.
+    /// Returns the first stream, whose request was sent together with the hello. Must be called
+    /// before any `open`.
     pub fn first_stream(&self) -> Result<Arc<Stream>, AgentError> {
         let stream = Arc::new(Stream::new(Self::FIRST_STREAM));
         lock(&self.shared.writer).next_stream = Self::FIRST_STREAM + 1;
@@ -114,13 +117,13 @@ impl Connection {
         self.shared.write(&mut writer, parts)
     }
 
-    /// No frame for this stream is awaited any more.
+    /// Forgets a stream; later frames for it are ignored.
     pub fn forget(&self, stream: u32) {
         lock(&self.shared.streams).open.remove(&stream);
     }
 
-    /// Sees to it that somebody who waits learns of the agent's death; how long to sleep until
-    /// this must be called again.
+    /// Checks the liveness of the agent for a waiting caller: sends a ping, or declares the
+    /// connection lost. Returns how long the caller may sleep until it must call again.
     pub fn look_after(&self) -> Duration {
         let shared = &self.shared;
         let now = shared.now();
@@ -134,7 +137,7 @@ impl Connection {
             >= PING_AFTER.as_millis() as u64
         {
             shared.pinged.store(now, Ordering::Relaxed);
-            // Its answer is a frame, and that is all that is wanted of it.
+            // Any frame proves that the agent lives, so the answer itself is not awaited.
             let _ = shared.open(&Request::Ping {});
         }
         PING_AFTER / 4
@@ -156,13 +159,14 @@ impl Drop for Connection {
     fn drop(&mut self) {
         self.shared.lose(Lost::Dropped);
         if let Some(reader) = lock(&self.reader).take() {
-            // It ends with the socket; a panic in it has been turned into a lost connection.
+            // The thread ends with the socket; a panic in it has been turned into a lost
+            // connection.
             let _ = reader.join();
         }
     }
 }
 
-impl Shared {
+impl ConnectionState {
     fn now(&self) -> u64 {
         self.epoch.elapsed().as_millis() as u64
     }
@@ -172,7 +176,7 @@ impl Shared {
         encode(&mut frame, Kind::Open, 1, request).map_err(AgentError::Encode)?;
         let mut writer = lock(&self.writer);
         let number = writer.next_stream;
-        // Four thousand million requests on one connection are enough: a new one starts afresh.
+        // One connection has four billion stream numbers; a new connection starts again.
         writer.next_stream = number.checked_add(1).ok_or(AgentError::TooMany)?;
         frame[4..8].copy_from_slice(&number.to_le_bytes());
         let stream = Arc::new(Stream::new(number));
@@ -194,13 +198,13 @@ impl Shared {
         writer.buffer.clear();
         parts.iter().for_each(|part| writer.buffer.extend_from_slice(part));
         (&self.socket).write_all(&writer.buffer).map_err(|e| {
-            // Half a frame may be on its way, so nothing can follow it.
+            // A part of a frame may have been sent, so nothing can follow it.
             let stalled = e.kind() == io::ErrorKind::WouldBlock;
             self.lose(if stalled { Lost::Stalled } else { Lost::Closed })
         })
     }
 
-    /// Ends the connection for everybody; the first reason stays.
+    /// Ends the connection for all streams and returns the reason. The first reason is kept.
     fn lose(&self, why: Lost) -> Lost {
         let mut streams = lock(&self.streams);
         let why = *streams.lost.get_or_insert(why);
@@ -211,7 +215,7 @@ impl Shared {
         why
     }
 
-    /// The reader thread.
+    /// Runs the reader thread.
     fn read(&self) {
         let mut decoder = Decoder::default();
         let [little, much] = READ_BYTES;

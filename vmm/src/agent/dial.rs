@@ -1,5 +1,6 @@
-//! From a VM's vsock socket to a greeted agent: connect, `CONNECT port`, hello, welcome.
-//! Every read here has what is left of one deadline, and none takes a byte too many.
+//! Connects a VM's vsock socket to an agent: connect, `CONNECT port`, hello, welcome.
+//!
+//! One deadline bounds all reads, and none reads a byte beyond its message.
 #![allow(unsafe_code)] // a Unix connect with a time limit, poll and SO_LINGER, which the standard library lacks
 
 use std::io::{self, ErrorKind, Read, Write};
@@ -17,14 +18,14 @@ use pvmm_guest_agent::{Kind, decode, encode};
 use super::error::AgentError;
 use crate::trace;
 
-/// Longest answer to `CONNECT` that is read.
+/// The longest accepted answer to `CONNECT`.
 const MAX_LINE: usize = 32;
-/// Rest between two tries while nobody listens in the guest.
+/// The pauses between two attempts while the agent is not listening.
 const FIRST_REST: Duration = Duration::from_millis(5);
 const LONGEST_REST: Duration = Duration::from_millis(100);
 
-/// Reaches the agent on a port; while it is not listening, again until the deadline. What follows
-/// the hello on its way, `more`, is acted on by the agent once it has greeted us.
+/// Connects to the agent on a port; while it is not listening, retries until the deadline. `more`
+/// is sent right after the hello, and the agent acts on it once it has sent its welcome.
 pub fn connect(
     uds: &Path,
     port: u32,
@@ -42,7 +43,7 @@ pub fn connect(
         if ask_for_port(&socket, &words, deadline).is_ok() {
             trace::step("connected");
             match read_greeting(&socket, deadline) {
-                // It was there and went away: as good as not there yet.
+                // The agent closed the connection at once, as if it were not listening yet.
                 Err(AgentError::Handshake(GONE)) => {}
                 greeted => return greeted.map(|welcome| (socket, welcome)),
             }
@@ -57,7 +58,7 @@ pub fn connect(
 
 const GONE: &str = "the connection was closed";
 
-/// Exchanges hello and welcome.
+/// Sends a hello and reads the welcome.
 pub fn handshake(socket: &UnixStream, deadline: Instant) -> Result<Welcome, AgentError> {
     let mut frame = Vec::new();
     append_hello(&mut frame)?;
@@ -87,7 +88,7 @@ pub fn read_welcome(socket: &UnixStream, deadline: Instant) -> Result<Welcome, A
     if !matches!(header.kind, Kind::Welcome | Kind::Goodbye) {
         return Err(AgentError::Handshake("its first frame is no welcome"));
     }
-    // The header is checked: this is at most 64 KiB.
+    // The header is checked: the length is at most 64 KiB.
     let mut payload = vec![0; header.len as usize];
     read_exact(socket, &mut payload, deadline)?;
     if header.kind == Kind::Goodbye {
@@ -103,22 +104,45 @@ pub fn read_welcome(socket: &UnixStream, deadline: Instant) -> Result<Welcome, A
     decode(&payload).map_err(|_| AgentError::Handshake("a malformed welcome"))
 }
 
-/// Asks the VMM to lead the socket to the agent's port, with the first words for the agent.
+/// Asks the VMM to connect the socket to the agent's port, and sends the first bytes for the agent.
 fn ask_for_port(mut socket: &UnixStream, words: &[u8], deadline: Instant) -> io::Result<()> {
     limit_write(socket, deadline)?;
     socket.write_all(words)?;
-    let mut line = [0; MAX_LINE];
-    for end in 0..MAX_LINE {
+    let (mut line, mut len) = ([0; MAX_LINE], 0);
+    while len < MAX_LINE {
         limit_read(socket, deadline)?;
-        // Byte by byte: what follows the line belongs to the agent.
-        socket.read_exact(&mut line[end..=end])?;
-        if line[end] == b'\n' {
-            let number = line[..end].strip_prefix(b"OK ").filter(|rest| !rest.is_empty());
+        // The bytes after the line belong to the agent, so no more than the line is read.
+        let seen = peek(socket, &mut line[len..])?;
+        let end = line[len..len + seen].iter().position(|byte| *byte == b'\n');
+        let count = end.map_or(seen, |end| end + 1);
+        socket.read_exact(&mut line[len..len + count])?;
+        len += count;
+        if end.is_some() {
+            let number = line[..len - 1].strip_prefix(b"OK ").filter(|rest| !rest.is_empty());
             let valid = number.is_some_and(|rest| rest.iter().all(u8::is_ascii_digit));
             return if valid { Ok(()) } else { Err(ErrorKind::InvalidData.into()) };
         }
     }
     Err(ErrorKind::InvalidData.into())
+}
+
+/// Waits for bytes and returns how many there are, without taking them from the socket.
+fn peek(socket: &UnixStream, bytes: &mut [u8]) -> io::Result<usize> {
+    loop {
+        // SAFETY: the pointer and the length are those of a buffer that outlives the call.
+        let count = unsafe {
+            let buffer = bytes.as_mut_ptr().cast();
+            libc::recv(socket.as_raw_fd(), buffer, bytes.len(), libc::MSG_PEEK)
+        };
+        match usize::try_from(count) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(count) => return Ok(count),
+            Err(_) => match io::Error::last_os_error() {
+                e if e.kind() == ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
 }
 
 fn read_exact(
@@ -153,11 +177,11 @@ fn limit_write(socket: &UnixStream, deadline: Instant) -> io::Result<()> {
     socket.set_write_timeout(Some(left(deadline)?))
 }
 
-/// Connects to a Unix socket. A listener whose queue is full makes a plain connect wait for ever;
-/// the write time limit, set before, bounds it.
+/// Connects to a Unix socket. A listener whose queue is full blocks a plain connect forever; the
+/// write timeout, set before, bounds it.
 fn dial(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     let bytes = path.as_os_str().as_bytes();
-    // SAFETY: sockaddr_un is plain data for which zeroes are a value.
+    // SAFETY: sockaddr_un is plain data for which zeroes are a valid value.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
     if bytes.is_empty() || bytes.contains(&0) || bytes.len() >= address.sun_path.len() {
@@ -166,7 +190,8 @@ fn dial(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     for (slot, byte) in address.sun_path.iter_mut().zip(bytes) {
         *slot = *byte as libc::c_char;
     }
-    // SAFETY: the descriptor is new and ours; the address is a sockaddr_un of the size passed.
+    // SAFETY: the descriptor is new and owned here; the address is a sockaddr_un of the size
+    // passed.
     unsafe {
         let fd = libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0);
         if fd < 0 {
@@ -182,7 +207,7 @@ fn dial(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
     }
 }
 
-/// Waits until a descriptor is readable; whether it is before the deadline.
+/// Waits until a descriptor is readable and returns whether it is before the deadline.
 pub fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant) -> io::Result<bool> {
     loop {
         let millis = deadline.saturating_duration_since(Instant::now()).as_nanos();
@@ -200,11 +225,12 @@ pub fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant) -> io::Result<bool> 
     }
 }
 
-/// Makes closing the socket a reset, so that the peer does not take a failure for a good end.
+/// Makes closing the socket send a reset, so that the peer does not take a failure for a regular
+/// end.
 pub fn reset_on_close(socket: &std::net::TcpStream) {
     let linger = libc::linger { l_onoff: 1, l_linger: 0 };
-    // SAFETY: the option is a linger that lives through the call, with its size. Where it fails,
-    // the peer sees an ordinary end.
+    // SAFETY: the option is a linger that lives through the call, with its size. If the call fails,
+    // the peer sees a regular end.
     unsafe {
         libc::setsockopt(
             socket.as_raw_fd(),
@@ -216,7 +242,7 @@ pub fn reset_on_close(socket: &std::net::TcpStream) {
     }
 }
 
-/// Waits until one of two descriptors is readable; whether the first is.
+/// Waits until one of two descriptors is readable and returns whether the first is.
 pub fn wait_either(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io::Result<bool> {
     let polled =
         |fd: BorrowedFd<'_>| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };

@@ -1,5 +1,7 @@
 //! Files in the guest: read and write as streams or whole, stat, list, remove, mkdir, rename.
-//! Names and sizes come from the guest, so a listing is checked before anybody builds a path of it.
+//!
+//! Names and sizes come from the guest, so a listing is checked before a caller can build a path
+//! from it.
 
 use std::io::{self, Read, Write};
 use std::ops::Range;
@@ -10,7 +12,7 @@ use std::time::{Duration, Instant};
 use pvmm_guest_agent::decode;
 use pvmm_guest_agent::limits::{MAX_ENTRY, MAX_PATH};
 use pvmm_guest_agent::message::{
-    self, Answer, ByteBuf, Entry, Metadata, Outcome, Owner, ReadFile, Request, Started,
+    self, Answer, ByteBuf, DirEntry, Metadata, Outcome, Owner, ReadFile, Request, Started,
 };
 
 use super::error::{AgentError, Lost};
@@ -18,32 +20,32 @@ use super::pace::Pace;
 use super::stream::{Event, StreamRef};
 use super::{ANSWER_TIME, Agent};
 
-/// How long removing a whole tree may take.
+/// The time limit for removing a whole tree.
 const REMOVE_TIME: Duration = Duration::from_secs(600);
-/// How long a written file may take to be complete once all of it was sent.
+/// The time limit for completing a written file once all of it was sent.
 const FINISH_TIME: Duration = Duration::from_secs(60);
-/// What a directory's listing may take for [`Agent::list`]: that of about a million ordinary entries.
+/// The default limit of [`Agent::list`] on the size of a listing: about a million ordinary entries.
 pub const LISTING_BYTES: u64 = 256 << 20;
 
-/// How a file is to be written.
+/// How a file is written.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct WriteOptions {
-    /// Permission bits; those of the file that is replaced, or 0644.
+    /// Permission bits; by default those of the replaced file, or 0644.
     pub mode: Option<u32>,
-    /// Owner; that of the file that is replaced, or root.
+    /// Owner; by default that of the replaced file, or root.
     pub owner: Option<Owner>,
-    /// Make missing parent directories.
+    /// Create missing parent directories.
     pub parents: bool,
-    /// Write into the file instead of replacing it as a whole; for devices and the like.
+    /// Write into the existing file instead of replacing it, for example a device.
     pub in_place: bool,
-    /// With `in_place`: begin here and keep what lies beyond.
+    /// With `in_place`: write from this offset and keep what lies beyond.
     pub offset: Option<u64>,
     /// Wait until the contents are on the guest's disk.
     pub sync: bool,
 }
 
 impl Agent {
-    /// Opens a file, or a part of it, for reading.
+    /// Opens a file, or a range of it, for reading.
     pub fn open_read(
         &self,
         path: impl AsRef<Path>,
@@ -75,7 +77,8 @@ impl Agent {
         Ok(bytes)
     }
 
-    /// Opens a file for writing. Unless written in place it appears whole, when `finish` returns.
+    /// Opens a file for writing. Unless it is written in place, the file appears whole when
+    /// `finish` returns.
     pub fn open_write(
         &self,
         path: impl AsRef<Path>,
@@ -84,7 +87,7 @@ impl Agent {
         self.open_write_as(path.as_ref(), options, false)
     }
 
-    /// The same; with `sparse`, what is written are segments.
+    /// Opens a file for writing; with `sparse`, the sent bytes are segments.
     pub(super) fn open_write_as(
         &self,
         path: &Path,
@@ -120,7 +123,7 @@ impl Agent {
         writer.finish().map(drop)
     }
 
-    /// A file's metadata; of a symbolic link itself, unless `follow` is set.
+    /// Returns the metadata of a file; of a symbolic link itself, unless `follow` is set.
     pub fn stat(&self, path: impl AsRef<Path>, follow: bool) -> Result<Metadata, AgentError> {
         let path = guest_path("path", path.as_ref())?;
         let request = Request::Stat(message::Stat { path, follow });
@@ -130,17 +133,19 @@ impl Agent {
         }
     }
 
-    /// A directory's entries, sorted by name. Each name is one path component, checked here.
-    pub fn list(&self, path: impl AsRef<Path>) -> Result<Vec<Entry>, AgentError> {
+    /// Returns the entries of a directory, sorted by name. Each name has been checked to be one
+    /// path component.
+    pub fn list(&self, path: impl AsRef<Path>) -> Result<Vec<DirEntry>, AgentError> {
         self.list_within(path, LISTING_BYTES)
     }
 
-    /// The same with another limit on what the guest may send.
+    /// Returns the entries of a directory like [`Self::list`], with a limit of the caller on what
+    /// the guest may send.
     pub fn list_within(
         &self,
         path: impl AsRef<Path>,
         max_bytes: u64,
-    ) -> Result<Vec<Entry>, AgentError> {
+    ) -> Result<Vec<DirEntry>, AgentError> {
         let path = guest_path("path", path.as_ref())?;
         let stream = self.open(&Request::List(message::List { path }))?;
         let mut listing = Listing::within(max_bytes);
@@ -161,7 +166,7 @@ impl Agent {
         self.tell(&Request::Remove(request), REMOVE_TIME)
     }
 
-    /// Makes a directory; with `parents`, those that are missing, and it may exist.
+    /// Creates a directory; with `parents`, missing parents too, and the directory may exist.
     pub fn mkdir(
         &self,
         path: impl AsRef<Path>,
@@ -172,7 +177,7 @@ impl Agent {
         self.tell(&Request::Mkdir(message::Mkdir { path, mode, parents }), ANSWER_TIME)
     }
 
-    /// Renames within one filesystem of the guest, replacing what is there.
+    /// Renames within one filesystem of the guest, replacing an existing target.
     pub fn rename(&self, from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<(), AgentError> {
         let from = guest_path("from", from.as_ref())?;
         let to = guest_path("to", to.as_ref())?;
@@ -180,7 +185,7 @@ impl Agent {
         self.tell(&request, ANSWER_TIME)
     }
 
-    /// Makes a symbolic link that holds `target`, in the place of a file or link of that name.
+    /// Creates a symbolic link to `target`, replacing a file or link at `path`.
     pub fn symlink(
         &self,
         target: impl AsRef<Path>,
@@ -200,7 +205,7 @@ impl Agent {
     }
 }
 
-/// Refuses on this side what the guest could not open.
+/// Refuses a path that the guest could not open.
 pub(super) fn guest_path(field: &'static str, path: &Path) -> Result<ByteBuf, AgentError> {
     let bytes = path.as_os_str().as_bytes();
     let why = match bytes {
@@ -213,8 +218,8 @@ pub(super) fn guest_path(field: &'static str, path: &Path) -> Result<ByteBuf, Ag
     Err(AgentError::InvalidRequest { field, why })
 }
 
-/// The next bytes of a stream that only has output; `None` at its good end, which must agree
-/// about the bytes that came before.
+/// Returns the next bytes of a stream that only has output, or `None` at its successful end, whose
+/// total must agree with `before`.
 fn next_chunk(
     stream: &StreamRef,
     pace: &mut Pace,
@@ -236,7 +241,8 @@ fn next_chunk(
     }
 }
 
-/// What happens next on a stream that moves bytes; `None` when the guest is too slow.
+/// Waits for the next event of a stream that transfers bytes; returns `None` when the guest is too
+/// slow.
 pub(super) fn next_event(stream: &StreamRef, pace: &mut Pace) -> Result<Option<Event>, AgentError> {
     let bytes = |event: &Event| match event {
         Event::Data(_, bytes) => bytes.len() as u64,
@@ -252,7 +258,7 @@ fn into_io(error: AgentError) -> io::Error {
     }
 }
 
-/// A file of the guest being read.
+/// A file of the guest that is being read.
 pub struct FileReader {
     stream: StreamRef,
     metadata: Option<Metadata>,
@@ -270,19 +276,19 @@ impl FileReader {
         let (chunk, pace) = (Vec::new(), Pace::default());
         let mut reader = Self { stream, metadata, chunk, taken: 0, total: 0, pace, ended: false };
         if reader.metadata.is_none() {
-            // It is over without having begun: the outcome says why.
+            // The stream ended before it began: its outcome says why.
             reader.fill()?;
             return Err(AgentError::WrongAnswer);
         }
         Ok(reader)
     }
 
-    /// What the file was when it was opened.
+    /// Returns the metadata of the file when it was opened.
     pub fn metadata(&self) -> Option<&Metadata> {
         self.metadata.as_ref()
     }
 
-    /// Gets the next chunk; false at the end of the file.
+    /// Gets the next chunk; returns false at the end of the file.
     fn fill(&mut self) -> Result<bool, AgentError> {
         if self.ended {
             return Ok(false);
@@ -314,7 +320,8 @@ impl Drop for FileReader {
     }
 }
 
-/// A file of the guest being written. Dropped without `finish`, the old file stays.
+/// A file of the guest that is being written. If it is dropped without `finish`, the old file
+/// stays.
 pub struct FileWriter {
     stream: StreamRef,
     sent: u64,
@@ -326,13 +333,13 @@ impl FileWriter {
         Self { stream, sent: 0, pace: Pace::default() }
     }
 
-    /// Completes the file; how many bytes were written.
+    /// Completes the file and returns the number of bytes written.
     pub fn finish(self) -> Result<u64, AgentError> {
         let sent = self.sent;
         self.finish_with(sent)
     }
 
-    /// Completes it where the file is longer than what was sent.
+    /// Completes the file when its length differs from the number of bytes sent.
     pub(super) fn finish_with(self, total: u64) -> Result<u64, AgentError> {
         self.stream.end_input()?;
         self.outcome(total)
@@ -350,7 +357,7 @@ impl FileWriter {
         let sent = |count: &usize| *count as u64;
         match self.pace.wait(|deadline| self.stream.send_input(bytes, deadline), sent)? {
             Some(0) => match self.outcome(self.sent) {
-                // It ended before all was sent, and calls that well.
+                // The agent reports success before all bytes were sent.
                 Ok(_) => Err(AgentError::WrongAnswer),
                 Err(e) => Err(e),
             },
@@ -398,12 +405,12 @@ impl Drop for FileWriter {
     }
 }
 
-/// A listing as its bytes come.
+/// A directory listing while its bytes arrive.
 struct Listing {
     bytes: Vec<u8>,
-    entries: Vec<Entry>,
+    entries: Vec<DirEntry>,
     limit: u64,
-    /// What came, and what its entries take here beside that.
+    /// The bytes received, plus the memory that their entries take.
     cost: u64,
 }
 
@@ -412,7 +419,8 @@ impl Listing {
         Self { bytes: Vec::new(), entries: Vec::new(), limit, cost: 0 }
     }
 
-    /// Many small entries cost more memory than bytes on their way, so both are charged.
+    /// Charges bytes to the limit. Many small entries take more memory than bytes on the wire, so
+    /// both are charged.
     fn charge(&mut self, bytes: usize) -> Result<(), AgentError> {
         self.cost = self.cost.saturating_add(bytes as u64);
         if self.cost > self.limit {
@@ -433,7 +441,7 @@ impl Listing {
                 return Err(BAD);
             }
             let Some((entry, after)) = after.split_at_checked(len) else { break };
-            let entry: Entry = decode(entry).map_err(|_| BAD)?;
+            let entry: DirEntry = decode(entry).map_err(|_| BAD)?;
             if !is_component(&entry.name) {
                 return Err(BAD);
             }
@@ -443,10 +451,10 @@ impl Listing {
         }
         let used = self.bytes.len() - rest.len();
         self.bytes.drain(..used);
-        self.charge(taken * size_of::<Entry>())
+        self.charge(taken * size_of::<DirEntry>())
     }
 
-    fn finish(mut self) -> Result<Vec<Entry>, AgentError> {
+    fn finish(mut self) -> Result<Vec<DirEntry>, AgentError> {
         if !self.bytes.is_empty() {
             return Err(AgentError::Lost(Lost::Protocol("a listing that is cut short")));
         }
@@ -455,7 +463,7 @@ impl Listing {
     }
 }
 
-/// Whether a name is safe to join to a path: one component that leads nowhere else.
+/// Returns whether a name is safe to join to a path: one component that cannot leave the directory.
 fn is_component(name: &[u8]) -> bool {
     !matches!(name, b"" | b"." | b"..") && !name.contains(&b'/') && !name.contains(&0)
 }

@@ -1,5 +1,6 @@
-//! A host port that leads to a port in the guest: accept, connect through the agent, copy both ways.
-//! Each client has its own stream with its own window, so a slow one holds nobody else up.
+//! Forwards a host port to a port in the guest: accept, connect through the agent, copy both ways.
+//!
+//! Each client has its own stream with its own window, so a slow client delays nobody else.
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, PipeWriter, Read, Write};
@@ -14,22 +15,22 @@ use super::dial::{reset_on_close, wait_either};
 use super::error::AgentError;
 use super::{Agent, GuestTcpReader, GuestTcpWriter};
 
-/// Clients served at once by one forward; more wait in the listener's queue. It leaves streams of
-/// the agent's connection for others.
+/// The most clients that one forward serves at once; more wait in the listener's queue. The limit
+/// leaves streams of the agent's connection for other requests.
 const MAX_CLIENTS: usize = 768;
-/// Copying needs little stack, and there may be many copies.
+/// The stack size of the copying threads, which need little and may be many.
 const STACK_BYTES: usize = 128 << 10;
 const CHUNK: usize = 32 << 10;
-/// How long a listener that cannot accept for lack of descriptors is left alone.
+/// The pause after an accept that failed for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// What to do with a client whose connection was not made.
+/// Called for a client whose connection to the guest failed.
 type OnRefused = Box<dyn Fn(&AgentError) + Send + Sync>;
 
 impl Agent {
-    /// Leads every connection to `listener` to `guest_port` on the guest's loopback, until the
-    /// `Forward` is dropped. A client whose connection the guest refuses is reset, and
-    /// `on_refused` is told why.
+    /// Forwards every connection to `listener` to `guest_port` on the guest's loopback, until the
+    /// `Forward` is dropped. A client whose connection the guest refuses is reset, and `on_refused`
+    /// is called with the reason.
     pub fn forward(
         &self,
         listener: TcpListener,
@@ -42,7 +43,7 @@ impl Agent {
         let address = listener.local_addr().map_err(AgentError::Socket)?;
         listener.set_nonblocking(true).map_err(AgentError::Socket)?;
         let (told_to_stop, stop) = io::pipe().map_err(AgentError::Socket)?;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ForwardState {
             agent: self.clone(),
             guest_port,
             on_refused: Box::new(on_refused),
@@ -59,18 +60,18 @@ impl Agent {
 /// A forwarded port. Dropping it ends every connection through it and waits for its threads.
 pub struct Forward {
     address: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<ForwardState>,
     stop: Option<PipeWriter>,
     accepting: Option<JoinHandle<()>>,
 }
 
 impl Forward {
-    /// Where it listens.
+    /// Returns the address of the listener.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Connections open through it now.
+    /// Returns the number of open connections.
     pub fn clients(&self) -> usize {
         lock(&self.shared.clients).open.len()
     }
@@ -97,8 +98,8 @@ impl Drop for Forward {
     }
 }
 
-/// What the threads of one forward share.
-struct Shared {
+/// The state that the threads of one forward share.
+struct ForwardState {
     agent: Agent,
     guest_port: u16,
     on_refused: OnRefused,
@@ -113,7 +114,7 @@ struct Clients {
     closing: bool,
 }
 
-/// A client as the one who ends the forward sees it.
+/// What is needed to end the connection of a client.
 struct Client {
     socket: Arc<TcpStream>,
     guest: Option<Arc<GuestTcpWriter>>,
@@ -130,7 +131,7 @@ impl Client {
 }
 
 struct Acceptor {
-    shared: Arc<Shared>,
+    shared: Arc<ForwardState>,
     listener: TcpListener,
     stop: io::PipeReader,
 }
@@ -138,7 +139,7 @@ struct Acceptor {
 impl Acceptor {
     fn run(self) {
         while self.has_room() {
-            // Its only writer is the forward: the end of the pipe is the end of it.
+            // The forward holds the only writer: the pipe ends when the forward is dropped.
             if !wait_either(self.listener.as_fd(), self.stop.as_fd()).unwrap_or(false) {
                 return;
             }
@@ -152,7 +153,7 @@ impl Acceptor {
         }
     }
 
-    /// Waits for a place; false when there will be none.
+    /// Waits until another client may be served; returns false when the forward is closing.
     fn has_room(&self) -> bool {
         let mut clients = lock(&self.shared.clients);
         while !clients.closing && clients.open.len() >= MAX_CLIENTS {
@@ -177,14 +178,14 @@ impl Acceptor {
         drop(clients);
         let place = Place { shared: Arc::clone(&self.shared), id };
         let thread = thread::Builder::new().name("pvmm-forward".into()).stack_size(STACK_BYTES);
-        // Without a thread the place is given back and the client sees the connection close.
+        // If no thread starts, the place is released and the client sees the connection close.
         let _ = thread.spawn(move || place.serve(&socket));
     }
 }
 
-/// A client's place among those that are served; given back when it is dropped.
+/// The place of a client among those that are served; released when it is dropped.
 struct Place {
-    shared: Arc<Shared>,
+    shared: Arc<ForwardState>,
     id: u64,
 }
 
@@ -230,7 +231,7 @@ impl Place {
     }
 }
 
-/// Copies what the client sends until one side wants no more.
+/// Copies what the client sends until one side ends.
 fn upload(mut client: &TcpStream, mut guest: &GuestTcpWriter) {
     let mut buffer = vec![0; CHUNK];
     loop {
@@ -238,18 +239,18 @@ fn upload(mut client: &TcpStream, mut guest: &GuestTcpWriter) {
             Ok(0) => return drop(guest.shutdown()),
             Ok(count) => {
                 if guest.write_all(&buffer[..count]).is_err() {
-                    // The client learns of it as of any server that stopped reading.
+                    // The client notices as with any server that stops reading.
                     return drop(client.shutdown(Shutdown::Read));
                 }
             }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            // The client is gone, and so must be its connection in the guest.
+            // The client is gone, so its connection in the guest is closed, too.
             Err(_) => return guest.close(),
         }
     }
 }
 
-/// Copies what the guest sends until one side wants no more.
+/// Copies what the guest sends until one side ends.
 fn download(mut from: GuestTcpReader, mut client: &TcpStream, to_guest: &GuestTcpWriter) {
     loop {
         match from.next_chunk() {
@@ -261,7 +262,8 @@ fn download(mut from: GuestTcpReader, mut client: &TcpStream, to_guest: &GuestTc
                 }
             }
             Err(_) => {
-                // A reset in the guest is a reset here; shutting down wakes the other direction.
+                // A reset in the guest becomes a reset here; the shutdown wakes the other
+                // direction.
                 reset_on_close(client);
                 return drop(client.shutdown(Shutdown::Read));
             }

@@ -1,5 +1,7 @@
-//! Code in an interpreter session of the guest: open, run, close; outputs by MIME type as they come.
-//! Sessions belong to the guest and not to a connection: their names are all a client has to keep.
+//! Runs code in an interpreter session of the guest: open, run, close. Outputs arrive by MIME type
+//! as they are made.
+//!
+//! Sessions belong to the guest and not to a connection: a client keeps only their names.
 
 use std::time::{Duration, Instant};
 
@@ -15,34 +17,39 @@ use super::error::{AgentError, Lost};
 use super::stream::{Event, StreamRef};
 use super::{ANSWER_TIME, Agent};
 
-/// What the guest and the way to it may take beyond a call's own limits.
+/// Time that the guest and the connection may take beyond a call's own limits.
 const MARGIN: Duration = Duration::from_secs(30);
-/// What `run_code` keeps of each of the two outputs, and of everything displayed.
+/// The most that `run_code` keeps of each text output, and of everything displayed.
 const MAX_TEXT: usize = 8 << 20;
 const MAX_SHOWN: usize = 64 << 20;
 
-/// What session is wanted.
+/// The configuration of a session.
 #[derive(Debug, Clone)]
 pub struct SessionOptions {
+    /// The language of the interpreter.
     pub language: Language,
-    /// Its name; the guest finds one without.
+    /// The session's name; the guest chooses one by default.
     pub name: Option<String>,
-    /// Take the session of that name if there is one.
+    /// Use an existing session of that name.
     pub reuse: bool,
-    /// Another program than `python3` or `node`, by path or along PATH.
+    /// A program other than `python3` or `node`, by path or found in PATH.
     pub program: Option<String>,
+    /// Names and values that are added to the interpreter's environment.
     pub env: Vec<(Vec<u8>, Vec<u8>)>,
+    /// The working directory; `/` by default.
     pub cwd: Option<Vec<u8>>,
+    /// The user: `name`, `uid`, `name:group` or `uid:gid`; root by default.
     pub user: Option<String>,
 }
 
 impl SessionOptions {
+    /// Configures a new session of `language` with the defaults.
     pub fn new(language: Language) -> Self {
         let (name, program, cwd, user) = (None, None, None, None);
         Self { language, name, reuse: false, program, env: Vec::new(), cwd, user }
     }
 
-    /// The session of that name, made if there is none.
+    /// Configures the session of that name, which is created if it does not exist.
     pub fn named(language: Language, name: &str) -> Self {
         Self { name: Some(name.to_owned()), reuse: true, ..Self::new(language) }
     }
@@ -51,44 +58,48 @@ impl SessionOptions {
 /// Code to run in a session.
 #[derive(Debug, Clone, Default)]
 pub struct CodeRequest {
+    /// The source code, at most 900 KiB.
     pub code: String,
-    /// Afterwards the code is interrupted; the session and its state go on.
+    /// Time after which the code is interrupted; the session and its state stay.
     pub timeout: Option<Duration>,
-    /// How long it may then take before the session is ended.
+    /// Time between the interrupt and the end of the session.
     pub grace: Option<Duration>,
-    /// Of each output, how many bytes come; the rest is counted.
+    /// The most bytes of each output that are sent; the rest is only counted.
     pub output_limit: Option<u64>,
 }
 
 impl CodeRequest {
+    /// Creates a request without limits.
     pub fn new(code: impl Into<String>) -> Self {
         Self { code: code.into(), ..Self::default() }
     }
 
+    /// Sets the time after which the code is interrupted.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 }
 
-/// One thing in several forms, by MIME type. What they hold was made in the guest.
+/// One value in several representations, by MIME type. Their contents are made in the guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct MimeBundle {
+    /// MIME types and contents, in the order in which the guest sent them.
     pub parts: Vec<(String, Vec<u8>)>,
 }
 
 impl MimeBundle {
-    /// The form of that type, if it has one.
+    /// Returns the representation of that type, if there is one.
     pub fn get(&self, mime: &str) -> Option<&[u8]> {
         self.parts.iter().find(|(key, _)| key == mime).map(|(_, data)| &data[..])
     }
 
-    /// The form of that type as text.
+    /// Returns the representation of that type as text.
     pub fn text(&self, mime: &str) -> Option<String> {
         self.get(mime).map(|data| String::from_utf8_lossy(data).into_owned())
     }
 
-    /// The memory that it takes, so that many empty ones are not free of charge.
+    /// Returns the memory that the bundle takes, so that many empty bundles are charged, too.
     fn cost(&self) -> usize {
         let part = |(key, data): &(String, Vec<u8>)| {
             size_of::<(String, Vec<u8>)>() + key.len() + data.len()
@@ -97,42 +108,55 @@ impl MimeBundle {
     }
 }
 
-/// What the code threw.
+/// An exception of the code.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CodeError {
+    /// The name of the exception.
     pub name: String,
+    /// The message of the exception.
     pub value: String,
+    /// The stack trace as text.
     pub traceback: String,
 }
 
-/// Something that happened while code ran.
+/// An event of running code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CodeEvent {
+    /// The code wrote these bytes to its standard output.
     Stdout(Vec<u8>),
+    /// The code wrote these bytes to its standard error.
     Stderr(Vec<u8>),
     /// The code displayed something.
     Display(MimeBundle),
-    /// The value of its last expression.
+    /// The value of the last expression.
     Result(MimeBundle),
+    /// The code raised an exception that nothing caught.
     Error(CodeError),
+    /// The call has ended. No other event follows.
     Ended(RunReport),
 }
 
-/// Everything a call gave, within caps.
+/// The collected output of a call, within limits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CodeOutput {
+    /// The standard output, at most the first 8 MiB.
     pub stdout: Vec<u8>,
+    /// The standard error, at most the first 8 MiB.
     pub stderr: Vec<u8>,
+    /// What the code displayed, in order; at most 64 MiB together with the result.
     pub displays: Vec<MimeBundle>,
+    /// The value of the last expression; `None` if it had none, or if it was left out.
     pub result: Option<MimeBundle>,
+    /// The exception that ended the code, if one did.
     pub error: Option<CodeError>,
+    /// How the call ended.
     pub report: RunReport,
-    /// Something was left out: see the report's counts for the two outputs.
+    /// Some output was left out; the report has the counts of the two text outputs.
     pub truncated: bool,
 }
 
 impl Agent {
-    /// Starts an interpreter, or finds the one that is there.
+    /// Starts an interpreter, or finds an existing session.
     pub fn open_session(&self, options: &SessionOptions) -> Result<SessionInfo, AgentError> {
         let bytes = |text: &[u8]| ByteBuf::from(text);
         let request = Request::OpenSession(OpenSession {
@@ -150,7 +174,7 @@ impl Agent {
         }
     }
 
-    /// Begins to run code; what it does comes as events.
+    /// Starts to run code, which is followed by events.
     pub fn start_code(&self, session: &str, request: &CodeRequest) -> Result<CodeRun, AgentError> {
         if request.code.len() > MAX_CODE {
             return Err(AgentError::InvalidRequest {
@@ -172,7 +196,7 @@ impl Agent {
         Ok(CodeRun { stream, late, bytes: Vec::new(), taken: 0, ended: None })
     }
 
-    /// Runs code to its end and collects what it gave.
+    /// Runs code to its end and collects its output.
     pub fn run_code(&self, session: &str, request: &CodeRequest) -> Result<CodeOutput, AgentError> {
         let mut run = self.start_code(session, request)?;
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
@@ -210,7 +234,7 @@ impl Agent {
         }
     }
 
-    /// Ends a session and everything it started.
+    /// Ends a session and all processes it started.
     pub fn close_session(&self, session: &str) -> Result<(), AgentError> {
         let request = Request::CloseSession(CloseSession { session: session.to_owned() });
         match self.ask(&request, Instant::now() + ANSWER_TIME)? {
@@ -219,7 +243,7 @@ impl Agent {
         }
     }
 
-    /// The sessions there are, whoever opened them.
+    /// Returns all sessions of the guest.
     pub fn sessions(&self) -> Result<Vec<SessionInfo>, AgentError> {
         match self.ask(&Request::ListSessions {}, Instant::now() + ANSWER_TIME)? {
             Answer::Sessions(sessions) => Ok(sessions),
@@ -228,27 +252,27 @@ impl Agent {
     }
 }
 
-/// Keeps what fits; whether all did.
+/// Appends the bytes that fit and returns whether all did.
 fn append(kept: &mut Vec<u8>, bytes: &[u8]) -> bool {
     let fits = bytes.len().min(MAX_TEXT - kept.len());
     kept.extend_from_slice(&bytes[..fits]);
     fits == bytes.len()
 }
 
-/// Code while it runs. Dropping it before its end interrupts it; its session goes on.
+/// Running code. Dropping it before the end interrupts the code; its session stays.
 pub struct CodeRun {
     stream: StreamRef,
     late: Option<Instant>,
-    /// What came, and how much of it was taken: a chunk of many small records is moved once, not
-    /// once for each.
+    /// The bytes received, and how many of them were consumed: a chunk of many small records is
+    /// moved once, not once for each record.
     bytes: Vec<u8>,
     taken: usize,
     ended: Option<RunReport>,
 }
 
 impl CodeRun {
-    /// What happens next; `None` when the caller's deadline passes first. After `Ended` it is
-    /// `Ended` again.
+    /// Waits for the next event; returns `None` when the deadline passes first. After `Ended`,
+    /// every call returns `Ended` again.
     pub fn next_event(
         &mut self,
         deadline: Option<Instant>,
@@ -287,12 +311,12 @@ impl CodeRun {
         self.interrupter().interrupt()
     }
 
-    /// A way to interrupt from another thread.
+    /// Returns a handle that interrupts the code from another thread.
     pub fn interrupter(&self) -> Interrupter {
         Interrupter { stream: self.stream.clone() }
     }
 
-    /// The next whole record.
+    /// Decodes the next whole record.
     fn take_record(&mut self) -> Result<Option<CodeEvent>, AgentError> {
         const BAD: AgentError = AgentError::Lost(Lost::Protocol("a malformed record"));
         let Some((head, body)) = self.bytes[self.taken..].split_first_chunk::<RECORD_HEAD>() else {
@@ -328,13 +352,14 @@ impl Drop for CodeRun {
     }
 }
 
-/// Interrupts code of another thread's.
+/// A handle that interrupts code from another thread.
 #[derive(Clone)]
 pub struct Interrupter {
     stream: StreamRef,
 }
 
 impl Interrupter {
+    /// Interrupts the code, as Ctrl-C would.
     pub fn interrupt(&self) -> Result<(), AgentError> {
         self.stream.signal(&Signal { signal: libc::SIGINT, scope: Default::default() })
     }

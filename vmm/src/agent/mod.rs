@@ -1,8 +1,8 @@
-//! The host's end of the connection to a guest's agent.
-//! The agent is in the guest and so is hostile: whatever it sends is bounded, counted or refused.
+//! The host's end of the connection to the agent in a guest.
 //!
-//! `Agent` is cheap to clone and may be used from many threads; each request is a stream of its
-//! own on the one connection. Running commands is in [`crate::exec`].
+//! The agent runs in the guest and is therefore untrusted: everything it sends is bounded, counted
+//! or refused. `Agent` is cheap to clone and may be used from many threads; each request is a
+//! stream of its own on one connection. Commands are run by [`crate::exec`].
 
 mod connection;
 mod dial;
@@ -31,7 +31,7 @@ use pvmm_guest_agent::limits::AGENT_PORT;
 use pvmm_guest_agent::message::{self, Answer, Outcome, Request};
 
 pub use pvmm_guest_agent::message::{
-    Entry, FileKind, Info, Metadata, Metrics, OomEvent, Owner, ShutdownHow, Welcome,
+    DirEntry, FileKind, Info, Metadata, Metrics, OomEvent, Owner, ShutdownHow, Welcome,
 };
 
 pub use error::{AgentError, Lost, Refusal};
@@ -50,9 +50,9 @@ pub use watch::{Change, Watch, WatchEvent};
 use connection::Connection;
 pub(crate) use stream::{Event, Exchange, StreamRef};
 
-/// How long a request that has nothing to stream may take.
+/// The time limit of a request that streams nothing.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
-/// How long the handshake over an open socket may take.
+/// The time limit of the handshake over an open socket.
 const HANDSHAKE_TIME: Duration = Duration::from_secs(10);
 
 /// A connection to the agent in a guest.
@@ -62,30 +62,30 @@ pub struct Agent {
 }
 
 impl Agent {
-    /// Reaches the agent through the VM's vsock socket, trying until the deadline while the agent
-    /// is not listening yet.
+    /// Connects to the agent through the VM's vsock socket. Retries until the deadline while the
+    /// agent is not listening yet.
     pub fn connect(uds: &Path, deadline: Instant) -> Result<Self, AgentError> {
         let (socket, welcome) = dial::connect(uds, AGENT_PORT, &[], deadline)?;
         Ok(Self { connection: Connection::new(socket, welcome)? })
     }
 
-    /// Talks to an agent over a socket that leads to it already.
+    /// Uses a socket that already leads to an agent, after a handshake.
     pub fn over(socket: UnixStream) -> Result<Self, AgentError> {
         let welcome = dial::handshake(&socket, Instant::now() + HANDSHAKE_TIME)?;
         Ok(Self { connection: Connection::new(socket, welcome)? })
     }
 
-    /// What the agent said of itself.
+    /// Returns the welcome message of the agent.
     pub fn welcome(&self) -> &Welcome {
         self.connection.welcome()
     }
 
-    /// Frames that were ignored because they spoke of no open stream.
+    /// Returns the number of frames that were ignored because they named no open stream.
     pub fn ignored_frames(&self) -> u64 {
         self.connection.ignored_frames()
     }
 
-    /// Asks for a sign of life.
+    /// Sends a ping and returns the time until its answer.
     pub fn ping(&self, deadline: Instant) -> Result<Duration, AgentError> {
         let begun = Instant::now();
         match self.ask(&Request::Ping {}, deadline)? {
@@ -94,7 +94,7 @@ impl Agent {
         }
     }
 
-    /// Asks for facts about the guest.
+    /// Returns facts about the guest.
     pub fn info(&self) -> Result<Info, AgentError> {
         match self.ask(&Request::Info {}, Instant::now() + ANSWER_TIME)? {
             Answer::Info(info) => Ok(info),
@@ -102,7 +102,7 @@ impl Agent {
         }
     }
 
-    /// Asks what the guest uses now. The words in it come from the guest.
+    /// Returns the guest's current resource use. Strings in it are chosen by the guest.
     pub fn metrics(&self) -> Result<Metrics, AgentError> {
         match self.ask(&Request::Metrics {}, Instant::now() + ANSWER_TIME)? {
             Answer::Metrics(metrics) => Ok(metrics),
@@ -110,7 +110,7 @@ impl Agent {
         }
     }
 
-    /// Asks the guest to end; processes get `grace` between TERM and KILL.
+    /// Asks the guest to shut down; processes get `grace` between SIGTERM and SIGKILL.
     pub fn shutdown(&self, how: ShutdownHow, grace: Option<Duration>) -> Result<(), AgentError> {
         let grace_ms = grace.map(|grace| grace.as_millis() as u64);
         let request = Request::Shutdown(message::Shutdown { how, grace_ms });
@@ -124,7 +124,7 @@ impl Agent {
         StreamRef::open(&self.connection, request)
     }
 
-    /// A request whose answer is all there is.
+    /// Sends a request that has a single answer and waits for it.
     pub(crate) fn ask(&self, request: &Request, deadline: Instant) -> Result<Answer, AgentError> {
         let stream = self.open(request)?;
         loop {

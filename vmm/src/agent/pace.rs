@@ -1,15 +1,16 @@
-//! How slow a guest may be with a file, a listing or an archive: a minute for each 64 KiB.
-//! Without it a guest that sends a byte now and then would hold its reader for ever.
+//! The least speed of a file transfer, listing or archive: 64 KiB a minute.
+//!
+//! Without it a guest that sends a byte now and then would block its reader forever.
 
 use std::time::{Duration, Instant};
 
-/// How long a transfer may take over [`LEAST`] bytes because of the guest. Time that this end needs for
-/// itself, to write to a disk, is not counted.
+/// The longest time that the guest may take for [`LEAST`] bytes. Time that the host needs itself,
+/// for example to write to a disk, is not counted.
 const STALL: Duration = Duration::from_secs(if cfg!(test) { 3 } else { 60 });
-/// What must move in that time.
+/// The bytes that must be transferred in [`STALL`].
 const LEAST: u64 = 64 << 10;
 
-/// What a transfer has waited for the guest since it last moved enough.
+/// The time that a transfer has waited for the guest since it last moved enough bytes.
 #[derive(Debug, Default)]
 pub(super) struct Pace {
     waited: Duration,
@@ -17,7 +18,8 @@ pub(super) struct Pace {
 }
 
 impl Pace {
-    /// Waits for the guest until it has used up its time; `wait` says what came and how many bytes it was.
+    /// Calls `wait` with a deadline at which the guest has used up its time. `bytes` returns the
+    /// number of bytes in what `wait` returned.
     pub fn wait<T, E>(
         &mut self,
         wait: impl FnOnce(Option<Instant>) -> Result<Option<T>, E>,

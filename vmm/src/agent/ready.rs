@@ -1,5 +1,6 @@
-//! The host's ear for an agent that has just become ready.
-//! The agent dials once and says its welcome, so that nobody polls a booting guest.
+//! Waits for the ready signal of an agent.
+//!
+//! The agent connects once and sends its welcome, so that nobody polls a booting guest.
 
 use std::ffi::OsString;
 use std::fs;
@@ -16,17 +17,17 @@ use pvmm_guest_agent::message::Welcome;
 use super::dial;
 use super::error::AgentError;
 
-/// How long one caller may take over its one frame; others must not be kept waiting by it.
+/// The time limit of one caller for its frame, so that it does not delay others.
 const FRAME_TIME: Duration = Duration::from_secs(2);
 
-/// Listens where a VM's vsock device leads the agent's ready signal.
+/// A listener on the socket to which a VM's vsock device forwards the agent's ready signal.
 pub struct ReadyListener {
     listener: UnixListener,
     path: PathBuf,
 }
 
 impl ReadyListener {
-    /// Binds `<uds>_1025`; to be called before the guest runs.
+    /// Binds `<uds>_1025`. Must be called before the guest runs.
     pub fn bind(uds: &Path) -> Result<Self, AgentError> {
         let mut path = OsString::from(uds);
         path.push(format!("_{READY_PORT}"));
@@ -42,7 +43,7 @@ impl ReadyListener {
         }
     }
 
-    /// Waits for the agent's welcome. Whoever dials and says something else is ignored.
+    /// Waits for the agent's welcome. A caller that sends anything else is ignored.
     pub fn wait(&self, deadline: Instant) -> Result<Welcome, AgentError> {
         let failed = |source| AgentError::Listen { path: self.path.clone(), source };
         while dial::wait_readable(self.listener.as_fd(), deadline).map_err(failed)? {
@@ -62,7 +63,8 @@ impl ReadyListener {
 }
 
 impl AsFd for ReadyListener {
-    /// Readable when somebody has dialled; for those who wait for other things as well.
+    /// The descriptor is readable when a connection waits, for callers that poll other descriptors
+    /// too.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.listener.as_fd()
     }

@@ -1,5 +1,7 @@
-//! Freezing a guest's workload before it is copied, and making the copy its own afterwards.
-//! Every restore waits for this, so the refresh travels with the hello: one way there, one back.
+//! Freezes a guest's workload before a fork, and refreshes the fork afterwards.
+//!
+//! Every restore waits for the refresh, so its request is sent together with the hello: one round
+//! trip in all.
 
 use std::ffi::OsStr;
 use std::net::IpAddr;
@@ -17,28 +19,29 @@ use super::connection::Connection;
 use super::stream::{Event, StreamRef};
 use super::{Agent, AgentError, dial};
 use crate::kvm::state::ClockMark;
-use crate::{Vm, sys, trace};
+use crate::{sys, trace};
 
-/// What the kernel's generator is fed with.
+/// Bytes of entropy for the guest kernel's random number generator.
 const ENTROPY_BYTES: usize = 256;
-/// What the way to the guest may take of a deadline that the guest is told.
+/// The part of a deadline that is reserved for the way to the guest.
 const WAY: Duration = Duration::from_millis(20);
-/// How old a mark of the guest's counter may be. Its rate is a measurement, off by up to a hundredth.
+/// The largest accepted age of a clock mark. The rate of the guest's counter is a measurement with
+/// an error of up to one percent.
 const MARK_AGE: Duration = Duration::from_secs(2);
 
-/// What to do beside freezing.
+/// Additional steps of a freeze.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FreezeOptions {
-    /// Write everything to the disks.
+    /// Write all dirty data to the disks.
     pub sync: bool,
-    /// Give up clean pages of the page cache, so that they need not be saved.
+    /// Drop clean pages of the page cache, so that they need not be saved.
     pub drop_caches: bool,
-    /// Freeze a guest also if a secret was delivered to it: every copy then knows that too.
+    /// Freeze a guest even if a secret was delivered to it: every fork then knows the secret too.
     pub keep_secrets: bool,
 }
 
-/// Who a copy of a guest is. Random numbers, machine-id and boot-id are new with each `new`; the
-/// time is taken when it is sent.
+/// The new identity of a fork. Random numbers, machine-id and boot-id are new with each `new`; the
+/// time is taken when the request is sent.
 #[derive(Clone)]
 pub struct Refresh {
     wire: message::Refresh,
@@ -46,22 +49,26 @@ pub struct Refresh {
     mark: Option<ClockMark>,
 }
 
-/// A network interface as it shall be in the guest.
+/// The configuration of a network interface in the guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Interface {
+    /// The name of the interface in the guest, 1 to 15 bytes.
     pub name: String,
+    /// The new hardware address, which is no group address; `None` keeps the old one.
     pub mac: Option<[u8; 6]>,
+    /// The new MTU in bytes; `None` keeps the old one.
     pub mtu: Option<u32>,
-    /// Addresses and their prefix lengths; all others are taken off.
+    /// Addresses and their prefix lengths; all other addresses are removed.
     pub addresses: Vec<(IpAddr, u8)>,
+    /// The gateways of the default routes, one per family; they replace all earlier ones.
     pub gateways: Vec<IpAddr>,
-    /// Leave the addresses and routes that are there. An interface that is to keep these and its hardware
-    /// address need not exist.
+    /// Keep the existing addresses and routes. An interface that also keeps its hardware address
+    /// need not exist.
     pub keep_addresses: bool,
 }
 
 impl Refresh {
-    /// A new identity; the workload is thawed by it.
+    /// Creates a new identity. Applying it thaws the workload.
     pub fn new(generation: u64) -> Result<Self, AgentError> {
         let random = |len| {
             let mut bytes = vec![0; len];
@@ -79,11 +86,13 @@ impl Refresh {
         Ok(Self { wire, sets_clock: true, mark: None })
     }
 
+    /// Sets the host name: 1 to 64 ASCII letters, digits, `.`, `-` or `_`.
     pub fn hostname(mut self, name: impl Into<String>) -> Self {
         self.wire.hostname = Some(name.into());
         self
     }
 
+    /// Adds an interface to configure; at most 16.
     pub fn interface(mut self, interface: &Interface) -> Self {
         self.wire.interfaces.push(message::Interface {
             name: interface.name.clone(),
@@ -96,46 +105,45 @@ impl Refresh {
         self
     }
 
-    /// The name servers, and no others.
+    /// Sets the name servers, replacing all others.
     pub fn dns(mut self, servers: &[IpAddr]) -> Self {
         self.wire.dns = Some(servers.iter().map(IpAddr::to_string).collect());
         self
     }
 
-    /// Adds to the environment of every later exec.
+    /// Adds a variable to the environment of every later exec.
     pub fn env(mut self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
         let bytes = |text: &OsStr| ByteBuf::from(text.as_bytes());
         self.wire.env.push((bytes(name.as_ref()), bytes(value.as_ref())));
         self
     }
 
-    /// A file in `/run/pvmm/secrets` that only root reads. A guest that had one is frozen only with
-    /// [`FreezeOptions::keep_secrets`], since its copies would have it too.
+    /// Adds a file in `/run/pvmm/secrets` that only root can read. A guest that has received one is
+    /// frozen only with [`FreezeOptions::keep_secrets`], since its forks would have it too.
     pub fn secret(mut self, name: impl Into<String>, value: impl Into<Vec<u8>>) -> Self {
         self.wire.secrets.push((name.into(), ByteBuf::from(value.into())));
         self
     }
 
-    /// Leaves the workload as it is.
+    /// Leaves the workload frozen or running as it is.
     pub fn without_thaw(mut self) -> Self {
         self.wire.thaw = false;
         self
     }
 
-    /// Tells the time by the counter of this machine, so that the way to the guest does not make it late. For
-    /// a machine that was just resumed.
-    pub fn clock_of(mut self, vm: &Vm) -> Self {
-        self.mark = vm.clock_mark;
+    /// Sets the guest's clock by its own counter, which showed `mark` when the guest was resumed.
+    pub(crate) fn clock_mark(mut self, mark: Option<ClockMark>) -> Self {
+        self.mark = mark;
         self
     }
 
-    /// Leaves the time of day as it is.
+    /// Leaves the time of day unchanged.
     pub fn without_clock(mut self) -> Self {
         self.sets_clock = false;
         self
     }
 
-    /// Leaves machine-id and boot-id as they are.
+    /// Leaves machine-id and boot-id unchanged.
     pub fn without_ids(mut self) -> Self {
         (self.wire.machine_id, self.wire.boot_id) = (None, None);
         self
@@ -159,23 +167,23 @@ impl Refresh {
 }
 
 impl std::fmt::Debug for Refresh {
-    /// Without what must stay secret.
+    /// Does not print secrets.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Refresh").field("generation", &self.wire.generation).finish_non_exhaustive()
     }
 }
 
 impl Agent {
-    /// Reaches the agent's control port, which serves everything and also takes freeze, refresh
-    /// and thaw.
+    /// Connects to the agent's control port, which serves all requests and also freeze, refresh and
+    /// thaw.
     pub fn connect_control(uds: &Path, deadline: Instant) -> Result<Self, AgentError> {
         let (socket, welcome) = dial::connect(uds, CONTROL_PORT, &[], deadline)?;
         Ok(Self { connection: Connection::new(socket, welcome)? })
     }
 
-    /// Reaches a guest that was just copied and makes it its own, in one exchange. When this
-    /// returns, the workload runs; when it fails, the workload stands still and the guest must not
-    /// be handed out.
+    /// Connects to the agent of a new fork and refreshes it, in one exchange. When this returns,
+    /// the workload runs; when it fails, the workload is still frozen and the guest must not be
+    /// used.
     pub fn connect_refreshed(
         uds: &Path,
         refresh: &Refresh,
@@ -196,13 +204,14 @@ impl Agent {
         Ok(agent)
     }
 
-    /// Stops every process of the workload where it stands, so that the guest can be copied. What
-    /// cannot be stopped by the deadline runs on, and this fails; so does that of a guest to which a
-    /// secret was delivered.
+    /// Stops every process of the workload, so that the guest can be forked. Fails if a process
+    /// cannot be stopped by the deadline, which then runs on, or if a secret was delivered to the
+    /// guest.
     pub fn freeze(&self, deadline: Instant) -> Result<Frozen, AgentError> {
         self.freeze_with(FreezeOptions::default(), deadline)
     }
 
+    /// Stops every process of the workload like [`Self::freeze`], with additional steps.
     pub fn freeze_with(
         &self,
         options: FreezeOptions,
@@ -224,7 +233,7 @@ impl Agent {
         }
     }
 
-    /// Lets the workload go on as it was.
+    /// Lets a frozen workload run again, without a refresh.
     pub fn thaw(&self, deadline: Instant) -> Result<(), AgentError> {
         match self.ask(&Request::Thaw {}, deadline)? {
             Answer::Done {} => Ok(()),
@@ -232,7 +241,7 @@ impl Agent {
         }
     }
 
-    /// Makes a copied guest its own; the steps that were taken, in their order.
+    /// Refreshes a fork and returns the completed steps in order.
     pub fn refresh(
         &self,
         refresh: &Refresh,
@@ -244,8 +253,8 @@ impl Agent {
     }
 }
 
-/// Waits until every step that was asked for is acknowledged; one that the agent passed over in silence,
-/// because it does not know it or lies, is as good as failed.
+/// Waits until every requested step is acknowledged. A step that the agent leaves out, because it
+/// does not know it or lies, counts as failed.
 fn settle(
     stream: &StreamRef,
     asked: &[RefreshStep],

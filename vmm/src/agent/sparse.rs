@@ -1,5 +1,6 @@
-//! Files with holes, in and out of the guest: bytes travel, holes are only named.
-//! A guest may name any hole; it costs the host nothing but a length.
+//! Transfers files with holes to and from the guest: bytes are sent, holes are only announced.
+//!
+//! A guest may announce any hole; it costs the host nothing but a length.
 
 use std::fs::File;
 use std::io::{self, ErrorKind};
@@ -17,11 +18,11 @@ use super::stream::{Event, StreamRef};
 use super::{ANSWER_TIME, Agent, FileWriter, WriteOptions};
 use crate::sys::{next_data, next_hole};
 
-/// What is copied at once.
+/// Bytes copied at once.
 const CHUNK: usize = 256 << 10;
 
 impl Agent {
-    /// Opens a file for reading with its holes told apart.
+    /// Opens a file for reading, with its holes reported separately.
     pub fn open_read_sparse(&self, path: impl AsRef<Path>) -> Result<SparseReader, AgentError> {
         let path = guest_path("path", path.as_ref())?;
         let request = ReadFile { path, offset: 0, len: None, sparse: true };
@@ -33,14 +34,15 @@ impl Agent {
         let (received, pace) = (0, Pace::default());
         let mut reader = SparseReader { stream, metadata, decoder, received, pace, ended: false };
         if reader.metadata.is_none() {
-            // It is over without having begun: the outcome says why.
+            // The stream ended before it began: its outcome says why.
             reader.next_bytes()?;
             return Err(AgentError::WrongAnswer);
         }
         Ok(reader)
     }
 
-    /// Opens a file for writing in which holes can be left. It appears whole, when `finish` returns.
+    /// Opens a file for writing in which holes can be left. The file appears whole when `finish`
+    /// returns.
     pub fn open_write_sparse(
         &self,
         path: impl AsRef<Path>,
@@ -55,7 +57,7 @@ impl Agent {
     }
 }
 
-/// A file of the guest being read, holes and all.
+/// A file of the guest that is being read, with its holes.
 pub struct SparseReader {
     stream: StreamRef,
     metadata: Option<Metadata>,
@@ -66,18 +68,18 @@ pub struct SparseReader {
 }
 
 impl SparseReader {
-    /// What the file was when it was opened.
+    /// Returns the metadata of the file when it was opened.
     pub fn metadata(&self) -> Option<&Metadata> {
         self.metadata.as_ref()
     }
 
-    /// Bytes that came from the guest, in which holes are only named.
+    /// Returns the number of bytes received from the guest; a hole counts only by its announcement.
     pub fn received(&self) -> u64 {
         self.received
     }
 
-    /// Writes the next piece into `file`; how many bytes of the file it was, none at the end. The
-    /// file has its full length when the end has come.
+    /// Writes the next piece into `file` at offset `at` and returns its length in the file, or 0 at
+    /// the end. At the end the file has its full length.
     pub fn copy_some(&mut self, file: &File, at: u64) -> Result<u64, SparseError> {
         let Some(bytes) = self.next_bytes()? else {
             file.set_len(at).map_err(SparseError::Here)?;
@@ -95,7 +97,7 @@ impl SparseReader {
             };
         }
         if done == 0 {
-            // Only a part of a segment's head came.
+            // Only a part of a segment's head was received.
             return self.copy_some(file, at);
         }
         Ok(done)
@@ -132,27 +134,29 @@ impl Drop for SparseReader {
     }
 }
 
-/// A copy that failed on one side or the other.
+/// The reason why a copy failed, in the guest or on the host.
 #[derive(Debug, thiserror::Error)]
 pub enum SparseError {
+    /// The agent or the connection to it failed.
     #[error(transparent)]
     Agent(#[from] AgentError),
+    /// The file on the host cannot be read or written.
     #[error("cannot use the file here")]
     Here(#[source] io::Error),
 }
 
-/// A file of the guest being written, in which holes can be left.
+/// A file of the guest that is being written, in which holes can be left.
 pub struct SparseWriter {
     writer: FileWriter,
-    /// A head and its bytes, which are sent together.
+    /// A segment head and its bytes, which are sent together.
     segment: Vec<u8>,
     total: u64,
-    /// Of the file that is copied: there is data up to here.
+    /// The end of the current data range of the copied file.
     data_until: u64,
 }
 
 impl SparseWriter {
-    /// Adds bytes.
+    /// Appends bytes.
     pub fn data(&mut self, bytes: &[u8]) -> Result<(), AgentError> {
         for chunk in bytes.chunks(CHUNK) {
             self.segment.clear();
@@ -164,7 +168,7 @@ impl SparseWriter {
         Ok(())
     }
 
-    /// Leaves a hole.
+    /// Appends a hole.
     pub fn hole(&mut self, len: u64) -> Result<(), AgentError> {
         if len > 0 {
             self.writer.send_all(&Segment::Hole(len).head())?;
@@ -173,7 +177,8 @@ impl SparseWriter {
         Ok(())
     }
 
-    /// Copies the next hole or bytes of `file`, which begin at `at`; how many, none at the end.
+    /// Copies the hole or the bytes of `file` that begin at `at` and returns their length, or 0 at
+    /// the end.
     pub fn copy_some(&mut self, file: &File, at: u64) -> Result<u64, SparseError> {
         let facts = file.metadata().map_err(SparseError::Here)?;
         let end = facts.len();
@@ -181,7 +186,7 @@ impl SparseWriter {
             if at >= end {
                 return Ok(0);
             }
-            // Where every byte has its place on the disk, nobody needs to be asked for holes.
+            // A file with all its blocks allocated has no holes to search for.
             let has_holes = facts.blocks().saturating_mul(512) < end;
             let found = |seek: io::Result<Option<u64>>| seek.ok().filter(|_| has_holes);
             let data = found(next_data(file, at)).map_or(at, |data| data.unwrap_or(end).min(end));
@@ -203,7 +208,7 @@ impl SparseWriter {
         Ok(count as u64)
     }
 
-    /// Completes the file; how long it is.
+    /// Completes the file and returns its length.
     pub fn finish(self) -> Result<u64, AgentError> {
         self.writer.finish_with(self.total)
     }

@@ -1,5 +1,7 @@
-//! One request's stream: what came for it and has not been taken, and both windows.
-//! Its buffer is bounded by the credit this end gave; an agent that sends more is cut off.
+//! The stream of one request: received data that was not taken yet, and both windows.
+//!
+//! Its buffer is bounded by the credit that the host granted; an agent that sends more loses the
+//! connection.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
@@ -14,17 +16,17 @@ use pvmm_guest_agent::{Channel, Kind, decode, encode};
 use super::connection::{Connection, lock};
 use super::error::{AgentError, Lost};
 
-/// What is sent at once: a few frames, so that the other end wakes up for more than one.
+/// The most bytes sent at once: a few frames, so that the receiver wakes up for more than one.
 const SEND_BYTES: usize = 4 * MAX_DATA;
 
-/// Something that happened on a stream.
+/// An event of a stream.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     Data(Channel, Vec<u8>),
     Done(Outcome),
 }
 
-/// What came of waiting for the output channel alone.
+/// The result of waiting for the output channel alone.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Received {
     Bytes(Vec<u8>),
@@ -33,35 +35,35 @@ pub(crate) enum Received {
     Done(Outcome),
 }
 
-/// What came of waiting with input at hand.
+/// The result of waiting while there is input to send.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Exchange {
     Event(Event),
-    /// So much of the input is on its way.
+    /// This many bytes of the input were sent.
     Sent(usize),
-    /// The agent wants no more input.
+    /// The agent accepts no more input.
     InputRefused,
 }
 
 /// A stream as the reader thread and its user share it.
 pub struct Stream {
     number: u32,
-    state: Mutex<State>,
+    state: Mutex<StreamState>,
     changed: Condvar,
 }
 
-struct State {
-    /// Neighbouring bytes of one channel are one chunk, whatever frames they came in.
+struct StreamState {
+    /// Consecutive bytes of one channel form one chunk, whatever frames they came in.
     chunks: VecDeque<(Channel, Vec<u8>)>,
     output: Incoming,
     error: Incoming,
     input: SendWindow,
-    /// The agent wants no more input.
+    /// The agent accepts no more input.
     input_refused: bool,
     input_ended: bool,
     started: Option<Started>,
     outcome: Option<Outcome>,
-    /// The outcome has come; a second one is ignored.
+    /// The outcome has been received; a second one is ignored.
     over: bool,
     lost: Option<Lost>,
 }
@@ -77,7 +79,7 @@ impl Incoming {
     }
 }
 
-impl State {
+impl StreamState {
     fn incoming(&mut self, channel: Channel) -> Option<&mut Incoming> {
         match channel {
             Channel::Input => None,
@@ -86,7 +88,7 @@ impl State {
         }
     }
 
-    /// The next event and the credit it frees.
+    /// Takes the next event and the credit that it frees.
     fn take_event(&mut self) -> Option<(Event, Option<u32>)> {
         if let Some((channel, bytes)) = self.chunks.pop_front() {
             let grant = self.incoming(channel).and_then(|it| it.window.consumed(bytes.len()));
@@ -95,7 +97,7 @@ impl State {
         self.outcome.take().map(|outcome| (Event::Done(outcome), None))
     }
 
-    /// How much of `len` bytes of input to send now: zero when none is wanted any more, `None`
+    /// Reserves how many of `len` bytes of input to send now: zero when no more is accepted, `None`
     /// when there is no credit.
     fn reserve_input(&mut self, len: usize) -> Option<usize> {
         if self.input_refused || self.input_ended || self.over {
@@ -118,7 +120,7 @@ impl State {
 
 impl Stream {
     pub fn new(number: u32) -> Self {
-        let state = State {
+        let state = StreamState {
             chunks: VecDeque::new(),
             output: Incoming::new(),
             error: Incoming::new(),
@@ -133,7 +135,7 @@ impl Stream {
         Self { number, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Files a frame; whether it was of use.
+    /// Takes in a frame and returns whether it was used.
     pub(super) fn take(&self, frame: Frame<'_>) -> Result<bool, Lost> {
         let mut state = lock(&self.state);
         if state.over {
@@ -193,7 +195,7 @@ impl Stream {
     }
 }
 
-/// A user's hold on a stream.
+/// A user's reference to a stream.
 #[derive(Clone)]
 pub(crate) struct StreamRef {
     connection: Arc<Connection>,
@@ -206,19 +208,20 @@ impl StreamRef {
         Ok(Self { connection: Arc::clone(connection), stream })
     }
 
-    /// A stream whose request travelled with the hello.
+    /// Returns the stream whose request was sent together with the hello.
     pub fn opened_before(connection: &Arc<Connection>) -> Result<Self, AgentError> {
         let stream = connection.first_stream()?;
         Ok(Self { connection: Arc::clone(connection), stream })
     }
 
-    /// What happens next; `None` when the deadline passes first.
+    /// Waits for the next event; returns `None` when the deadline passes first.
     pub fn next(&self, deadline: Option<Instant>) -> Result<Option<Event>, AgentError> {
-        let taken = self.wait(deadline, State::take_event)?;
+        let taken = self.wait(deadline, StreamState::take_event)?;
         Ok(taken.map(|taken| self.settle(taken)))
     }
 
-    /// The next bytes of the output channel, or its end; `None` when the deadline passes first.
+    /// Waits for the next bytes of the output channel, or its end; returns `None` when the deadline
+    /// passes first.
     pub fn next_output(&self, deadline: Option<Instant>) -> Result<Option<Received>, AgentError> {
         let taken = self.wait(deadline, |state| match state.take_event() {
             Some(taken) => Some(Some(taken)),
@@ -231,7 +234,7 @@ impl StreamRef {
         }))
     }
 
-    /// Waits for whichever is first: something happens, or some of `input` can be sent.
+    /// Waits for an event, or until some of `input` can be sent, whichever is first.
     pub fn exchange(
         &self,
         input: &[u8],
@@ -259,13 +262,14 @@ impl StreamRef {
 
     fn settle(&self, (event, grant): (Event, Option<u32>)) -> Event {
         if let (Event::Data(channel, _), Some(grant)) = (&event, grant) {
-            // A stream that is over needs no credit; a lost one is told at the next wait.
+            // A finished stream needs no credit; a lost connection is reported at the next wait.
             let _ = self.connection.send(&[&credit_frame(self.number(), *channel, grant, false)]);
         }
         event
     }
 
-    /// What the agent said when the work began; `None` when it has not, or the deadline passes.
+    /// Waits for the started message; returns `None` if the stream ends without one or the deadline
+    /// passes.
     pub fn started(&self, deadline: Option<Instant>) -> Result<Option<Started>, AgentError> {
         let found = self.wait(deadline, |state| {
             let over = state.over.then_some(None);
@@ -274,13 +278,13 @@ impl StreamRef {
         Ok(found.flatten())
     }
 
-    /// What the agent has said by now.
+    /// Returns the started message, if it has been received.
     pub fn started_now(&self) -> Option<Started> {
         lock(&self.stream.state).started.clone()
     }
 
-    /// Sends some of `bytes`, which are not empty, as input once there is credit: how many, zero
-    /// when the agent wants no more, `None` at the deadline.
+    /// Sends some of `bytes`, which must not be empty, as input once there is credit. Returns how
+    /// many, zero when the agent accepts no more, `None` at the deadline.
     pub fn send_input(
         &self,
         bytes: &[u8],
@@ -293,7 +297,7 @@ impl StreamRef {
         Ok(count)
     }
 
-    /// Tells the agent that no more input comes.
+    /// Ends the input of the stream.
     pub fn end_input(&self) -> Result<(), AgentError> {
         let mut state = lock(&self.stream.state);
         let pointless = state.over || std::mem::replace(&mut state.input_ended, true);
@@ -315,7 +319,7 @@ impl StreamRef {
         self.connection.send(&parts).map_err(AgentError::Lost)
     }
 
-    /// More than a little will come, a file or an archive: lets more of it be on its way.
+    /// Enlarges the window of the output channel, for a file or an archive.
     pub fn expect_much(&self) {
         lock(&self.stream.state).output.window.grow_to(FILE_WINDOW);
     }
@@ -337,13 +341,13 @@ impl StreamRef {
         self.connection.send(&[&frame]).map_err(AgentError::Lost)
     }
 
-    /// Ends the stream's work, if it is not over; nothing more of it is awaited.
+    /// Cancels the work of the stream, if it is not over, and forgets the stream.
     pub fn cancel(&self) {
         if !self.is_over() {
             let header = Header::new(Kind::Cancel, self.number(), 0, 0);
             let _ = self.connection.send(&[&header.to_bytes()]);
             self.connection.forget(self.number());
-            // Whoever else waits on it must not wait for an answer that finds nobody.
+            // Other waiters must not wait for an answer that would be ignored.
             self.stream.lose(Lost::Dropped);
         }
     }
@@ -357,12 +361,12 @@ impl StreamRef {
         self.stream.number
     }
 
-    /// Waits until `ready` finds what it looks for. While nothing comes, the agent's liveness is
-    /// looked after, so that no wait outlasts the agent.
+    /// Waits until `ready` returns a value. Meanwhile the agent's liveness is checked, so that no
+    /// wait outlasts the agent.
     fn wait<T>(
         &self,
         deadline: Option<Instant>,
-        mut ready: impl FnMut(&mut State) -> Option<T>,
+        mut ready: impl FnMut(&mut StreamState) -> Option<T>,
     ) -> Result<Option<T>, AgentError> {
         loop {
             let nap = self.connection.look_after();

@@ -1,4 +1,5 @@
-//! A TCP connection to a port inside the guest, made by its agent: no guest network is needed.
+//! TCP connections to ports inside the guest, made by its agent: no guest network is needed.
+//!
 //! The two directions end separately, as those of a socket do.
 
 use std::io::{self, Read, Write};
@@ -12,12 +13,12 @@ use super::error::AgentError;
 use super::stream::{Received, StreamRef};
 use super::{Agent, Event};
 
-/// What the way to the agent may add to the time it takes to connect.
+/// Time that the connection to the agent may add to the guest's own limit.
 const MARGIN: Duration = Duration::from_secs(20);
 
 impl Agent {
-    /// Connects to a port that something in the guest listens on, at 127.0.0.1 or ::1. A port
-    /// where nobody listens is `Refused` with ECONNREFUSED.
+    /// Connects to a listening port in the guest, at 127.0.0.1 or ::1. Without a listener this
+    /// fails with `Refused` and ECONNREFUSED.
     pub fn connect_tcp(&self, port: u16) -> Result<GuestTcp, AgentError> {
         if port == 0 {
             return Err(AgentError::InvalidRequest { field: "port", why: "is 0" });
@@ -25,16 +26,16 @@ impl Agent {
         let stream = self.open(&Request::Connect(Connect { port }))?;
         let deadline = Instant::now() + CONNECT_TIME + MARGIN;
         if stream.started(Some(deadline))?.is_some() {
-            let held = Arc::new(Held(stream));
+            let connection = Arc::new(OpenConnection(stream));
             let reader = GuestTcpReader {
-                held: Arc::clone(&held),
+                connection: Arc::clone(&connection),
                 chunk: Vec::new(),
                 taken: 0,
                 ended: false,
             };
-            return Ok(GuestTcp { reader, writer: GuestTcpWriter { held } });
+            return Ok(GuestTcp { reader, writer: GuestTcpWriter { connection } });
         }
-        // It is over without having begun, or was not in time.
+        // The stream ended before it began, or the deadline passed.
         match stream.next(Some(Instant::now()))? {
             Some(Event::Done(Outcome::Failed(failure))) => Err(failure.into()),
             Some(_) => Err(AgentError::WrongAnswer),
@@ -52,35 +53,35 @@ pub struct GuestTcp {
     writer: GuestTcpWriter,
 }
 
-/// What the guest sends.
+/// The receiving half of a connection.
 pub struct GuestTcpReader {
-    held: Arc<Held>,
+    connection: Arc<OpenConnection>,
     chunk: Vec<u8>,
     taken: usize,
     ended: bool,
 }
 
-/// What goes to the guest.
+/// The sending half of a connection.
 pub struct GuestTcpWriter {
-    held: Arc<Held>,
+    connection: Arc<OpenConnection>,
 }
 
-/// Closes the connection when the last half goes.
-struct Held(StreamRef);
+/// Closes the connection when the last half is dropped.
+struct OpenConnection(StreamRef);
 
-impl Drop for Held {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
         self.0.cancel();
     }
 }
 
 impl GuestTcp {
-    /// The two directions, for two threads.
+    /// Splits the connection into its two directions, for two threads.
     pub fn split(self) -> (GuestTcpReader, GuestTcpWriter) {
         (self.reader, self.writer)
     }
 
-    /// Tells the guest that nothing more comes; reading goes on.
+    /// Ends the sending direction; reading goes on.
     pub fn shutdown_write(&self) -> io::Result<()> {
         self.writer.shutdown()
     }
@@ -103,7 +104,7 @@ impl Write for GuestTcp {
 }
 
 impl GuestTcpReader {
-    /// The next bytes as they came, without a copy; empty at the end.
+    /// Returns the next bytes as they were received, without a copy; empty at the end.
     pub fn next_chunk(&mut self) -> io::Result<Vec<u8>> {
         if self.taken < self.chunk.len() {
             return Ok(self.chunk.split_off(std::mem::take(&mut self.taken)));
@@ -111,7 +112,7 @@ impl GuestTcpReader {
         if self.ended {
             return Ok(Vec::new());
         }
-        match self.held.0.next_output(None).map_err(lost)? {
+        match self.connection.0.next_output(None).map_err(lost)? {
             Some(Received::Bytes(bytes)) => Ok(bytes),
             Some(Received::Ended | Received::Done(Outcome::Ok(_))) | None => {
                 self.ended = true;
@@ -142,14 +143,14 @@ impl Read for GuestTcpReader {
 }
 
 impl GuestTcpWriter {
-    /// Tells the guest that nothing more comes.
+    /// Ends the sending direction.
     pub fn shutdown(&self) -> io::Result<()> {
-        self.held.0.end_input().map_err(lost)
+        self.connection.0.end_input().map_err(lost)
     }
 
-    /// Closes the connection in both directions, also for the other half.
+    /// Closes the connection in both directions, also for the receiving half.
     pub fn close(&self) {
-        self.held.0.cancel();
+        self.connection.0.cancel();
     }
 }
 
@@ -159,7 +160,7 @@ impl Write for &GuestTcpWriter {
         if bytes.is_empty() {
             return Ok(0);
         }
-        match self.held.0.send_input(bytes, None).map_err(lost)? {
+        match self.connection.0.send_input(bytes, None).map_err(lost)? {
             Some(0) | None => Err(io::ErrorKind::BrokenPipe.into()),
             Some(count) => Ok(count),
         }

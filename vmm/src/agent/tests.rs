@@ -1,5 +1,7 @@
 //! An agent that lies, floods, stalls and dies: the host end keeps its bounds and its deadlines.
-//! A scripted peer on a socket pair plays it; tests of the catalogue's group G carry its numbers.
+//!
+//! A scripted peer on a socket pair plays the agent; tests of the catalogue's group G carry its
+//! numbers.
 #![allow(unsafe_code)] // one test shortens a listener's queue
 
 mod extremes;
@@ -14,8 +16,8 @@ use std::time::{Duration, Instant};
 use pvmm_guest_agent::frame::{END, HEADER_LEN, Header, Kind, credit_frame};
 use pvmm_guest_agent::limits::{INPUT_WINDOW, MAX_DATA, OUTPUT_WINDOW, VERSION};
 use pvmm_guest_agent::message::{
-    Answer, Code, Entry, ExecReport, ExecStatus, FailedStep, Failure, FileKind, Goodbye, Metadata,
-    Outcome, OutputCount, RefreshStep, Refreshed, Started, Usage, Welcome,
+    Answer, Code, DirEntry, ExecReport, ExecStatus, FailedStep, Failure, FileKind, Goodbye,
+    Metadata, Outcome, OutputCount, RefreshStep, Refreshed, Started, Usage, Welcome,
 };
 use pvmm_guest_agent::{Channel, encode};
 
@@ -27,7 +29,7 @@ struct Peer(UnixStream);
 
 impl Peer {
     fn send(&mut self, bytes: &[u8]) {
-        // The host may have hung up, which is what such a test is about.
+        // The host may have closed the connection, as some tests expect.
         let _ = self.0.write_all(bytes);
     }
 
@@ -47,7 +49,7 @@ impl Peer {
         self.control(Kind::Done, stream, &Outcome::Ok(Answer::Exec(report(status))));
     }
 
-    /// The next frame of the host; `None` when it has hung up.
+    /// Returns the next frame of the host; `None` when it has closed the connection.
     fn frame(&mut self) -> Option<(Header, Vec<u8>)> {
         let mut header = [0; HEADER_LEN];
         self.0.read_exact(&mut header).ok()?;
@@ -62,7 +64,7 @@ impl Peer {
         self.control(Kind::Welcome, 0, &welcome());
     }
 
-    /// Waits for a stream to be opened; its number.
+    /// Waits for a stream to be opened and returns its number.
     fn opened(&mut self) -> u32 {
         loop {
             let (header, _) = self.frame().expect("a request");
@@ -103,7 +105,7 @@ fn report(status: ExecStatus) -> ExecReport {
 
 const OK: ExecStatus = ExecStatus::Exited { code: 0 };
 
-/// A greeted host end, and the script that plays the agent from then on.
+/// Returns a host end after the handshake, and the thread that plays the agent from then on.
 fn against(script: impl FnOnce(&mut Peer) + Send + 'static) -> (Agent, JoinHandle<()>) {
     let (ours, theirs) = UnixStream::pair().unwrap();
     let peer = thread::spawn(move || {
@@ -163,7 +165,7 @@ fn g2_frame_cut_short_then_silence_meets_the_deadline() {
 fn g2_silence_is_noticed_also_by_those_who_wait_without_a_deadline() {
     let (agent, peer) = against(|peer| {
         peer.opened();
-        // Asked for a sign of life, it gives none.
+        // The ping is not answered.
         peer.opened();
         peer.until_hung_up();
     });
@@ -226,7 +228,7 @@ fn g4_first_of_two_exits_wins_and_later_data_is_dropped() {
         peer.until_hung_up();
     });
     let mut process = agent.start(&ExecRequest::argv(["x"])).unwrap();
-    // Only once all has come, so that what is late could be seen.
+    // Everything has been received by now, so that late frames would be seen.
     run(&agent).unwrap();
     assert_eq!(process.next_event(None).unwrap(), Some(ProcessEvent::Stdout(b"a".to_vec())));
     for _ in 0..2 {
@@ -248,7 +250,7 @@ fn g5_data_without_credit_ends_the_connection() {
         peer.until_hung_up();
     });
     let mut process = agent.start(&ExecRequest::argv(["x"])).unwrap();
-    // Nothing is taken until all has come, so no credit is given.
+    // Nothing is taken until everything was received, so no credit is granted.
     while !matches!(agent.ping(soon()), Err(AgentError::Lost(_))) {}
     let mut taken = 0;
     let end = loop {
@@ -405,7 +407,7 @@ fn g13_names_that_lead_out_of_a_folder_are_refused() {
                 mtime_ns: 0,
                 target: None,
             };
-            let entry = Entry { name: name.as_bytes().to_vec().into(), metadata };
+            let entry = DirEntry { name: name.as_bytes().to_vec().into(), metadata };
             let entry = rmp_serde::to_vec_named(&entry).unwrap();
             let bytes = [&(entry.len() as u32).to_le_bytes()[..], &entry].concat();
             peer.data(stream, Channel::Output, true, &bytes);
@@ -440,7 +442,7 @@ fn answer_of_another_kind_is_refused() {
     });
     assert!(matches!(agent.info(), Err(AgentError::WrongAnswer)));
     assert!(matches!(run(&agent), Err(ExecError::Agent(AgentError::WrongAnswer))));
-    // Five bytes were promised and none came.
+    // Five bytes were announced and none came.
     assert!(matches!(agent.read_file("/x", 10), Err(AgentError::WrongAnswer)));
 }
 
@@ -466,7 +468,7 @@ fn input_never_exceeds_the_credit() {
             taken < window
         };
         while take(peer) {}
-        // A sign of life may still come, but no byte more.
+        // A ping may still come, but no further data.
         peer.0.set_read_timeout(Some(Duration::from_millis(80))).unwrap();
         take(peer);
         assert_eq!(taken, window);
@@ -551,7 +553,7 @@ fn connect_to_a_queue_that_is_full_meets_the_deadline() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("vsock");
     let listener = UnixListener::bind(&path).unwrap();
-    // SAFETY: a descriptor of ours and a number; it makes the queue as short as it can be.
+    // SAFETY: passes a descriptor owned here and a number; it makes the queue as short as possible.
     assert_eq!(unsafe { libc::listen(listener.as_raw_fd(), 0) }, 0);
     let _first = UnixStream::connect(&path).unwrap();
     let begun = Instant::now();
@@ -606,7 +608,7 @@ fn behind_a_socket(
 fn connect_refreshed_sends_all_in_one_go_and_the_connection_goes_on() {
     let (path, _folder) = behind_a_socket(|peer, line| {
         assert_eq!(line, "CONNECT 1026\n");
-        // Nothing was answered yet, and the hello and the refresh are there.
+        // Nothing was answered yet, and the hello and the refresh have arrived.
         assert_eq!(peer.frame().unwrap().0.kind, Kind::Hello);
         assert_eq!(peer.opened(), 1);
         peer.send(b"OK 5\n");
@@ -624,7 +626,7 @@ fn connect_refreshed_sends_all_in_one_go_and_the_connection_goes_on() {
     assert!(run(&agent).unwrap().status.success());
 }
 
-/// What a refresh without names and addresses asks for.
+/// The steps of a refresh without names and addresses.
 fn every_step() -> Vec<RefreshStep> {
     use RefreshStep::{BootId, Clock, Entropy, Env, Generation, MachineId, Thaw};
     vec![Entropy, Clock, MachineId, BootId, Generation, Env, Thaw]

@@ -1,5 +1,7 @@
-//! Whole trees in and out of the guest as tar archives: one request for a tree, however many files it has.
-//! What comes out is a stream of the guest's making; `unpack` is how to take it.
+//! Transfers whole trees to and from the guest as tar archives: one request for a tree, however
+//! many files it has.
+//!
+//! An archive from the guest is untrusted; `unpack` extracts it safely.
 
 use std::io;
 use std::path::Path;
@@ -15,7 +17,8 @@ use super::{ANSWER_TIME, Agent, FileReader, FileWriter};
 use crate::sys::{next_data, next_hole};
 
 impl Agent {
-    /// Opens the tree at a directory of the guest as a tar archive to be read, names relative to it.
+    /// Opens the tree at a directory of the guest as a tar archive for reading, with names relative
+    /// to the directory.
     pub fn open_read_tar(&self, path: impl AsRef<Path>) -> Result<FileReader, AgentError> {
         let path = guest_path("path", path.as_ref())?;
         let stream = self.open(&Request::ReadTar(ReadTar { path }))?;
@@ -23,8 +26,8 @@ impl Agent {
         FileReader::begin(stream, started)
     }
 
-    /// Opens a directory of the guest, made if it is missing, for a tar archive to be unpacked into it. Each
-    /// file appears whole; all of them are there when `finish` returns.
+    /// Opens a directory of the guest, created if it is missing, to unpack a tar archive into. Each
+    /// file appears whole; all files are there when `finish` returns.
     pub fn open_write_tar(
         &self,
         path: impl AsRef<Path>,
@@ -35,8 +38,8 @@ impl Agent {
     }
 }
 
-/// Packs the directory at `root` of this host, with names relative to it; how many entries it has. Tells
-/// `left_out` what is neither file nor folder nor link.
+/// Packs the directory `root` of this host, with names relative to it, and returns the number of
+/// entries. Calls `left_out` for everything that is neither file nor folder nor link.
 pub fn pack(
     root: &Path,
     out: impl io::Write,
@@ -45,8 +48,9 @@ pub fn pack(
     archive::pack(root, out, Holes { next_data, next_hole }, Some(left_out))
 }
 
-/// Unpacks an archive that a guest may have made into the directory `target` of this host, and nowhere
-/// else: no name leads out of it and no link below it is followed.
+/// Unpacks an archive, which a guest may have made, into the directory `target` of this host.
+/// Nothing outside of `target` is written: no name leads out of it and no link below it is
+/// followed.
 pub fn unpack(
     archive: impl io::Read,
     target: &Path,

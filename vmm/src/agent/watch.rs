@@ -1,5 +1,6 @@
-//! Changes in a directory of the guest, as they happen.
-//! Paths come from the guest: they are below the watched one or the watch is ended.
+//! Reports changes in a directory of the guest as they happen.
+//!
+//! Paths come from the guest: one that is not below the watched directory ends the watch.
 
 use std::path::Path;
 use std::time::Instant;
@@ -16,8 +17,8 @@ use super::stream::{Event, StreamRef};
 use super::{ANSWER_TIME, Agent};
 
 impl Agent {
-    /// Watches a directory, with `recursive` the whole tree below it. What happens after this
-    /// returns is told.
+    /// Watches a directory, with `recursive` the whole tree below it. Changes after this returns
+    /// are reported.
     pub fn watch(&self, path: impl AsRef<Path>, recursive: bool) -> Result<Watch, AgentError> {
         let path = guest_path("path", path.as_ref())?;
         let stream = self.open(&Request::Watch(message::Watch { path, recursive }))?;
@@ -35,14 +36,15 @@ impl Agent {
     }
 }
 
-/// A watch on a directory; dropping it ends it.
+/// A watch on a directory. Dropping it ends the watch.
 pub struct Watch {
     stream: StreamRef,
     bytes: Vec<u8>,
 }
 
 impl Watch {
-    /// What happens next; `None` when the deadline passes first. After `Gone` comes an error.
+    /// Waits for the next change; returns `None` when the deadline passes first. After `Gone` comes
+    /// an error.
     pub fn next(&mut self, deadline: Option<Instant>) -> Result<Option<WatchEvent>, AgentError> {
         loop {
             if let Some(event) = self.take()? {

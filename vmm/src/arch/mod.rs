@@ -1,3 +1,3 @@
-//! What depends on the processor architecture.
+//! Code that depends on the processor architecture.
 
 pub mod x86_64;

@@ -1,5 +1,6 @@
 //! Processes that outlive their client: started, listed, attached to again, ended.
-//! They are known by a number that stays the same also in copies of the guest.
+//!
+//! They are identified by a number that stays valid in forks of the guest.
 
 use std::time::{Duration, Instant};
 
@@ -13,32 +14,40 @@ pub use pvmm_guest_agent::message::{Detached, Kept, Replay};
 use super::{ExecError, ExecRequest, ExitStatus, Process};
 use crate::agent::{Agent, AgentError};
 
-/// How long the agent may take over a request about a process.
+/// The time limit of a request about a process.
 const ANSWER_TIME: Duration = Duration::from_secs(60);
 
-/// Where to begin in the output of a process, and whether to write to it.
+/// The offsets at which to start in the output of a process, and whether to write to it.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct AttachFrom {
+    /// The offset in the standard output, in bytes from its beginning.
     pub stdout: u64,
+    /// The offset in the standard error, in bytes from its beginning.
     pub stderr: u64,
-    /// Take its standard input as well.
+    /// Attach to its standard input as well.
     pub input: bool,
 }
 
-/// A detached process, as a listing has it. Its words come from the guest.
+/// A detached process in a listing. Strings in it are chosen by the guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Listed {
+    /// The number that identifies the process, in forks of the guest too.
     pub id: u64,
+    /// The process id in the guest.
     pub pid: u32,
+    /// The beginning of the command line.
     pub command: String,
+    /// The time since the process was started.
     pub age: Duration,
+    /// The process has a terminal.
     pub terminal: bool,
-    /// Clients that follow it now.
+    /// The number of attached clients.
     pub attached: u32,
-    /// What is kept of its outputs, by offsets.
+    /// The range of its standard output that is kept.
     pub stdout: Kept,
+    /// The range of its standard error that is kept.
     pub stderr: Kept,
-    /// How it ended, if it has.
+    /// How the process ended, if it has.
     pub ended: Option<ExitStatus>,
 }
 
@@ -59,8 +68,8 @@ impl From<ProcessInfo> for Listed {
 }
 
 impl Agent {
-    /// Starts a command that goes on without this client. Its time limit holds, its output is kept
-    /// by the agent, the newest `keep` bytes of each.
+    /// Starts a command that continues without this client. Its time limit stays in force, and the
+    /// agent keeps the newest `keep` bytes of each output.
     pub fn start_detached(
         &self,
         request: &ExecRequest,
@@ -83,7 +92,7 @@ impl Agent {
         }
     }
 
-    /// All detached processes, those that have ended among them.
+    /// Returns all detached processes, including those that have ended.
     pub fn processes(&self) -> Result<Vec<Listed>, ExecError> {
         match self.ask(&Request::Processes {}, Instant::now() + ANSWER_TIME)? {
             Answer::Processes(list) if list.len() <= MAX_DETACHED => {
@@ -93,16 +102,17 @@ impl Agent {
         }
     }
 
-    /// Follows a detached process: its output from the given offsets, then as it comes, then its
-    /// end. Dropping the result only looks away. What was lost before the beginning is in
-    /// [`Process::replay`], what is lost on the way in the counts of its end.
+    /// Attaches to a detached process: returns its output from the given offsets, then new output,
+    /// then its end. Dropping the result only detaches. Output lost before the start is in
+    /// [`Process::replay`], output lost later in the counts of the exit status.
     pub fn attach(&self, id: u64, from: AttachFrom) -> Result<Process, ExecError> {
         let (stdout_from, stderr_from, input) = (from.stdout, from.stderr, from.input);
         let stream = self.open(&Request::Attach(Attach { id, stdout_from, stderr_from, input }))?;
         Ok(Process::new(stream, input, None))
     }
 
-    /// Sends a signal to a detached process: its group, or with `tree` all that it started.
+    /// Sends a signal to the group of a detached process, or with `tree` to all processes it
+    /// started.
     pub fn signal_process(&self, id: u64, signal: i32, tree: bool) -> Result<(), ExecError> {
         if !(1..=64).contains(&signal) {
             return Err(ExecError::InvalidRequest { field: "signal", why: "is not in 1 to 64" });
@@ -111,7 +121,7 @@ impl Agent {
         self.do_it(&Request::SignalProcess(SignalProcess { id, signal, scope }))
     }
 
-    /// Kills what is left of a detached process and forgets it and its output.
+    /// Kills the rest of a detached process and forgets it and its output.
     pub fn forget_process(&self, id: u64) -> Result<(), ExecError> {
         self.do_it(&Request::ForgetProcess(ProcessId { id }))
     }

@@ -1,4 +1,5 @@
-//! Collected output: the first bytes, the last bytes, and how many there were.
+//! Collected output: the first bytes, the last bytes, and the total number.
+//!
 //! However much a guest writes, what is kept stays within the cap.
 
 use pvmm_guest_agent::message::OutputCount;
@@ -6,18 +7,19 @@ use pvmm_guest_agent::output::Tail;
 
 use super::{ExitStatus, OutputCap};
 
-/// What `exec` kept of one output.
+/// The collected bytes of one output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Captured {
-    /// The head, and right after it the tail.
+    /// The head, directly followed by the tail.
     pub bytes: Vec<u8>,
-    /// Bytes the process wrote.
+    /// The number of bytes the process wrote.
     pub total: u64,
-    /// Bytes missing between head and tail.
+    /// The number of bytes missing between head and tail.
     pub dropped: u64,
 }
 
 impl Captured {
+    /// Returns whether bytes are missing.
     pub fn truncated(&self) -> bool {
         self.dropped > 0
     }
@@ -26,8 +28,11 @@ impl Captured {
 /// The result of `exec`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Output {
+    /// How the process ended.
     pub status: ExitStatus,
+    /// The standard output.
     pub stdout: Captured,
+    /// The standard error.
     pub stderr: Captured,
 }
 
@@ -52,11 +57,12 @@ impl Capture {
     }
 
     pub(super) fn finish(self, count: OutputCount) -> Captured {
-        // The agent's count is only its word, and may be any number.
+        // The agent's count is untrusted and may be any number.
         let dropped = count.dropped.saturating_add(self.tail.forgotten());
         let mut bytes = self.head;
         bytes.extend_from_slice(&self.tail.into_bytes());
-        // What came and what the agent says it left out; its own total is not looked at.
+        // The total is what was received plus what the agent reports as dropped; its own total is
+        // ignored.
         Captured { bytes, total: self.received.saturating_add(count.dropped), dropped }
     }
 }

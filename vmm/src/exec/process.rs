@@ -1,5 +1,6 @@
-//! A process while it runs: its events, its input, signals for it.
-//! Whoever drops it ends it, so that nothing runs on in a guest unseen.
+//! A running process: its events, its input, its signals.
+//!
+//! Dropping it ends the process, so that nothing keeps running in a guest unnoticed.
 
 use std::io::{self, Write};
 use std::time::{Duration, Instant};
@@ -10,15 +11,18 @@ use pvmm_guest_agent::message::{Answer, Outcome, Replay, Scope, Signal, WindowSi
 use super::{ExecError, ExitStatus};
 use crate::agent::{AgentError, Event, Exchange, StreamRef};
 
-/// Something a running process did.
+/// An event of a running process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ProcessEvent {
+    /// Bytes of the standard output, or of the terminal.
     Stdout(Vec<u8>),
+    /// Bytes of the standard error.
     Stderr(Vec<u8>),
+    /// The process has ended. No other event follows.
     Exited(ExitStatus),
 }
 
-/// A process in the guest. Dropping it before its end kills it and all it started.
+/// A process in the guest. Dropping it before its end kills it and all processes it started.
 pub struct Process {
     stream: StreamRef,
     has_stdin: bool,
@@ -35,23 +39,24 @@ impl Process {
         Self { stream, has_stdin, deadline, exited: None }
     }
 
-    /// The process in the guest, once the agent has told.
+    /// Returns the process id in the guest, once the agent has sent it.
     pub fn pid(&self) -> Option<u32> {
         self.stream.started_now().and_then(|started| started.pid)
     }
 
-    /// Of a process that was attached to: where its output begins, once the agent has told.
+    /// Returns where the output of an attached process begins. Waits for the agent until the
+    /// deadline.
     pub fn replay(&self, deadline: Instant) -> Result<Option<Replay>, ExecError> {
         Ok(self.stream.started(Some(deadline))?.and_then(|started| started.replay))
     }
 
-    /// The standard input, once, if the request asked for one.
+    /// Takes the standard input, once, if the request asked for one.
     pub fn take_stdin(&mut self) -> Option<Stdin> {
         std::mem::take(&mut self.has_stdin).then(|| Stdin { stream: self.stream.clone() })
     }
 
-    /// What happens next; `None` when the caller's deadline passes first. After `Exited` it is
-    /// `Exited` again.
+    /// Waits for the next event; returns `None` when the deadline passes first. After `Exited`,
+    /// every call returns `Exited` again.
     pub fn next_event(
         &mut self,
         deadline: Option<Instant>,
@@ -65,7 +70,7 @@ impl Process {
         }
     }
 
-    /// Feeds input while there is some, until something happens.
+    /// Sends input while there is some, until the next event.
     pub(super) fn next_while_feeding(
         &mut self,
         input: &mut &[u8],
@@ -120,18 +125,18 @@ impl Process {
         self.signaller().send(signal)
     }
 
-    /// A way to signal from another thread.
+    /// Returns a handle that signals the process from another thread.
     pub fn signaller(&self) -> Signaller {
         Signaller { stream: self.stream.clone() }
     }
 
-    /// Kills the process and everything it started.
+    /// Kills the process and all processes it started.
     pub fn kill(&self) -> Result<(), ExecError> {
         let signal = Signal { signal: libc::SIGKILL, scope: Scope::Tree };
         Ok(self.stream.signal(&signal)?)
     }
 
-    /// Waits for the end, dropping output.
+    /// Waits for the end and discards output.
     pub fn wait(mut self) -> Result<ExitStatus, ExecError> {
         loop {
             if let Some(ProcessEvent::Exited(status)) = self.next_event(None)? {
@@ -147,7 +152,7 @@ impl Drop for Process {
     }
 }
 
-/// Signals a process of another thread's.
+/// A handle that signals a process from another thread.
 #[derive(Clone)]
 pub struct Signaller {
     stream: StreamRef,
@@ -162,7 +167,7 @@ impl Signaller {
         Ok(self.stream.signal(&Signal { signal, scope: Scope::Group })?)
     }
 
-    /// Changes the size of the process's terminal. For a request that asked for one.
+    /// Changes the size of the process's terminal, for a request that asked for one.
     pub fn resize(&self, size: WindowSize) -> Result<(), ExecError> {
         Ok(self.stream.resize(&size)?)
     }
@@ -174,7 +179,7 @@ pub struct Stdin {
 }
 
 impl Stdin {
-    /// Tells the process that no more comes, and learns whether that could be said.
+    /// Ends the input and reports whether that succeeded.
     pub fn close(self) -> Result<(), ExecError> {
         Ok(self.stream.end_input()?)
     }

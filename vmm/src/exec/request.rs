@@ -1,5 +1,6 @@
-//! What to run: built step by step, refused here where no guest could run it.
-//! The checks are on this side so that a mistake costs no trip into the guest.
+//! The request to run a command, built step by step.
+//!
+//! A request that no guest could run is refused on the host, without a round trip to the guest.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -11,7 +12,7 @@ use pvmm_guest_agent::message::{ByteBuf, Command, Exec, Limits, Request, WindowS
 
 use super::ExecError;
 
-/// What the guest and the way to it may take beyond the time limit and the grace.
+/// Time that the guest and the connection may take beyond the time limit and the grace.
 const MARGIN: Duration = Duration::from_secs(5);
 
 /// A command to run.
@@ -24,10 +25,12 @@ pub struct ExecRequest {
     pub(super) cap: OutputCap,
 }
 
-/// Of each output, how many bytes `exec` keeps: the first ones, and the last ones.
+/// The number of first and last bytes that `exec` keeps of each output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OutputCap {
+    /// The number of first bytes; 8 MiB by default.
     pub head: usize,
+    /// The number of last bytes; 64 KiB by default.
     pub tail: usize,
 }
 
@@ -38,13 +41,13 @@ impl Default for OutputCap {
 }
 
 impl ExecRequest {
-    /// A program, found along the guest's PATH unless it has a slash, and its arguments.
+    /// Runs a program, found in the guest's PATH unless it contains a slash, with its arguments.
     pub fn argv<S: AsRef<OsStr>>(argv: impl IntoIterator<Item = S>) -> Self {
         let argv = argv.into_iter().map(|word| bytes(word.as_ref())).collect();
         Self::new(Command::Argv(argv))
     }
 
-    /// A line for the guest's `/bin/sh`.
+    /// Runs a line with the guest's `/bin/sh`.
     pub fn shell(line: impl AsRef<OsStr>) -> Self {
         Self::new(Command::Shell(bytes(line.as_ref())))
     }
@@ -55,25 +58,25 @@ impl ExecRequest {
         Self { wire, timeout: None, grace: DEFAULT_GRACE, input: Vec::new(), cap }
     }
 
-    /// Adds to the environment.
+    /// Adds a variable to the environment.
     pub fn env(mut self, name: impl AsRef<OsStr>, value: impl AsRef<OsStr>) -> Self {
         self.wire.env.push((bytes(name.as_ref()), bytes(value.as_ref())));
         self
     }
 
-    /// Leaves the guest's default environment out.
+    /// Leaves out the guest's default environment.
     pub fn clear_env(mut self) -> Self {
         self.wire.clear_env = true;
         self
     }
 
-    /// Where to run it; `/` unless set.
+    /// Sets the working directory; `/` by default.
     pub fn cwd(mut self, directory: impl AsRef<Path>) -> Self {
         self.wire.cwd = Some(bytes(directory.as_ref().as_os_str()));
         self
     }
 
-    /// Whom to run it as: `name`, `uid`, `name:group` or `uid:gid`; root unless set.
+    /// Sets the user: `name`, `uid`, `name:group` or `uid:gid`; root by default.
     pub fn user(mut self, user: impl Into<String>) -> Self {
         self.wire.user = Some(user.into());
         self
@@ -85,51 +88,53 @@ impl ExecRequest {
         self
     }
 
-    /// For `exec`: what the process reads from its standard input.
+    /// For `exec`: sets the standard input of the process.
     pub fn input(mut self, input: impl Into<Vec<u8>>) -> Self {
         self.wire.stdin = true;
         self.input = input.into();
         self
     }
 
-    /// For `start`: gives the process a terminal, to which the caller writes and from which all its
-    /// output comes as standard output.
+    /// For `start`: gives the process a terminal. The caller writes to it, and all its output
+    /// arrives as standard output.
     pub fn terminal(mut self, size: WindowSize) -> Self {
         self.wire.pty = Some(size);
         self.wire.stdin = true;
         self
     }
 
-    /// What the process and all it starts may use together. Where the guest cannot keep to it,
-    /// nothing is started.
+    /// Limits the resources of the process and all processes it starts together. If the guest
+    /// cannot enforce the limits, nothing is started.
     pub fn limits(mut self, limits: Limits) -> Self {
         self.wire.limits = Some(limits);
         self
     }
 
+    /// Returns whether the process gets a terminal.
     pub fn has_terminal(&self) -> bool {
         self.wire.pty.is_some()
     }
 
-    /// Ends the process and all it started after this long: TERM, then KILL after the grace.
+    /// Ends the process and all processes it started after this time: SIGTERM, then SIGKILL after
+    /// the grace.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout.min(MAX_TIMEOUT));
         self
     }
 
-    /// Time between TERM and KILL.
+    /// Sets the time between SIGTERM and SIGKILL.
     pub fn grace(mut self, grace: Duration) -> Self {
         self.grace = grace.min(MAX_TIMEOUT);
         self
     }
 
-    /// For `exec`: how much of each output to keep.
+    /// For `exec`: sets how much of each output is kept.
     pub fn output_cap(mut self, cap: OutputCap) -> Self {
         self.cap = cap;
         self
     }
 
-    /// Refuses on this side what no guest could run.
+    /// Refuses a request that no guest could run.
     pub(super) fn check(&self) -> Result<(), ExecError> {
         let refuse = |field, why| Err(ExecError::InvalidRequest { field, why });
         let words: Vec<&ByteBuf> = match &self.wire.command {
@@ -169,7 +174,7 @@ impl ExecRequest {
         Request::Exec(wire)
     }
 
-    /// When this side stops waiting for a guest that should long have ended the process.
+    /// Returns when the host stops waiting for a guest that should have ended the process.
     pub(super) fn deadline(&self) -> Option<(Instant, Duration)> {
         let late = self.grace + DRAIN_TIME + MARGIN;
         self.timeout.map(|timeout| (Instant::now() + timeout + late, late))

@@ -1,10 +1,10 @@
-//! Finds out whether this host's KVM can run an unmodified guest, by running one.
+//! Probes whether this host's KVM can run an unmodified guest, by running one.
 //!
 //! Opening the device or creating a VM proves nothing: a KVM without hardware virtualization
-//! answers both and then fails in the middle of a guest's boot. So the probe runs the very
-//! instructions such a KVM refuses and looks at how the vCPU comes back.
+//! supports both and then fails in the middle of a guest's boot. So the probe runs the instructions
+//! that such a KVM refuses, and checks how the vCPU exits.
 
-// The vCPU thread is interrupted by a signal when it is late, and guest memory is given to KVM.
+// A late vCPU thread is interrupted by a signal, and guest memory is given to KVM.
 #![allow(unsafe_code)]
 
 use std::fs;
@@ -22,60 +22,80 @@ use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
 use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
 
-/// How long the guest code may take. It is about thirty instructions; the slack is for a busy
-/// machine that itself is emulated.
+/// The time limit of the guest code. It is about thirty instructions; the slack is for a busy
+/// machine that is itself emulated.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// How long a vCPU that was told to stop may take to do so.
+/// The time limit for stopping a late vCPU.
 const STOP_DEADLINE: Duration = Duration::from_secs(2);
 
-/// Real-time signal (relative to `SIGRTMIN`) that takes a late vCPU out of the guest.
+/// The real-time signal (relative to `SIGRTMIN`) that takes a late vCPU out of the guest.
 const KICK_SIGNAL_OFFSET: i32 = 9;
 
-/// What the probe learned about a KVM that runs guests.
+/// The result of a successful probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Host {
     /// The module behind `/dev/kvm`: `kvm_intel`, `kvm_amd`, `kvm_pvm`, or `kvm` if unknown.
     pub backend: &'static str,
     /// `KVM_GET_API_VERSION`; 12 on every kernel since 2.6.22.
     pub api_version: i32,
-    /// vCPUs one VM may have.
+    /// The most vCPUs of one VM.
     pub max_vcpus: usize,
-    /// Memory slots one VM may have.
+    /// The most memory slots of one VM.
     pub max_memslots: usize,
 }
 
-/// Why no guest can run here.
+/// Reasons why no guest can run on this host.
 #[derive(Debug, thiserror::Error)]
 pub enum ProbeError {
+    /// There is no `/dev/kvm`, or it has no driver.
     #[error("/dev/kvm does not exist")]
     NoDevice,
+    /// This user may not open `/dev/kvm`.
     #[error("no permission to open /dev/kvm")]
     NoPermission(#[source] io::Error),
+    /// Opening `/dev/kvm` failed for another reason.
     #[error("cannot open /dev/kvm")]
     Open(#[source] io::Error),
+    /// KVM does not create a VM.
     #[error("{backend}: cannot create a VM")]
     CreateVm {
+        /// The module behind `/dev/kvm`.
         backend: &'static str,
+        /// The error of KVM.
         #[source]
         source: io::Error,
     },
+    /// A VM was created and could not be prepared to run.
     #[error("{backend}: cannot set up a VM ({step})")]
     SetUp {
+        /// The module behind `/dev/kvm`.
         backend: &'static str,
+        /// The step that failed.
         step: &'static str,
+        /// The error of that step.
         #[source]
         source: io::Error,
     },
+    /// The guest code stopped before its end, as on a KVM without hardware virtualization.
     #[error("{backend}: guest code does not run ({seen})")]
-    GuestFailed { backend: &'static str, seen: String },
+    GuestFailed {
+        /// The module behind `/dev/kvm`.
+        backend: &'static str,
+        /// How the vCPU exited.
+        seen: String,
+    },
+    /// The guest code was still running at the time limit.
     #[error("{backend}: guest code did not finish within {} s", DEADLINE.as_secs())]
-    GuestHung { backend: &'static str },
+    GuestHung {
+        /// The module behind `/dev/kvm`.
+        backend: &'static str,
+    },
 }
 
-/// Runs guest code on this host's KVM and says what it found.
+/// Runs guest code on this host's KVM and returns what was found.
 ///
-/// Takes a few milliseconds, at most [`DEADLINE`] plus [`STOP_DEADLINE`], and leaves nothing open.
+/// Takes a few milliseconds, at most `DEADLINE` plus `STOP_DEADLINE`, and leaves nothing open.
 pub fn probe() -> Result<Host, ProbeError> {
     let backend = backend();
     let kvm = open()?;
@@ -85,7 +105,7 @@ pub fn probe() -> Result<Host, ProbeError> {
     let memory = load_guest().map_err(set_up("guest memory"))?;
     map_guest(&vm, &memory).map_err(set_up("KVM_SET_USER_MEMORY_REGION"))?;
     let vcpu = create_vcpu(&kvm, &vm).map_err(set_up("vCPU"))?;
-    // The thread owns everything that the guest touches, so that a vCPU that cannot be stopped
+    // The thread owns everything that the guest accesses, so that a vCPU that cannot be stopped
     // keeps its memory mapped instead of running over freed pages.
     run_guest(vcpu, (vm, memory), backend)?;
 
@@ -97,15 +117,15 @@ pub fn probe() -> Result<Host, ProbeError> {
     })
 }
 
-/// The kernel module that implements `/dev/kvm` here, as far as sysfs tells.
+/// Returns the kernel module that implements `/dev/kvm`, as far as sysfs shows it.
 pub fn backend() -> &'static str {
     static BACKEND: OnceLock<&str> = OnceLock::new();
     BACKEND.get_or_init(|| backend_in(Path::new("/sys/module")))
 }
 
 fn backend_in(modules: &Path) -> &'static str {
-    // A module that is loaded but does not drive the CPU is never loaded together with another
-    // of these, so the order does not matter.
+    // A module that is loaded but does not drive the CPU is never loaded together with another of
+    // these, so the order does not matter.
     ["kvm_intel", "kvm_amd", "kvm_pvm"]
         .into_iter()
         .find(|name| modules.join(name).exists())
@@ -120,7 +140,7 @@ fn open() -> Result<Kvm, ProbeError> {
         let error = io::Error::from(e);
         match error.kind() {
             io::ErrorKind::PermissionDenied => ProbeError::NoPermission(error),
-            // The node exists but no driver stands behind it.
+            // The node exists but has no driver.
             _ if matches!(error.raw_os_error(), Some(libc::ENXIO | libc::ENODEV)) => {
                 ProbeError::NoDevice
             }
@@ -149,7 +169,7 @@ const TSS_SELECTOR: u16 = 0x18;
 const REPORT_PORT: u16 = 0xf4;
 const REPORT_OK: u8 = 0x5a;
 
-/// Runs what a KVM that only emulates refuses, then reports.
+/// Guest code that runs instructions which an emulating KVM refuses, and then reports.
 #[rustfmt::skip]
 const GUEST: &[u8] = &[
     0x0f, 0x20, 0xe0,                               // mov  rax, cr4
@@ -204,7 +224,7 @@ fn load_guest() -> io::Result<GuestMemoryMmap> {
     quad(PDPT, PD | PRESENT_WRITABLE)?;
     quad(PD, PRESENT_WRITABLE | HUGE)?;
 
-    // Loaded again by the interrupt's return, so they must agree with `set_registers`.
+    // The return from the interrupt loads these again, so they must agree with `set_registers`.
     quad(GDT + u64::from(CODE_SELECTOR), 0x00af_9b00_0000_ffff)?;
     quad(GDT + u64::from(DATA_SELECTOR), 0x00cf_9300_0000_ffff)?;
     quad(GDT + u64::from(TSS_SELECTOR), 0x0000_8b00_0000_0067 | (TSS << 16))?;
@@ -238,7 +258,8 @@ fn map_guest(vm: &VmFd, memory: &GuestMemoryMmap) -> io::Result<()> {
 }
 
 fn create_vcpu(kvm: &Kvm, vm: &VmFd) -> io::Result<VcpuFd> {
-    // Only Intel without unrestricted guests needs it, and only there can it matter.
+    // Only Intel processors without unrestricted guests need it, so a failure elsewhere does not
+    // matter.
     let _ = vm.set_tss_address(0xfffb_d000);
     let vcpu = vm.create_vcpu(0)?;
     vcpu.set_cpuid2(&kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)?)?;
@@ -247,7 +268,7 @@ fn create_vcpu(kvm: &Kvm, vm: &VmFd) -> io::Result<VcpuFd> {
     Ok(vcpu)
 }
 
-/// 64-bit mode at CPL 0 with paging on, as a kernel would have left it.
+/// Sets 64-bit mode at CPL 0 with paging on, as a kernel would.
 fn long_mode(mut sregs: kvm_sregs) -> kvm_sregs {
     let code = kvm_segment {
         base: 0,
@@ -280,7 +301,7 @@ fn long_mode(mut sregs: kvm_sregs) -> kvm_sregs {
     sregs
 }
 
-/// Runs the vCPU on its own thread and takes it out of the guest when it is late.
+/// Runs the vCPU on its own thread, and takes it out of the guest when it is late.
 fn run_guest<T: Send + 'static>(
     vcpu: VcpuFd,
     keep_alive: T,
@@ -309,7 +330,8 @@ fn run_guest<T: Send + 'static>(
             outcome.map_err(|seen| ProbeError::GuestFailed { backend, seen })
         }
         Err(_) => {
-            // Again and again: a signal that lands just before the vCPU enters the guest is lost.
+            // Repeated, because a signal that arrives just before the vCPU enters the guest is
+            // lost.
             let until = Instant::now() + STOP_DEADLINE;
             while !vcpu_thread.is_finished() && Instant::now() < until {
                 let _ = vcpu_thread.kill(signal);
@@ -320,7 +342,7 @@ fn run_guest<T: Send + 'static>(
     }
 }
 
-/// Runs until the guest reported and halted; `Err` says what came instead.
+/// Runs until the guest has reported and halted; `Err` describes any other exit.
 fn run_vcpu(mut vcpu: VcpuFd) -> Result<(), String> {
     match vcpu.run() {
         Ok(VcpuExit::IoOut(REPORT_PORT, [REPORT_OK])) => {}

@@ -1,4 +1,4 @@
-//! KVM: the kernel's half of the machine, and the only place that calls it.
+//! KVM, the kernel's half of the VM. No other module calls it.
 
 pub mod host;
 pub(crate) mod state;

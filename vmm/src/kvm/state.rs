@@ -1,7 +1,7 @@
-//! A vCPU's whole state, out of KVM and back into it, each in the one order that works.
+//! Saves and loads the whole state of a vCPU, each in the one order that works.
 //!
-//! The structures are the kernel's own ABI, which never changes; around them stand only counts that are
-//! checked before anything is allocated.
+//! The structures are the kernel's own ABI, which never changes; the counts around them are checked
+//! before anything is allocated.
 #![allow(unsafe_code)] // The extended save area has a length that only KVM knows.
 
 use std::io;
@@ -21,7 +21,7 @@ use super::vm::{KvmError, KvmVm};
 use crate::arch::x86_64::cpuid;
 use crate::packed;
 
-/// The most entries that a saved vCPU may have; KVM itself takes no more.
+/// The most entries that a saved vCPU may have; KVM itself accepts no more.
 const MAX_MSRS: usize = 1024;
 const MAX_CPUID: usize = 256;
 /// The most 32-bit words that an extended save area may have beyond its first page.
@@ -29,28 +29,30 @@ const MAX_XSAVE_EXTRA: usize = 64 << 10;
 
 /// The first page of the save area, which every KVM has.
 const XSAVE_WORDS: usize = 1024;
-/// Where the save area says which of its parts hold something.
+/// The index of the save area's bitmap of components in use.
 const XSTATE_BV: usize = 128;
 
 const TSC: u32 = 0x10;
 const TSC_DEADLINE: u32 = 0x6e0;
-/// By these, old and new, a guest asks for the time of day to be written to its memory, once. Setting them
-/// would write it again, where the guest has long read it.
+/// The MSRs, old and new, by which a guest asks once for the time of day to be written to its
+/// memory. Setting them would write it again, long after the guest has read it.
 const WALL_CLOCK: [u32; 2] = [0x11, 0x4b56_4d00];
-/// Where a guest wants its clock, by its old number; the same stands in a register with a new one.
+/// The old MSR with the address of the guest's clock; the new MSR holds an equal value.
 const OLD_SYSTEM_TIME: u32 = 0x12;
-/// Those of Hyper-V's interface, which no guest is offered. KVM makes room for all of it, for good, as soon as one is
-/// read or set.
+/// The MSRs of Hyper-V's interface, which no guest is offered. KVM allocates all of it permanently
+/// as soon as one is read or set.
 const HYPER_V: Range<u32> = 0x4000_0000..0x4000_0200;
-/// What a processor's own virtualization can do. No guest is offered that, and each host has other values.
+/// The MSRs with the capabilities of the processor's virtualization. No guest is offered it, and
+/// the values differ between hosts.
 const VMX: Range<u32> = 0x480..0x493;
-/// What is in the saved events that every KVM takes back; the rest must be asked for, and never is.
+/// The parts of saved events that every KVM restores; other parts must be enabled, which pvmm never
+/// does.
 const EVENT_FLAGS: u32 = KVM_VCPUEVENT_VALID_NMI_PENDING
     | KVM_VCPUEVENT_VALID_SIPI_VECTOR
     | KVM_VCPUEVENT_VALID_SHADOW
     | KVM_VCPUEVENT_VALID_SMM;
 
-/// A vCPU at the moment of a snapshot. Untrusted when it comes from a file.
+/// The state of a vCPU in a snapshot. Untrusted when it comes from a file.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct VcpuStateV1 {
     pub cpuid: Vec<kvm_cpuid_entry2>,
@@ -59,7 +61,7 @@ pub struct VcpuStateV1 {
     pub regs: kvm_regs,
     pub sregs: kvm_sregs,
     pub xcrs: kvm_xcrs,
-    /// The extended save area as KVM gives it, in 32-bit words.
+    /// The extended save area as KVM returns it, in 32-bit words.
     #[serde(with = "packed")]
     pub xsave: Vec<u32>,
     pub debug_regs: kvm_debugregs,
@@ -69,38 +71,24 @@ pub struct VcpuStateV1 {
     pub tsc_khz: u32,
 }
 
-/// The guest's clock at the moment of a snapshot: nanoseconds since it was booted.
+/// The guest's clock in a snapshot and the host's time then, from which the time spent stopped can
+/// be computed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClockStateV1 {
     pub nanoseconds: u64,
-}
-
-/// The same, and what time it was then: with that, the time between can be made up for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct ClockStateV2 {
-    pub nanoseconds: u64,
-    /// Nanoseconds since 1970 on the host; zero if nobody wrote it down.
+    /// The host's time in nanoseconds since 1970.
     pub host_time: u64,
 }
 
-impl From<ClockStateV1> for ClockStateV2 {
-    fn from(ClockStateV1 { nanoseconds }: ClockStateV1) -> Self {
-        Self { nanoseconds, host_time: 0 }
-    }
-}
-
-impl ClockStateV2 {
-    /// The clock as if the guest had run since, when the host's time is `now`.
+impl ClockStateV1 {
+    /// Returns the clock as if the guest had run since the snapshot, when the host's time is `now`.
     pub fn advanced(self, now: u64) -> Self {
-        let away = match self.host_time {
-            0 => 0,
-            then => now.saturating_sub(then),
-        };
+        let away = now.saturating_sub(self.host_time);
         Self { nanoseconds: self.nanoseconds.saturating_add(away), host_time: now }
     }
 }
 
-/// What is the same for all vCPUs of a host and costs a call to find out.
+/// Properties of the saved state that are constant on a host and cost a system call to find out.
 #[derive(Clone, Debug)]
 pub struct StateShape {
     msr_indices: Vec<u32>,
@@ -108,7 +96,7 @@ pub struct StateShape {
 }
 
 impl StateShape {
-    /// Asks KVM which registers it keeps for a guest.
+    /// Asks KVM which MSRs it keeps for a guest, and for the size of the extended state.
     pub fn of(kvm: &Kvm) -> Result<Self, kvm_ioctls::Error> {
         let mut msr_indices = kvm.get_msr_index_list()?.as_slice().to_vec();
         msr_indices.retain(|index| is_state(*index));
@@ -122,12 +110,12 @@ impl StateShape {
         Self { msr_indices, xsave_extra: 0 }
     }
 
-    /// The 32-bit words that a vCPU's extended state may have here.
+    /// Returns the most 32-bit words that the extended state of a vCPU may have on this host.
     pub fn xsave_words(&self) -> usize {
         XSAVE_WORDS + self.xsave_extra
     }
 
-    /// The first register of a saved vCPU that KVM does not keep here, if it holds anything.
+    /// Returns the first nonzero MSR of a saved vCPU that this host's KVM does not keep.
     pub fn unknown_msr(&self, saved: &[(u32, u64)]) -> Option<u32> {
         let unknown = |(index, value): &&(u32, u64)| {
             *value != 0 && is_state(*index) && !self.msr_indices.contains(index)
@@ -136,10 +124,10 @@ impl StateShape {
     }
 }
 
-/// Copies a parked vCPU's state out of KVM.
+/// Reads the state of a parked vCPU from KVM.
 ///
-/// The local APIC comes before the registers that depend on it, and pending events come last: reading
-/// some of the others may turn one into the other.
+/// The local APIC is read before the registers that depend on it, and pending events last, because
+/// reading other state may change which events are pending.
 pub fn save(vcpu: &VcpuFd, id: u32, shape: &StateShape) -> Result<VcpuStateV1, KvmError> {
     let failed = |what| move |error: kvm_ioctls::Error| refused(id, what, error.into());
     let mp_state = vcpu.get_mp_state().map_err(failed("run state"))?;
@@ -168,8 +156,8 @@ pub fn save(vcpu: &VcpuFd, id: u32, shape: &StateShape) -> Result<VcpuStateV1, K
     })
 }
 
-/// Gives a fresh vCPU the features it had, less those that no guest is offered, and the rate of its clock. A vCPU
-/// that has run already keeps them.
+/// Sets the CPUID leaves of a new vCPU, less the features that no guest is offered, and its clock
+/// rate. A vCPU that has already run keeps them.
 pub fn load_features(
     vcpu: &VcpuFd,
     id: u32,
@@ -180,8 +168,8 @@ pub fn load_features(
     let cpuid = CpuId::from_entries(&cpuid::masked(&state.cpuid))
         .map_err(|error| refused(id, "cpuid", io::Error::other(error)))?;
     vcpu.set_cpuid2(&cpuid).map_err(failed("cpuid"))?;
-    // A guest that asks KVM for the time needs no other rate, and a KVM that does not scale takes only what is close
-    // to its own.
+    // A guest that asks KVM for the time needs no other rate, and a KVM without TSC scaling accepts
+    // only rates close to its own.
     let wanted = scales_clock || cpuid::has_invariant_clock(&state.cpuid);
     if wanted && vcpu.get_tsc_khz().map_err(failed("clock rate"))? != state.tsc_khz {
         vcpu.set_tsc_khz(state.tsc_khz).map_err(failed("clock rate"))?;
@@ -189,21 +177,22 @@ pub fn load_features(
     Ok(())
 }
 
-/// The parts of a million by which a guest's rate may differ from the host's in a KVM that does not scale.
+/// The largest difference, in parts per million, between a guest's rate and the host's that a KVM
+/// without TSC scaling accepts.
 const KVM_TOLERANCE: u32 = 250;
-/// By so many parts of a million Linux lets its first measurement of a clock be wrong. A KVM that was loaded
-/// before the second one goes by the first, another one in each boot.
+/// The largest error, in parts per million, of Linux's first measurement of a clock. A KVM that was
+/// loaded before the second measurement uses the first, which differs in each boot.
 const MEASURED_TOLERANCE: u32 = 10_000;
 
-/// Whether a guest whose clock ran at `saved_khz` can go on where it runs at `host_khz` and cannot be scaled.
+/// Returns whether a guest whose clock ran at `saved_khz` can run on a host whose clock runs at
+/// `host_khz` and cannot be scaled.
 ///
-/// A guest that was told of an invariant clock may count time by it alone. Others ask KVM what time it is, and KVM
-/// tells them by the host's rate: they go on with a right clock as long as both rates are measurements of one clock.
+/// A guest that was given an invariant TSC may count time by it alone. Other guests ask KVM for the
+/// time, and KVM answers by the host's rate: their clock stays right as long as both rates are
+/// measurements of one clock.
 pub fn is_same_rate(saved_khz: u32, host_khz: u32, cpuid: &[kvm_cpuid_entry2]) -> bool {
-    let tolerance = match cpuid::has_invariant_clock(cpuid) {
-        true => KVM_TOLERANCE,
-        false => MEASURED_TOLERANCE,
-    };
+    let tolerance =
+        if cpuid::has_invariant_clock(cpuid) { KVM_TOLERANCE } else { MEASURED_TOLERANCE };
     is_near(saved_khz, host_khz, tolerance)
 }
 
@@ -212,9 +201,9 @@ fn is_near(one_khz: u32, other_khz: u32, millionths: u32) -> bool {
     u64::from(one_khz.abs_diff(other_khz)) <= part
 }
 
-/// The registers that a fresh vCPU, which was given its features, must be told to become like `state`. It
-/// holds most of them already, and setting one costs as much as anything here.
-pub fn msrs_to_tell(
+/// Returns the MSRs that must be set in a new vCPU, whose CPUID leaves are set, to match `state`.
+/// It holds most values already, and setting an MSR is one of the most expensive steps here.
+pub fn msrs_to_set(
     fresh: &VcpuFd,
     id: u32,
     state: &VcpuStateV1,
@@ -225,14 +214,14 @@ pub fn msrs_to_tell(
         held.retain(|(_, value)| *value != 0);
         Ok(held)
     };
-    let held = kvm.host().fresh_msrs(id, &state.cpuid, ask)?;
+    let held = kvm.host().initial_msrs(id, &state.cpuid, ask)?;
     Ok(to_set(&state.msrs, Some(&held)))
 }
 
-/// Puts a vCPU's state back; of its model-specific registers those in `msrs`, or all.
+/// Loads the state of a vCPU; of its MSRs those in `msrs`, or all.
 ///
-/// Run state first, for setting it resets pending events; the control register that enables extended
-/// state before that state; the local APIC before the deadline of its timer; events last.
+/// The run state comes first, because setting it resets pending events; XCR0 before the extended
+/// state that it enables; the local APIC before the deadline of its timer; events last.
 pub fn load(
     vcpu: &VcpuFd,
     id: u32,
@@ -254,15 +243,16 @@ pub fn load(
     }
     vcpu.set_vcpu_events(&state.events).map_err(failed("events"))?;
     if state.mp_state.mp_state == KVM_MP_STATE_RUNNABLE {
-        // Tells the guest that it was stopped by its host, so that its watchdogs look away. A guest that
-        // has not set its clock up refuses, and has no watchdog either.
+        // Notifies the guest that the host stopped it, so that its watchdogs do not fire. This
+        // fails for a guest that has not set up its clock, which has no watchdog either.
         let _ = vcpu.kvmclock_ctrl();
     }
     Ok(())
 }
 
 impl VcpuStateV1 {
-    /// The parts of extended state that the guest has switched on, and those that are not in their first state.
+    /// Returns the extended state components that the guest has enabled, and those that are not in
+    /// their initial state.
     pub fn xsave_features(&self) -> (u64, u64) {
         let word = |index: usize| self.xsave.get(index).copied().unwrap_or_default();
         let in_use = u64::from(word(XSTATE_BV)) | u64::from(word(XSTATE_BV + 1)) << 32;
@@ -288,19 +278,20 @@ impl VcpuStateV1 {
     }
 }
 
-pub fn save_clock(vm: &VmFd) -> Result<ClockStateV2, KvmError> {
+pub fn save_clock(vm: &VmFd) -> Result<ClockStateV1, KvmError> {
     let clock = vm.get_clock().map_err(KvmError::Clock)?;
-    Ok(ClockStateV2 { nanoseconds: clock.clock, host_time: host_time() })
+    Ok(ClockStateV1 { nanoseconds: clock.clock, host_time: host_time() })
 }
 
-/// Nanoseconds since 1970.
+/// Returns the host's time in nanoseconds since 1970.
 pub fn host_time() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// The guest's clock goes on from where it stood: it never sees the time in which it did not run.
-pub fn load_clock(vm: &VmFd, state: ClockStateV2) -> Result<(), KvmError> {
+/// Sets the guest's clock to the saved value: the guest does not see the time in which it did not
+/// run.
+pub fn load_clock(vm: &VmFd, state: ClockStateV1) -> Result<(), KvmError> {
     let clock = kvm_clock_data { clock: state.nanoseconds, ..Default::default() };
     vm.set_clock(&clock).map_err(KvmError::Clock)
 }
@@ -310,7 +301,7 @@ fn get_xsave(vcpu: &VcpuFd, shape: &StateShape) -> Result<Vec<u32>, kvm_ioctls::
         return Ok(vcpu.get_xsave()?.region.to_vec());
     }
     let mut area = save_area(shape.xsave_extra)?;
-    // SAFETY: the area has the length that KVM told for this machine.
+    // SAFETY: the area has the length that KVM reported for this machine.
     unsafe { vcpu.get_xsave2(&mut area)? };
     Ok([&area.as_fam_struct_ref().xsave.region, area.as_slice()].concat())
 }
@@ -326,7 +317,7 @@ fn set_xsave(vcpu: &VcpuFd, words: &[u32], shape: &StateShape) -> Result<(), kvm
     if let Some(place) = area.as_mut_slice().get_mut(..extra.len()) {
         place.copy_from_slice(extra);
     }
-    // SAFETY: the area has the length that KVM told for this machine, so it reads no further.
+    // SAFETY: the area has the length that KVM reported for this machine, so it reads no further.
     unsafe { vcpu.set_xsave2(&area) }
 }
 
@@ -334,7 +325,7 @@ fn save_area(extra: usize) -> Result<Xsave, kvm_ioctls::Error> {
     Xsave::new(extra).map_err(|_| kvm_ioctls::Error::new(libc::ENOMEM))
 }
 
-/// Whether a register is part of what a vCPU is given back.
+/// Returns whether an MSR belongs to the saved state of a vCPU.
 fn is_state(index: u32) -> bool {
     index != OLD_SYSTEM_TIME
         && !WALL_CLOCK.contains(&index)
@@ -342,17 +333,16 @@ fn is_state(index: u32) -> bool {
         && !VMX.contains(&index)
 }
 
-/// All registers that are asked for, where KVM has them. It stops at one that it lists and does not have here.
-/// One instant on a guest's time stamp counter, and what time of day it was then.
+/// One value of a guest's time stamp counter, and the time of day at that moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClockMark {
     pub counter: u64,
     pub khz: u32,
-    /// Nanoseconds since 1970.
+    /// The time of day in nanoseconds since 1970.
     pub unix_ns: u64,
 }
 
-/// Reads a parked vCPU's time stamp counter, which also counts while the vCPU does not run.
+/// Reads the time stamp counter of a parked vCPU, which also counts while the vCPU does not run.
 pub fn mark_clock(vcpu: &VcpuFd, id: u32) -> Result<ClockMark, KvmError> {
     let khz = vcpu.get_tsc_khz().map_err(|error| refused(id, "clock rate", error.into()))?;
     let before = host_time();
@@ -361,6 +351,8 @@ pub fn mark_clock(vcpu: &VcpuFd, id: u32) -> Result<ClockMark, KvmError> {
     Ok(ClockMark { counter, khz, unix_ns })
 }
 
+/// Reads the given MSRs and skips those that KVM does not have. KVM lists some MSRs that it does
+/// not have on this host, and a batch stops at such an MSR.
 fn get_msrs(vcpu: &VcpuFd, id: u32, indices: &[u32]) -> Result<Vec<(u32, u64)>, KvmError> {
     let mut values = Vec::with_capacity(indices.len());
     let mut left = indices;
@@ -373,9 +365,11 @@ fn get_msrs(vcpu: &VcpuFd, id: u32, indices: &[u32]) -> Result<Vec<(u32, u64)>, 
     Ok(values)
 }
 
-/// A timer that had run out when the vCPU stopped, and whose interrupt was not delivered yet, is saved as one
-/// that is not set: KVM keeps that interrupt where nobody can read it. A guest that lost it would never be woken
-/// again, and one interrupt too many does no harm, so a timer that is not set runs out at once.
+/// Replaces an unset timer deadline by one that expires at once.
+///
+/// A timer that had expired when the vCPU stopped, and whose interrupt was not delivered yet, is
+/// saved as unset: KVM keeps that interrupt where nobody can read it. A guest that lost it would
+/// never be woken again, and one interrupt too many does no harm.
 fn timer_at_once((index, value): (u32, u64)) -> (u32, u64) {
     match (index, value) {
         (TSC_DEADLINE, 0) => (index, 1),
@@ -383,9 +377,10 @@ fn timer_at_once((index, value): (u32, u64)) -> (u32, u64) {
     }
 }
 
-/// The registers to set, in their order: the time stamp counter first and the timer's deadline after all
-/// others, for it counts in the former. These two are always set, for they do not stand still. Of a vCPU that holds
-/// zero in all registers but those in `held`, only the others are.
+/// Returns the MSRs to set, in order: the time stamp counter first, and the timer's deadline last,
+/// because it is a value of that counter. Both are always set, since they do not stand still.
+/// Any other MSR is set only if the vCPU holds a different value; `held` lists the nonzero MSRs of
+/// the vCPU, without it all are set.
 fn to_set(values: &[(u32, u64)], held: Option<&[(u32, u64)]>) -> Vec<(u32, u64)> {
     let rank = |index: u32| match index {
         TSC => 0,
@@ -407,7 +402,7 @@ fn to_set(values: &[(u32, u64)], held: Option<&[(u32, u64)]>) -> Vec<(u32, u64)>
     ordered
 }
 
-/// Sets registers in the order they come in.
+/// Sets MSRs in the given order.
 fn set_msrs(vcpu: &VcpuFd, id: u32, ordered: &[(u32, u64)]) -> Result<(), KvmError> {
     let mut left = ordered;
     while !left.is_empty() {
@@ -418,7 +413,7 @@ fn set_msrs(vcpu: &VcpuFd, id: u32, ordered: &[(u32, u64)]) -> Result<(), KvmErr
             let text = format!("register {index:#x} does not take {value:#x}");
             return Err(refused(id, "msrs", io::Error::other(text)));
         }
-        // A register that only exists to be read as zero.
+        // This MSR can only be read as zero.
         left = left.get(set + 1..).unwrap_or_default();
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! A vCPU's registers, set in the one order that works.
+//! Sets the initial registers of a vCPU, in the one order that works.
 #![allow(unsafe_code)] // One ioctl that has no wrapper.
 
 use std::io;
@@ -16,7 +16,7 @@ const KVMIO: u32 = 0xae;
 ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, u32);
 ioctl_iowr_nr!(KVM_PRE_FAULT_MEMORY, KVMIO, 0xd5, kvm_pre_fault_memory);
 
-/// The kernel's signal set is 64 bits, whatever libc makes of it.
+/// The size of the kernel's signal set, 64 bits, whatever libc's is.
 const KERNEL_SIGSET_SIZE: u32 = 8;
 
 #[repr(C, packed)]
@@ -25,14 +25,14 @@ struct SignalMask {
     blocked: u64,
 }
 
-/// Gives a new vCPU what firmware would have: features first, for the rest is checked against them.
-/// Only the boot processor gets an entry; the others wait for it to start them.
+/// Sets the state that firmware would leave in a new vCPU: CPUID leaves first, because KVM checks
+/// the rest against them. Only the boot processor gets an entry point; it starts the others.
 pub fn configure(
     vcpu: &VcpuFd,
     id: u32,
     topology: cpuid::Topology,
     host: &KvmHost,
-    entry: Option<regs::Entry>,
+    entry: Option<regs::EntryPoint>,
     memory: &GuestMemory,
 ) -> Result<(), KvmError> {
     let failed = |what| move |error: kvm_ioctls::Error| error_for(id, what, error.into());
@@ -57,27 +57,28 @@ pub fn configure(
     vcpu.set_regs(&regs::general(entry)).map_err(failed("registers"))
 }
 
-/// Lets `signal` through while the guest runs, and only then.
+/// Unblocks `signal` while the guest runs, and only then.
 ///
-/// The thread keeps it blocked. So a kick that comes at any time either ends the run or keeps the next
-/// one from starting, and no signal handler is needed: a handler would be the whole process's business.
+/// The thread keeps the signal blocked. So a kick that comes at any time either ends the run or
+/// prevents the next one, and no signal handler is needed, which would affect the whole process.
 pub fn unblock_while_running(vcpu: &VcpuFd, signal: i32) -> io::Result<()> {
     let blocked = !(1u64 << (signal - 1));
     let mask = SignalMask { len: KERNEL_SIGSET_SIZE, blocked };
-    // SAFETY: the kernel reads `len` and then as many bytes behind it, which is exactly `mask`.
+    // SAFETY: the kernel reads `len` and then as many bytes after it, which is exactly `mask`.
     match unsafe { ioctl_with_ref(vcpu, KVM_SET_SIGNAL_MASK(), &mask) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Puts guest memory, by address and length, into the tables that the processor walks. Only a help: what
-/// cannot be done is done when the guest gets there.
+/// Maps guest memory, by address and length, into the vCPU's page tables before it is accessed.
+/// This is an optimization: a failure is ignored, and the guest's access maps the page later.
 pub fn pre_fault(vcpu: &VcpuFd, ranges: &[(u64, u64)]) {
     for (address, len) in ranges {
         let mut range = kvm_pre_fault_memory { gpa: *address, size: *len, ..Default::default() };
         while range.size > 0 {
-            // SAFETY: the kernel reads and writes this struct only; it says there what is left.
+            // SAFETY: the kernel reads and writes this struct only, in which it returns what is
+            // left.
             if unsafe { ioctl_with_mut_ref(vcpu, KVM_PRE_FAULT_MEMORY(), &mut range) } != 0 {
                 return;
             }

@@ -1,8 +1,8 @@
 //! A KVM virtual machine, made in the order that keeps it fast.
 //!
-//! Memory slots and vCPUs come before anything that registers on KVM's I/O bus: since Linux 6.18 such a
-//! registration makes the next slot or vCPU wait for an RCU grace period, milliseconds each. That is
-//! also why the interrupt controller is split: KVM keeps the local APICs, the I/O APIC is ours.
+//! Memory slots and vCPUs come before anything that registers on KVM's I/O bus: since Linux 6.18
+//! such a registration makes the next slot or vCPU wait for an RCU grace period, milliseconds each.
+//! That is also why the irqchip is split: KVM keeps the local APICs, the I/O APIC is in `devices/`.
 #![allow(unsafe_code)] // Memory slots hand host addresses to the kernel.
 
 use std::io;
@@ -24,10 +24,11 @@ use vmm_sys_util::ioctl_io_nr;
 
 use super::state::StateShape;
 use crate::arch::x86_64::layout;
+use crate::error::{Error, ErrorKind};
 
-/// How often making a VM is tried again when a signal gets in the way.
+/// How often creating a VM is retried when a signal interrupts it.
 const CREATE_ATTEMPTS: u32 = 5;
-/// The most kinds of fresh vCPUs that are remembered.
+/// The most kinds of new vCPUs whose initial MSRs are cached.
 const MAX_FRESH: usize = 64;
 
 ioctl_io_nr!(KVM_GET_TSC_KHZ, KVMIO, 0xa3);
@@ -41,7 +42,7 @@ const REQUIRED: [(Cap, &str); 6] = [
     (Cap::AdjustClock, "clock"),
 ];
 
-/// What KVM refused.
+/// A KVM call that failed, or a missing capability.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmError {
     #[error("cannot open /dev/kvm; run `pvmm doctor`")]
@@ -66,7 +67,29 @@ pub enum KvmError {
     Vcpu { id: u32, what: &'static str, source: io::Error },
 }
 
-/// What this host's KVM can do, asked once for all machines that are there at the same time.
+impl KvmError {
+    /// Whose fault the error is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Open(_) | Self::Missing(_) | Self::Cpuid(_) => ErrorKind::HostUnsupported,
+            Self::CreateVm(_)
+            | Self::Irqchip(_)
+            | Self::MemorySlot { .. }
+            | Self::CreateVcpu { .. }
+            | Self::ClockRate(_)
+            | Self::Clock(_)
+            | Self::Vcpu { .. } => ErrorKind::HostResource,
+        }
+    }
+}
+
+impl From<KvmError> for Error {
+    fn from(error: KvmError) -> Self {
+        Self::new(error.kind(), "KVM", error)
+    }
+}
+
+/// This host's KVM and its capabilities, queried once for all VMs of the process.
 pub struct KvmHost {
     kvm: Kvm,
     supported_cpuid: CpuId,
@@ -74,21 +97,22 @@ pub struct KvmHost {
     pre_faults: bool,
     scales_clock: bool,
     clock_khz: OnceLock<u32>,
-    /// The machine that was asked for the clock's rate, and the process that may use it: the next machine of
-    /// this process is made of it.
+    /// The VM that was created to query the clock rate, and the process that may use it. The next
+    /// VM of this process is made of it.
     spare: Mutex<Option<(u32, VmFd)>>,
-    fresh: Mutex<Vec<Fresh>>,
+    initial_msrs: Mutex<Vec<InitialMsrs>>,
 }
 
-/// What a fresh vCPU of this number and these features holds, where that is not zero.
-struct Fresh {
+/// The nonzero MSRs of a new vCPU with this number and these CPUID leaves.
+struct InitialMsrs {
     id: u32,
     cpuid: Vec<kvm_cpuid_entry2>,
     msrs: Arc<[(u32, u64)]>,
 }
 
 impl KvmHost {
-    /// The one that the machines and templates of this process have, or a new one where there are none.
+    /// Returns the instance that the VMs and templates of this process share, or a new one if there
+    /// are none.
     pub fn shared() -> Result<Arc<Self>, KvmError> {
         static HOST: Mutex<Weak<KvmHost>> = Mutex::new(Weak::new());
         let mut shared = HOST.lock().unwrap_or_else(PoisonError::into_inner);
@@ -108,7 +132,7 @@ impl KvmHost {
             }
         }
         let most = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(KvmError::Cpuid)?;
-        // Without the room for those that there are not.
+        // Without the unused capacity.
         let supported_cpuid = CpuId::from_entries(most.as_slice()).unwrap_or(most);
         let shape = Arc::new(StateShape::of(&kvm).map_err(KvmError::Cpuid)?);
         let pre_faults = kvm.check_extension_raw(KVM_CAP_PRE_FAULT_MEMORY.into()) > 0;
@@ -121,13 +145,13 @@ impl KvmHost {
             scales_clock,
             clock_khz: OnceLock::new(),
             spare: Mutex::default(),
-            fresh: Mutex::default(),
+            initial_msrs: Mutex::default(),
         })
     }
 
-    /// The rate of the host's clock (TSC) in kHz, as its kernel has measured it in this boot.
+    /// Returns the rate of the host's TSC in kHz, as its kernel has measured it in this boot.
     ///
-    /// Only a machine can be asked. The one that is made for it is kept for the next [`KvmVm::new`].
+    /// Only a VM can be asked. The VM that is created for this is kept for the next [`KvmVm::new`].
     pub fn clock_khz(&self) -> Result<u32, KvmError> {
         if let Some(known) = self.clock_khz.get() {
             return Ok(*known);
@@ -140,7 +164,7 @@ impl KvmHost {
                 *spare = Some((process::id(), vm));
                 khz as u32
             }
-            // Before Linux 5.16 only a vCPU knows.
+            // Before Linux 5.16 only a vCPU can be asked.
             _ => {
                 let failed = |error: kvm_ioctls::Error| KvmError::ClockRate(error.into());
                 vm.create_vcpu(0).and_then(|vcpu| vcpu.get_tsc_khz()).map_err(failed)?
@@ -149,12 +173,12 @@ impl KvmHost {
         Ok(*self.clock_khz.get_or_init(|| khz))
     }
 
-    /// Whether a guest's clock can run at another rate than the host's.
+    /// Returns whether a guest's clock can run at a rate other than the host's.
     pub fn scales_clock(&self) -> bool {
         self.scales_clock
     }
 
-    /// A model-specific register that lists features, as KVM supports it here; zero if it has none.
+    /// Returns an MSR that lists features, as KVM supports it on this host; zero if there is none.
     pub fn feature_msr(&self, index: u32) -> u64 {
         let entry = kvm_msr_entry { index, ..Default::default() };
         let Ok(mut msrs) = Msrs::from_entries(&[entry]) else { return 0 };
@@ -164,22 +188,22 @@ impl KvmHost {
         }
     }
 
-    /// How a vCPU's state is read and set here.
+    /// Returns how a vCPU's state is read and set on this host.
     pub fn shape(&self) -> &Arc<StateShape> {
         &self.shape
     }
 
-    /// A virtual machine of this process with nothing in it.
+    /// Returns an empty VM of this process.
     fn create_vm(&self) -> Result<VmFd, KvmError> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).take();
         match spare {
-            // One that was made before a fork belongs to the other process.
+            // A VM that was created before a process fork belongs to the other process.
             Some((process, vm)) if process == process::id() => Ok(vm),
             _ => create_vm(&self.kvm),
         }
     }
 
-    /// Whether memory can be put into a guest's tables before it is touched.
+    /// Returns whether KVM can map guest memory before it is accessed.
     pub fn pre_faults(&self) -> bool {
         self.pre_faults
     }
@@ -188,22 +212,24 @@ impl KvmHost {
         &self.supported_cpuid
     }
 
-    /// The model-specific registers of a fresh vCPU that are not zero: the first of its kind is asked for them.
-    pub fn fresh_msrs(
+    /// Returns the nonzero MSRs of a new vCPU. `ask` reads them for the first vCPU of a kind.
+    pub fn initial_msrs(
         &self,
         id: u32,
         cpuid: &[kvm_cpuid_entry2],
         ask: impl FnOnce() -> Result<Vec<(u32, u64)>, KvmError>,
     ) -> Result<Arc<[(u32, u64)]>, KvmError> {
-        let mut known = self.fresh.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(fresh) = known.iter().find(|fresh| fresh.id == id && fresh.cpuid == cpuid) {
-            return Ok(fresh.msrs.clone());
+        let mut known = self.initial_msrs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(initial_msrs) =
+            known.iter().find(|initial_msrs| initial_msrs.id == id && initial_msrs.cpuid == cpuid)
+        {
+            return Ok(initial_msrs.msrs.clone());
         }
         let msrs: Arc<[_]> = ask()?.into();
         if known.len() >= MAX_FRESH {
             known.clear();
         }
-        known.push(Fresh { id, cpuid: cpuid.to_vec(), msrs: msrs.clone() });
+        known.push(InitialMsrs { id, cpuid: cpuid.to_vec(), msrs: msrs.clone() });
         Ok(msrs)
     }
 }
@@ -212,15 +238,15 @@ impl KvmHost {
 pub struct KvmVm {
     fd: Arc<VmFd>,
     host: Arc<KvmHost>,
-    // KVM reads guest memory through these mappings for as long as the VM exists.
+    // KVM accesses guest memory through these mappings for as long as the VM exists.
     _memory: GuestMemory,
 }
 
 impl KvmVm {
-    /// A machine with `memory`, local APICs for the vCPUs to come, and nothing else.
+    /// Creates a VM with `memory`, and with local APICs for vCPUs to be created.
     pub fn new(host: &Arc<KvmHost>, memory: &GuestMemory) -> Result<Self, KvmError> {
         let fd = host.create_vm()?;
-        // Intel's processors need two private areas for real mode; others ignore them.
+        // Intel processors need two private areas for real mode; others ignore them.
         fd.set_identity_map_address(layout::IDENTITY_MAP).map_err(KvmError::CreateVm)?;
         fd.set_tss_address(layout::TSS).map_err(KvmError::CreateVm)?;
         let mut split = kvm_enable_cap { cap: KVM_CAP_SPLIT_IRQCHIP, ..Default::default() };
@@ -235,8 +261,8 @@ impl KvmVm {
                 memory_size: len,
                 userspace_addr: region.as_ptr() as u64,
             };
-            // SAFETY: the region is a live mapping of `len` bytes, and `_memory` keeps it mapped for
-            // as long as the VM exists.
+            // SAFETY: the region is a live mapping of `len` bytes, and `_memory` keeps it mapped
+            // for as long as the VM exists.
             unsafe { fd.set_user_memory_region(slot) }.map_err(|source| KvmError::MemorySlot {
                 address,
                 len,
@@ -246,12 +272,12 @@ impl KvmVm {
         Ok(Self { fd: Arc::new(fd), host: host.clone(), _memory: memory.clone() })
     }
 
-    /// A vCPU, to be made before any `connect`.
+    /// Creates a vCPU. Must be called before any `connect`.
     pub fn create_vcpu(&self, id: u32) -> Result<VcpuFd, KvmError> {
         self.fd.create_vcpu(id.into()).map_err(|source| KvmError::CreateVcpu { id, source })
     }
 
-    /// How a vCPU's state is read and set here.
+    /// Returns how a vCPU's state is read and set on this host.
     pub fn shape(&self) -> &Arc<StateShape> {
         self.host.shape()
     }
@@ -260,29 +286,32 @@ impl KvmVm {
         &self.fd
     }
 
-    /// What the host's KVM said of itself when this machine was made.
+    /// Returns the host that this VM was created on.
     pub fn host(&self) -> &Arc<KvmHost> {
         &self.host
     }
 
-    /// How the lines of devices reach the vCPUs. Not by descriptors that KVM listens to: connecting one, and each
-    /// change of what it delivers, costs more than all interrupts of a short command.
+    /// Returns the function that delivers device interrupts to the vCPUs. It does not use irqfds:
+    /// connecting one, and each change of its route, costs more than all interrupts of a short
+    /// command.
     pub fn deliver(&self) -> Deliver {
         let vm = self.fd.clone();
         Box::new(move |message| {
             let (address_lo, data) = (message.address, message.data);
-            // A message that KVM refuses is one that the guest made up: its interrupt stays away.
+            // KVM refuses only messages that the guest itself misconfigured; their interrupts are
+            // not delivered.
             let _ = vm.signal_msi(kvm_msi { address_lo, data, ..Default::default() });
         })
     }
 
-    /// What can make events of guest stores at `address`.
+    /// Returns the connector for ioeventfds on guest stores at `address`.
     pub fn kicks_at(&self, address: u64) -> KvmKicks {
         KvmKicks { vm: self.fd.clone(), address }
     }
 }
 
-/// Kicks that do not leave the kernel. KVM makes everybody wait for a moment when one is added.
+/// Queue notifications that stay in the kernel, as ioeventfds. Adding one makes all users of KVM
+/// wait for a moment.
 pub struct KvmKicks {
     vm: Arc<VmFd>,
     address: u64,
@@ -299,7 +328,7 @@ fn create_vm(kvm: &Kvm) -> Result<VmFd, KvmError> {
     let mut attempt = 1;
     loop {
         match kvm.create_vm() {
-            // Making a VM waits for a kernel thread, and a signal breaks that wait.
+            // Creating a VM waits for a kernel thread, and a signal interrupts that wait.
             Err(error) if error.errno() == libc::EINTR && attempt < CREATE_ATTEMPTS => attempt += 1,
             result => return result.map_err(KvmError::CreateVm),
         }

@@ -1,7 +1,7 @@
 //! What lies under a guest's memory: files that never change, one over the other.
 //!
-//! The lowest layer is a snapshot's memory or nothing, which reads as zeros; each layer above holds the
-//! pages that differ. Mapping an image copies nothing, so any number of guests share its pages.
+//! The lowest layer is a snapshot's memory or nothing, which reads as zeros; each layer above holds
+//! the pages that differ. Mapping an image copies nothing, so any number of guests share its pages.
 
 use std::fs::File;
 use std::io;
@@ -12,19 +12,21 @@ use std::sync::{Arc, OnceLock};
 use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{Bytes, FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
 
-use super::again::Again;
-use super::donor::Donor;
+use super::background_copy::BackgroundCopy;
+use super::rollback_set::RollbackWorkingSet;
 use super::sys::View;
-use super::{PAGE, Pages, Runs, TRIM_MAX, pages, sys};
+use super::{PAGE, PageRanges, Pages, TRIM_MAX, pages, sys};
+use crate::error::{Error, ErrorKind};
 
 /// The most pieces of one layer: a process may have 65,530 mappings in all.
 pub const MAX_RUNS: usize = 2048;
-/// Gaps up to this size between two changed pieces are copied with them beside the guest: each piece is a mapping
-/// in every child, which costs more than a few pages once. A guest that waits for the copy is spared that.
+/// Gaps up to this size between two changed pieces are copied with them beside the guest: each
+/// piece is a mapping in every child, which costs more than a few pages once. A guest that waits
+/// for the copy is spared that.
 const GAP: u64 = 32 * PAGE;
-/// How much of what a guest has written it is expected to write again at once: more than a first command
-/// does, and little enough to keep.
-pub const AGAIN_MAX: u64 = 2 << 20;
+/// How much of what a guest has written it is expected to write again at once: more than a first
+/// command does, and little enough to keep.
+pub const REWRITTEN_MAX: u64 = 2 << 20;
 /// What is bare is found out in blocks of this size: each stretch is a mapping in every machine.
 pub const STRETCH: u64 = 2 << 20;
 /// The most layers of one image.
@@ -47,6 +49,26 @@ pub enum MemoryError {
     Regions,
 }
 
+impl MemoryError {
+    /// Whose fault the error is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Regions => ErrorKind::SnapshotCorrupt,
+            Self::Map { .. }
+            | Self::Scan(_)
+            | Self::Keep(_)
+            | Self::Write(_)
+            | Self::Discard(_) => ErrorKind::HostResource,
+        }
+    }
+}
+
+impl From<MemoryError> for Error {
+    fn from(error: MemoryError) -> Self {
+        Self::new(error.kind(), "memory", error)
+    }
+}
+
 /// A range of guest addresses; its bytes follow those of the region before it in the image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
@@ -57,7 +79,7 @@ pub struct Region {
 /// One file of an image and the ranges for which it speaks.
 pub struct Layer {
     pub file: Arc<File>,
-    pub runs: Runs,
+    pub runs: PageRanges,
 }
 
 /// Memory that never changes.
@@ -68,16 +90,17 @@ pub struct MemoryImage {
     /// How many of the lowest layers are those of the snapshot that the image goes on from.
     base_layers: usize,
     /// The long stretches of nothing but zeros, once somebody has asked.
-    bare: Arc<OnceLock<Runs>>,
-    /// What a machine that lay over this had changed after its first use; of the size of all, with holes elsewhere.
+    unbacked: Arc<OnceLock<PageRanges>>,
+    /// What a machine that lay over this had changed after its first use; of the size of all, with
+    /// holes elsewhere.
     sibling: Option<Arc<File>>,
 }
 
 impl MemoryImage {
     /// Nothing but zeros.
     pub fn empty(regions: Vec<Region>) -> Self {
-        let (regions, bare) = (regions.into(), Arc::default());
-        Self { regions, layers: Vec::new(), base_layers: 0, bare, sibling: None }
+        let (regions, unbacked) = (regions.into(), Arc::default());
+        Self { regions, layers: Vec::new(), base_layers: 0, unbacked, sibling: None }
     }
 
     pub fn regions(&self) -> &[Region] {
@@ -96,14 +119,15 @@ impl MemoryImage {
     /// The same with a layer on top.
     #[must_use]
     pub fn with(&self, layer: Layer) -> Self {
-        let bare = self.bare.get().map(|bare| bare.without(&layer.runs.blocks(STRETCH)));
+        let unbacked =
+            self.unbacked.get().map(|unbacked| unbacked.without(&layer.runs.blocks(STRETCH)));
         let mut layers = self.layers.clone();
         layers.push(Arc::new(layer));
         Self {
             regions: self.regions.clone(),
             layers,
             base_layers: self.base_layers,
-            bare: Arc::new(bare.map_or_else(OnceLock::new, OnceLock::from)),
+            unbacked: Arc::new(unbacked.map_or_else(OnceLock::new, OnceLock::from)),
             sibling: None,
         }
     }
@@ -111,19 +135,23 @@ impl MemoryImage {
     /// The same with a layer on top that has everything.
     #[must_use]
     pub fn with_file(&self, file: Arc<File>) -> Self {
-        self.with(Layer { file, runs: Runs::all(self.size()) })
+        self.with(Layer { file, runs: PageRanges::all(self.size()) })
     }
 
     /// The same, knowing what a machine that lay over it had changed. That machine must be paused.
-    pub fn beside(&self, guest: &GuestMemory, changed: &Runs) -> Result<Self, MemoryError> {
+    pub fn with_sibling(
+        &self,
+        guest: &GuestMemory,
+        changed: &PageRanges,
+    ) -> Result<Self, MemoryError> {
         let file = kept(self.size(), |file| {
             changed.iter().try_for_each(|run| pages::write_run(guest, run, file))
         });
-        Ok(self.clone().beside_file(Some(file?.into())))
+        Ok(self.clone().with_sibling_file(Some(file?.into())))
     }
 
     #[must_use]
-    pub fn beside_file(self, sibling: Option<Arc<File>>) -> Self {
+    pub fn with_sibling_file(self, sibling: Option<Arc<File>>) -> Self {
         Self { sibling, ..self }
     }
 
@@ -132,18 +160,18 @@ impl MemoryImage {
     }
 
     /// Long stretches for which no layer has anything; none where that cannot be known.
-    pub fn bare(&self) -> &Runs {
-        self.bare.get_or_init(|| self.find_bare().unwrap_or_default())
+    pub fn unbacked(&self) -> &PageRanges {
+        self.unbacked.get_or_init(|| self.find_unbacked().unwrap_or_default())
     }
 
-    fn find_bare(&self) -> io::Result<Runs> {
+    fn find_unbacked(&self) -> io::Result<PageRanges> {
         let mut used = Vec::new();
         for layer in &self.layers {
             for run in layer.runs.iter() {
                 used.extend(sparse::blocks_with_data(&layer.file, run, STRETCH)?);
             }
         }
-        Ok(Runs::all(self.size()).without(&Runs::merged(used)))
+        Ok(PageRanges::all(self.size()).without(&PageRanges::merged(used)))
     }
 
     /// The same, where the `layers` lowest ones are a snapshot's.
@@ -162,17 +190,23 @@ impl MemoryImage {
         self.layers.len() == other.layers.len() && self.layers.iter().zip(&other.layers).all(same)
     }
 
-    /// Makes `guest` lie over this image, as if it had never written anything. The guest must be paused.
+    /// Makes `guest` lie over this image, as if it had never written anything. The guest must be
+    /// paused.
     pub fn put_under(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         pages::clear(guest).map_err(MemoryError::Discard)?;
         self.layers.iter().try_for_each(|layer| layer.cover(guest))
     }
 
-    /// Undoes what `guest`, which lies over this image, has written. What it will write `again` gets its old bytes
-    /// where it is, which saves the guest a fault on each page; the rest is dropped. The guest must be paused.
-    pub fn take_back(&self, guest: &GuestMemory, again: &mut Again) -> io::Result<()> {
+    /// Undoes what `guest`, which lies over this image, has written. What it will write
+    /// `rollback_set` gets its old bytes where it is, which saves the guest a fault on each page;
+    /// the rest is dropped. The guest must be paused.
+    pub fn take_back(
+        &self,
+        guest: &GuestMemory,
+        rollback_set: &mut RollbackWorkingSet,
+    ) -> io::Result<()> {
         let private = pages::runs(guest, Pages::Private)?;
-        let mut kept = again.keep(&private);
+        let mut kept = rollback_set.keep(&private);
         pages::discard(guest, &private.without(&kept).at_most(MAX_RUNS))?;
         for layer in self.layers.iter().rev() {
             for run in kept.within(&layer.runs).iter() {
@@ -187,7 +221,9 @@ impl MemoryImage {
     /// A private view for one guest.
     pub fn map(&self) -> Result<GuestMemory, MemoryError> {
         let (whole, above) = match self.layers.split_first() {
-            Some((lowest, above)) if lowest.runs == Runs::all(self.size()) => (Some(lowest), above),
+            Some((lowest, above)) if lowest.runs == PageRanges::all(self.size()) => {
+                (Some(lowest), above)
+            }
             _ => (None, self.layers.as_slice()),
         };
         let mut regions = Vec::with_capacity(self.regions.len());
@@ -207,16 +243,17 @@ impl MemoryImage {
         Ok(guest)
     }
 
-    /// The image as `guest` sees it now, and the layer by which it differs from this one. The guest must be
-    /// paused.
-    pub fn frozen(&self, guest: &GuestMemory, runs: &Runs) -> Result<Self, MemoryError> {
-        match self.layers.len() < MAX_LAYERS {
-            true => self.layered(guest, runs).map_err(MemoryError::Keep),
-            false => self.flattened(guest, runs).map_err(MemoryError::Keep),
+    /// The image as `guest` sees it now, and the layer by which it differs from this one. The guest
+    /// must be paused.
+    pub fn frozen(&self, guest: &GuestMemory, runs: &PageRanges) -> Result<Self, MemoryError> {
+        if self.layers.len() < MAX_LAYERS {
+            self.layered(guest, runs).map_err(MemoryError::Keep)
+        } else {
+            self.flattened(guest, runs).map_err(MemoryError::Keep)
         }
     }
 
-    fn layered(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Self> {
+    fn layered(&self, guest: &GuestMemory, runs: &PageRanges) -> io::Result<Self> {
         let runs = runs.at_most(MAX_RUNS);
         let file = sys::memfd(c"pvmm-memory", self.size())?;
         for run in runs.iter() {
@@ -226,26 +263,26 @@ impl MemoryImage {
         Ok(self.with(Layer { file: file.into(), runs }))
     }
 
-    /// Begins to make the image as `guest` sees it now. The guest must be paused for this call, and may go
-    /// on afterwards. `None` where only [`Self::frozen`] can do it.
+    /// Begins to make the image as `guest` sees it now. The guest must be paused for this call, and
+    /// may go on afterwards. `None` where only [`Self::frozen`] can do it.
     pub fn begin_freeze(
         &self,
         guest: &GuestMemory,
-        written: &Runs,
+        written: &PageRanges,
     ) -> io::Result<Option<Freezing>> {
         if self.layers.len() >= MAX_LAYERS {
             return Ok(None);
         }
         let runs = written.joined(GAP).at_most(MAX_RUNS);
         let file = sys::memfd(c"pvmm-memory", self.size())?;
-        match Donor::start(guest, &runs, &file) {
-            Ok(donor) => {
+        match BackgroundCopy::start(guest, &runs, &file) {
+            Ok(background_copy) => {
                 let (written, below) = (written.clone(), self.clone());
                 Ok(Some(Freezing {
                     written,
                     below,
                     layer: Layer { file: file.into(), runs },
-                    donor,
+                    background_copy,
                 }))
             }
             // A jail may forbid new processes, and there may be no room for one.
@@ -254,7 +291,7 @@ impl MemoryImage {
     }
 
     /// One layer with everything, when there are too many to put another on top.
-    fn flattened(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Self> {
+    fn flattened(&self, guest: &GuestMemory, runs: &PageRanges) -> io::Result<Self> {
         let file = sys::memfd(c"pvmm-memory", self.size())?;
         self.write_to(&file)?;
         for run in runs.iter() {
@@ -277,13 +314,13 @@ impl MemoryImage {
         let file = kept(size, |file| self.write_to(file))?;
         // Only a help, and a large one is none: a trim would not look at it.
         let is_small = |sibling: &&Arc<File>| {
-            let data = sparse::data(sibling, 0..size).map(Runs::merged);
+            let data = sparse::data(sibling, 0..size).map(PageRanges::merged);
             data.is_ok_and(|data| data.bytes() <= TRIM_MAX)
         };
         let hold = |sibling| kept(size, |file| sparse::copy(sibling, file, 0..size)).ok();
         let sibling = self.sibling.as_ref().filter(is_small).and_then(|file| hold(file));
         let held = Self::empty(self.regions.to_vec()).with_file(file.into());
-        let held = held.beside_file(sibling.map(Arc::new));
+        let held = held.with_sibling_file(sibling.map(Arc::new));
         // It still is what the snapshot holds, if it was nothing else before.
         let all_base = self.base_layers == self.layers.len();
         Ok(held.on_base(usize::from(all_base && self.base_layers > 0)))
@@ -302,13 +339,13 @@ impl MemoryImage {
         Ok(())
     }
 
-    /// Fills `bytes` with what the layers from the `first` on have from `at` on, zeros where they have
-    /// nothing. Returns how much was not a hole.
+    /// Fills `bytes` with what the layers from the `first` on have from `at` on, zeros where they
+    /// have nothing. Returns how much was not a hole.
     pub fn read(&self, first: usize, at: u64, bytes: &mut [u8]) -> io::Result<u64> {
         let range = at..at + bytes.len() as u64;
         let place = |part: &Range<u64>| (part.start - at) as usize..(part.end - at) as usize;
         let mut data = Vec::new();
-        let mut left = Runs::one(range.clone());
+        let mut left = PageRanges::one(range.clone());
         for layer in self.layers.iter().skip(first).rev() {
             let own = layer.runs.between(&range);
             for run in left.within(&own).iter() {
@@ -320,16 +357,16 @@ impl MemoryImage {
             }
             left = left.without(&own);
         }
-        let data = Runs::merged(data);
-        for hole in Runs::one(range).without(&data).iter() {
+        let data = PageRanges::merged(data);
+        for hole in PageRanges::one(range).without(&data).iter() {
             bytes.get_mut(place(&hole)).unwrap_or_default().fill(0);
         }
         Ok(data.bytes())
     }
 
     /// Which pages of `runs` are in `guest` what they are here. The guest must be paused.
-    pub fn unchanged(&self, guest: &GuestMemory, runs: &Runs) -> io::Result<Runs> {
-        let mut same = Runs::default();
+    pub fn unchanged(&self, guest: &GuestMemory, runs: &PageRanges) -> io::Result<PageRanges> {
+        let mut same = PageRanges::default();
         let (mut own, mut theirs) = (Vec::new(), Vec::new());
         for run in runs.iter() {
             for (address, part) in pages::guest_parts(guest, run) {
@@ -368,17 +405,17 @@ impl MemoryImage {
 /// An image that is being made while its guest runs on.
 pub struct Freezing {
     /// What the guest had changed.
-    pub written: Runs,
+    pub written: PageRanges,
     below: MemoryImage,
     layer: Layer,
-    donor: Donor,
+    background_copy: BackgroundCopy,
 }
 
 impl Freezing {
     /// The image, once all of it is there.
     pub fn finish(self) -> Result<MemoryImage, MemoryError> {
         let finish = || -> io::Result<()> {
-            self.donor.finish()?;
+            self.background_copy.finish()?;
             sys::seal(&self.layer.file)
         };
         finish().map_err(MemoryError::Keep)?;

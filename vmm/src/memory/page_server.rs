@@ -1,9 +1,9 @@
 //! Guest memory that another process supplies, page by page, as the guest touches it.
 //!
-//! The server listens on a Unix socket. It gets one message: where the memory lies, as JSON, with the
-//! descriptor over which faults arrive. The connection stays open, and its end is the server's end: from then
-//! on pages that are not there never come, so the machine is over. A thread watches for that, for whoever
-//! waits for a page cannot.
+//! The server listens on a Unix socket. It gets one message: where the memory lies, as JSON, with
+//! the descriptor over which faults arrive. The connection stays open, and its end is the server's
+//! end: from then on pages that are not there never come, so the machine is over. A thread watches
+//! for that, for whoever waits for a page cannot.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -20,9 +20,9 @@ use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 use super::uffd::Userfault;
 use super::{PAGE, pages};
+use crate::error::{Error, ErrorKind};
+use crate::outcome::{Outcome, Report};
 use crate::sys;
-use crate::vcpu::run::Outcome;
-use crate::vcpu::thread::Report;
 
 /// How long a machine may take to come to life from pages that it must ask for.
 const START_TIME: Duration = Duration::from_secs(30);
@@ -44,6 +44,23 @@ pub enum PageServerError {
     Lost,
 }
 
+impl PageServerError {
+    /// Whose fault the error is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Connect { .. } => ErrorKind::InvalidConfig,
+            Self::Userfault(_) => ErrorKind::HostUnsupported,
+            Self::HandOver(_) | Self::Watch(_) | Self::Lost => ErrorKind::HostResource,
+        }
+    }
+}
+
+impl From<PageServerError> for Error {
+    fn from(error: PageServerError) -> Self {
+        Self::new(error.kind(), "page server", error)
+    }
+}
+
 /// One range of guest memory, in the words that page servers for Firecracker know.
 #[derive(Serialize)]
 struct Mapping {
@@ -55,14 +72,15 @@ struct Mapping {
     page_size_kib: u64,
 }
 
-/// The connection to a page server. Dropping it lets go of the memory; the vCPUs must be gone by then.
+/// The connection to a page server. Dropping it lets go of the memory; the vCPUs must be gone by
+/// then.
 pub struct PageServer {
-    shared: Arc<Shared>,
+    shared: Arc<PageServerState>,
     watcher: Option<JoinHandle<()>>,
     devices: Option<DeviceHandle>,
 }
 
-struct Shared {
+struct PageServerState {
     faults: Userfault,
     phase: Mutex<Phase>,
     wake: EventFd,
@@ -99,7 +117,7 @@ impl PageServer {
             .collect();
         hand_over(&socket, &mappings, &faults).map_err(PageServerError::HandOver)?;
         let wake = EventFd::new(EFD_NONBLOCK).map_err(PageServerError::Watch)?;
-        let shared = Arc::new(Shared { faults, phase: Mutex::new(Phase::Starting), wake });
+        let shared = Arc::new(PageServerState { faults, phase: Mutex::new(Phase::Starting), wake });
         let watched = shared.clone();
         let watcher = std::thread::Builder::new()
             .name("pvmm-pages".into())
@@ -155,13 +173,10 @@ fn hand_over(socket: &UnixStream, mappings: &[Mapping], faults: &Userfault) -> i
     let message = serde_json::to_vec(mappings)?;
     socket.set_write_timeout(Some(START_TIME))?;
     let sent = socket.send_with_fd(message.as_slice(), faults.fd())?;
-    match sent == message.len() {
-        true => Ok(()),
-        false => Err(io::ErrorKind::WriteZero.into()),
-    }
+    if sent == message.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-impl Shared {
+impl PageServerState {
     fn phase(&self) -> MutexGuard<'_, Phase> {
         self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -196,10 +211,7 @@ impl Shared {
                     if woken {
                         let _ = self.wake.read();
                     }
-                    match spoken {
-                        true => still_there(socket),
-                        false => woken,
-                    }
+                    if spoken { still_there(socket) } else { woken }
                 }
                 Err(_) => false,
             };
@@ -212,7 +224,8 @@ impl Shared {
     fn lost(&self) {
         let mut phase = self.phase();
         match std::mem::replace(&mut *phase, Phase::Lost) {
-            // The owner may be waiting for a page. It goes on with zeros and is told before it uses them.
+            // The owner may be waiting for a page. It goes on with zeros and is told before it uses
+            // them.
             Phase::Starting => self.faults.release(),
             Phase::Running(report) => report(Outcome::MemoryLost),
             Phase::Saving(report, _) => {
@@ -235,8 +248,8 @@ impl Drop for PageServer {
     fn drop(&mut self) {
         let lost = matches!(std::mem::replace(&mut *self.shared.phase(), Phase::Over), Phase::Lost);
         if let Some(devices) = self.devices.take().filter(|_| !lost) {
-            // What devices have under way must end with the right bytes; without an answer there is no more
-            // that can be done.
+            // What devices have under way must end with the right bytes; without an answer there is
+            // no more that can be done.
             let _ = devices.quiesce_all();
         }
         self.shared.faults.release();

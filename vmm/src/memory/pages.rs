@@ -1,7 +1,7 @@
 //! Which pages of its memory a guest has made its own, asked of the kernel's page tables.
 //!
-//! A page that a guest writes in a private mapping becomes anonymous. That is the dirty log: it costs the
-//! guest nothing while it runs, and it sees what devices wrote as well.
+//! A page that a guest writes in a private mapping becomes anonymous. That is the dirty log: it
+//! costs the guest nothing while it runs, and it sees what devices wrote as well.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +12,7 @@ use pvmm_devices::GuestMemory;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::PAGE;
-use super::sys::{self, Aside, Pages, View};
+use super::sys::{self, DeferredUnmap, Pages, View};
 
 const PAGEMAP: &str = "/proc/self/pagemap";
 /// Runs taken from the kernel in one call.
@@ -24,9 +24,9 @@ const ENTRY_FILE: u64 = 1 << 61;
 
 /// Ascending ranges of bytes, in whole pages, that do not touch each other.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Runs(Vec<Range<u64>>);
+pub struct PageRanges(Vec<Range<u64>>);
 
-impl Runs {
+impl PageRanges {
     /// One run of everything.
     pub fn all(size: u64) -> Self {
         Self::one(0..size)
@@ -178,16 +178,16 @@ pub fn places(guest: &GuestMemory) -> Vec<(u64, *mut u8, u64)> {
 }
 
 /// The pages of a kind, as ranges of the image.
-pub fn runs(guest: &GuestMemory, wanted: Pages) -> io::Result<Runs> {
+pub fn runs(guest: &GuestMemory, wanted: Pages) -> io::Result<PageRanges> {
     let pagemap = match File::open(PAGEMAP) {
         Ok(pagemap) => pagemap,
         // In a jail without /proc every page may be the guest's own, and none is known not to be.
         Err(error) if error.kind() == io::ErrorKind::NotFound && wanted != Pages::Shared => {
-            return Ok(Runs::all(places(guest).iter().map(|(_, _, len)| len).sum()));
+            return Ok(PageRanges::all(places(guest).iter().map(|(_, _, len)| len).sum()));
         }
         Err(error) => return Err(error),
     };
-    let mut runs = Runs::default();
+    let mut runs = PageRanges::default();
     for (offset, address, len) in places(guest) {
         let (start, end) = (address as u64, address as u64 + len);
         let mut take = |from: u64, to: u64| runs.push(from - start + offset..to - start + offset);
@@ -283,8 +283,9 @@ pub fn guest_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(u64, Range<u64>
     parts
 }
 
-/// Drops pages that the guest has made its own: they read as the image again. The guest must be paused.
-pub fn discard(guest: &GuestMemory, runs: &Runs) -> io::Result<()> {
+/// Drops pages that the guest has made its own: they read as the image again. The guest must be
+/// paused.
+pub fn discard(guest: &GuestMemory, runs: &PageRanges) -> io::Result<()> {
     runs.iter().try_for_each(|run| advise(guest, run, libc::MADV_DONTNEED))
 }
 
@@ -293,7 +294,8 @@ pub fn discard(guest: &GuestMemory, runs: &Runs) -> io::Result<()> {
 pub fn read_run(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Result<()> {
     for (address, part) in host_parts(guest, run) {
         let len = (part.end - part.start) as usize;
-        // SAFETY: the range is mapped for as long as `guest` is borrowed, and nobody reads it by reference.
+        // SAFETY: the range is mapped for as long as `guest` is borrowed, and nobody reads it by
+        // reference.
         unsafe { sys::read_to(file, address, len, part.start)? };
     }
     Ok(())
@@ -308,25 +310,27 @@ pub fn zero_run(guest: &GuestMemory, run: Range<u64>) {
     }
 }
 
-/// Puts a file's range in place of the same range of guest memory. The guest must be paused or not begun.
+/// Puts a file's range in place of the same range of guest memory. The guest must be paused or not
+/// begun.
 #[allow(unsafe_code)]
 pub fn map_file(guest: &GuestMemory, run: Range<u64>, file: &File, view: View) -> io::Result<()> {
     for (address, part) in host_parts(guest, run) {
         let len = part.end - part.start;
         debug_assert!(part.start % PAGE == 0 && len % PAGE == 0);
-        // SAFETY: the range is part of a mapping that `guest` owns; nobody holds references into guest memory, and no
-        // vCPU or device runs.
+        // SAFETY: the range is part of a mapping that `guest` owns; nobody holds references into
+        // guest memory, and no vCPU or device runs.
         unsafe { sys::map_over(address, len as usize, (file, part.start), view)? };
     }
     Ok(())
 }
 
-/// Moves what the page tables have of a range that is a shared view of a file out of the way. The guest must be paused.
+/// Moves what the page tables have of a range that is a shared view of a file out of the way. The
+/// guest must be paused.
 #[allow(unsafe_code)]
-pub fn set_aside(guest: &GuestMemory, run: Range<u64>) -> io::Result<Vec<Aside>> {
+pub fn defer_unmap(guest: &GuestMemory, run: Range<u64>) -> io::Result<Vec<DeferredUnmap>> {
     // SAFETY: the ranges are mappings that `guest` owns, which nobody reads by reference.
     let set = |(address, part): (_, Range<u64>)| unsafe {
-        sys::set_aside(address, (part.end - part.start) as usize)
+        sys::defer_unmap(address, (part.end - part.start) as usize)
     };
     host_parts(guest, run).into_iter().map(set).collect()
 }
@@ -341,12 +345,14 @@ pub fn clear(guest: &GuestMemory) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives the kernel advice about a range. The guest must be paused if the advice changes what is read there.
+/// Gives the kernel advice about a range. The guest must be paused if the advice changes what is
+/// read there.
 #[allow(unsafe_code)]
 pub fn advise(guest: &GuestMemory, run: Range<u64>, advice: i32) -> io::Result<()> {
     for (address, part) in host_parts(guest, run) {
         let len = (part.end - part.start) as usize;
-        // SAFETY: the range is guest memory, which nobody reads by reference, and its guest is paused.
+        // SAFETY: the range is guest memory, which nobody reads by reference, and its guest is
+        // paused.
         unsafe { sys::advise(address, len, advice)? };
     }
     Ok(())
@@ -396,10 +402,7 @@ pub fn read(guest: &GuestMemory, offset: u64, bytes: &mut [u8]) -> io::Result<()
         guest.read_slice(part, GuestAddress(address)).map_err(io::Error::other)?;
         left = rest;
     }
-    match left.is_empty() {
-        true => Ok(()),
-        false => Err(io::ErrorKind::UnexpectedEof.into()),
-    }
+    if left.is_empty() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
 /// Makes the kernel take note of what is written from now on. The guest must be paused.
@@ -422,8 +425,8 @@ pub fn forget_written(guest: &GuestMemory) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn runs(parts: &[(u64, u64)]) -> Runs {
-        let mut runs = Runs::default();
+    fn runs(parts: &[(u64, u64)]) -> PageRanges {
+        let mut runs = PageRanges::default();
         parts.iter().for_each(|(start, end)| runs.push(start * PAGE..end * PAGE));
         runs
     }

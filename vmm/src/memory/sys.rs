@@ -54,8 +54,8 @@ pub enum Pages {
     Shared,
 }
 
-/// What a page must be to belong to a mapping alone: bits that are turned around, that must be set, and one
-/// of which must be.
+/// What a page must be to belong to a mapping alone: bits that are turned around, that must be set,
+/// and one of which must be.
 const PRIVATE: (u64, u64, u64) = (IS_FILE | IS_ZERO, IS_FILE | IS_ZERO, IS_PRESENT | IS_SWAPPED);
 /// Marks what was found as not written, and fails where the kernel cannot.
 const FORGET: u64 = 1 | 2;
@@ -80,8 +80,8 @@ pub fn forget_written(pagemap: &File, (start, end): (u64, u64)) -> io::Result<u6
     }
 }
 
-/// Lists pages between two host addresses, as many runs as fit; returns how many there are and where to
-/// go on.
+/// Lists pages between two host addresses, as many runs as fit; returns how many there are and
+/// where to go on.
 pub fn scan(
     pagemap: &File,
     wanted: Pages,
@@ -105,7 +105,8 @@ pub fn scan(
         return_mask: IS_PRESENT,
         ..Default::default()
     };
-    // SAFETY: the kernel writes at most `vec_len` regions to `found`, and `walk_end` into the argument.
+    // SAFETY: the kernel writes at most `vec_len` regions to `found`, and `walk_end` into the
+    // argument.
     match unsafe { ioctl_with_mut_ref(pagemap, PAGEMAP_SCAN(), &mut argument) } {
         count if count >= 0 => Ok((count as usize, argument.walk_end)),
         _ => Err(io::Error::last_os_error()),
@@ -124,7 +125,8 @@ pub enum View {
 /// Puts a writable view of a file's range at `address`, in place of what is there.
 ///
 /// # Safety
-/// `len` bytes at `address` must be a mapping that the caller owns and through which nobody holds a reference.
+/// `len` bytes at `address` must be a mapping that the caller owns and through which nobody holds a
+/// reference.
 pub unsafe fn map_over(
     address: *mut u8,
     len: usize,
@@ -141,24 +143,22 @@ pub unsafe fn map_over(
     // SAFETY: replaces only what the caller owns; accesses through volatile pointers stay valid.
     let mapped =
         unsafe { libc::mmap(address.cast(), len, protection, flags, file.as_raw_fd(), offset) };
-    match mapped == libc::MAP_FAILED {
-        true => Err(io::Error::last_os_error()),
-        false => Ok(()),
-    }
+    if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// A view of a file that was moved out of the way, to be unmapped when there is time: that means to look at each of its pages.
-pub struct Aside {
+/// A view of a file that was moved out of the way, to be unmapped when there is time: that means to
+/// look at each of its pages.
+pub struct DeferredUnmap {
     address: usize,
     len: usize,
 }
 
-/// Moves what the page tables have of a shared view of a file out of the way, so that another view can take its place at
-/// once. The view itself stays, and finds the pages in the file again.
+/// Moves what the page tables have of a shared view of a file out of the way, so that another view
+/// can take its place at once. The view itself stays, and finds the pages in the file again.
 ///
 /// # Safety
 /// As for [`map_over`].
-pub unsafe fn set_aside(address: *mut u8, len: usize) -> io::Result<Aside> {
+pub unsafe fn defer_unmap(address: *mut u8, len: usize) -> io::Result<DeferredUnmap> {
     // Whole page tables are moved where both places lie alike in them.
     const TABLE: usize = 2 << 20;
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
@@ -168,21 +168,18 @@ pub unsafe fn set_aside(address: *mut u8, len: usize) -> io::Result<Aside> {
     if new == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
-    let aside = Aside { address: new as usize, len: room };
+    let aside = DeferredUnmap { address: new as usize, len: room };
     let alike = (address as usize).wrapping_sub(new as usize) % TABLE;
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
     // SAFETY: both ranges are the caller's; what is read at `address` stays the same.
     let moved =
         unsafe { libc::mremap(address.cast(), len, len, flags, new.wrapping_byte_add(alike)) };
-    match moved == libc::MAP_FAILED {
-        true => Err(io::Error::last_os_error()),
-        false => Ok(aside),
-    }
+    if moved == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(aside) }
 }
 
-impl Drop for Aside {
+impl Drop for DeferredUnmap {
     fn drop(&mut self) {
-        // SAFETY: the range was mapped by `set_aside`, and nobody else knows it.
+        // SAFETY: the range was mapped by `defer_unmap`, and nobody else knows it.
         unsafe { libc::munmap(self.address as *mut libc::c_void, self.len) };
     }
 }
@@ -196,10 +193,7 @@ pub unsafe fn map_zeros(address: *mut u8, len: usize) -> io::Result<()> {
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     // SAFETY: replaces only what the caller owns; accesses through volatile pointers stay valid.
     let mapped = unsafe { libc::mmap(address.cast(), len, protection, flags, -1, 0) };
-    match mapped == libc::MAP_FAILED {
-        true => Err(io::Error::last_os_error()),
-        false => Ok(()),
-    }
+    if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Gives advice about a range of a mapping.
@@ -247,8 +241,8 @@ fn largest_file() -> io::Result<u64> {
     }
 }
 
-/// From now on nobody can write, grow or shrink the file, whoever holds it. Views from before are not looked
-/// for, which would mean to look at every page: nobody may write through one any more.
+/// From now on nobody can write, grow or shrink the file, whoever holds it. Views from before are
+/// not looked for, which would mean to look at every page: nobody may write through one any more.
 pub fn seal(file: &File) -> io::Result<()> {
     let seals =
         libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_GROW | libc::F_SEAL_SHRINK | libc::F_SEAL_SEAL;
@@ -318,8 +312,8 @@ pub unsafe fn is_zero_page(address: *const u8) -> bool {
     let words = address.cast::<u64>();
     // SAFETY: within the page; volatile, for a guest may own it.
     let word = |index: usize| unsafe { words.add(index).read_volatile() };
-    // Most pages with anything in them show it in the first words. The rest goes in strides, without a
-    // branch for each word.
+    // Most pages with anything in them show it in the first words. The rest goes in strides,
+    // without a branch for each word.
     (0..super::PAGE as usize / 8)
         .step_by(8)
         .all(|at| (at..at + 8).fold(0, |or, i| or | word(i)) == 0)

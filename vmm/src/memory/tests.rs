@@ -7,7 +7,7 @@ use super::*;
 const HIGH: u64 = 1 << 32;
 
 /// 1 MiB at zero and 1 MiB above the hole.
-fn fresh() -> Memory {
+fn forkable() -> Memory {
     let regions = vec![Region { address: 0, len: 1 << 20 }, Region { address: HIGH, len: 1 << 20 }];
     Memory::map(MemoryImage::empty(regions)).unwrap()
 }
@@ -25,8 +25,8 @@ fn get(memory: &Memory, address: u64) -> u8 {
 
 #[test]
 fn private_runs_are_the_pages_that_were_written() {
-    let memory = fresh();
-    assert_eq!(memory.private_runs().unwrap(), Runs::default());
+    let memory = forkable();
+    assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
     assert_eq!(get(&memory, 0x3000), 0, "a page that was only read is not changed");
     put(&memory, 0x5000, 1);
     put(&memory, HIGH + 0x1ff8, 2);
@@ -45,23 +45,23 @@ fn private_runs_are_listed_once_however_many_there_are() {
         pages::advise(&memory.guest, 0..region.len, libc::MADV_NOHUGEPAGE).unwrap();
         (0..count).for_each(|page| put(&memory, page * 2 * PAGE, 1));
         let expected = (0..count).map(|page| page * 2 * PAGE..(page * 2 + 1) * PAGE).collect();
-        assert_eq!(memory.private_runs().unwrap(), Runs::merged(expected), "{count} runs");
+        assert_eq!(memory.private_runs().unwrap(), PageRanges::merged(expected), "{count} runs");
     }
 }
 
 #[test]
 fn frozen_memory_reads_the_same_and_nothing_is_private_any_more() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     put(&memory, HIGH, 2);
     memory.freeze().unwrap();
-    assert_eq!(memory.private_runs().unwrap(), Runs::default());
+    assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
     assert_eq!((get(&memory, 0x5000), get(&memory, HIGH), get(&memory, 0x6000)), (1, 2, 0));
 }
 
 #[test]
 fn trim_gives_back_only_what_holds_what_lies_under_it() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     for (address, value) in [(0x5000, 9), (0x5000, 1), (0x7000, 9), (0x7000, 0), (HIGH, 7)] {
@@ -69,13 +69,13 @@ fn trim_gives_back_only_what_holds_what_lies_under_it() {
     }
     assert_eq!(memory.trim().unwrap(), 2 * PAGE);
     let left = memory.private_runs().unwrap();
-    assert_eq!(left, Runs::one(1 << 20..(1 << 20) + PAGE));
+    assert_eq!(left, PageRanges::one(1 << 20..(1 << 20) + PAGE));
     assert_eq!([0x5000, 0x7000, HIGH].map(|at| get(&memory, at)), [1, 0, 7]);
 }
 
 #[test]
 fn trim_after_a_save_keeps_what_the_next_one_must_hold() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     let base = flat(&memory);
     memory.mark_saved();
@@ -86,7 +86,7 @@ fn trim_after_a_save_keeps_what_the_next_one_must_hold() {
 
 #[test]
 fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     let then = memory.image.clone();
@@ -120,16 +120,16 @@ fn rewind_of_short_runs_leaves_the_pages_and_of_long_ones_drops_them() {
 
 #[test]
 fn shortest_runs_are_taken_until_the_budget_is_spent() {
-    let runs = Runs::merged(vec![0..0x4000, 0x5000..0x6000, 0x8000..0xa000, 0xb000..0xc000]);
+    let runs = PageRanges::merged(vec![0..0x4000, 0x5000..0x6000, 0x8000..0xa000, 0xb000..0xc000]);
     let (short, long) = runs.shortest(0x4000);
     assert_eq!(short.iter().collect::<Vec<_>>(), [0x5000..0x6000, 0x8000..0xa000, 0xb000..0xc000]);
-    assert_eq!(long, Runs::all(0x4000));
-    assert_eq!(runs.shortest(0).0, Runs::default());
+    assert_eq!(long, PageRanges::all(0x4000));
+    assert_eq!(runs.shortest(0).0, PageRanges::default());
 }
 
 #[test]
 fn rewind_goes_back_over_what_was_frozen_since() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     let then = memory.image.clone();
@@ -140,13 +140,13 @@ fn rewind_goes_back_over_what_was_frozen_since() {
         put(&memory, 0x9000, value);
         memory.rewind(&then).unwrap();
         assert_eq!((get(&memory, 0x5000), get(&memory, HIGH), get(&memory, 0x9000)), (1, 0, 0));
-        assert_eq!(memory.private_runs().unwrap(), Runs::default());
+        assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
     }
 }
 
 #[test]
 fn image_that_was_flattened_is_not_its_base_any_more() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     memory.image = memory.image.clone().on_base(1);
@@ -160,7 +160,7 @@ fn image_that_was_flattened_is_not_its_base_any_more() {
 
 #[test]
 fn mappings_of_one_image_do_not_see_each_other() {
-    let mut parent = fresh();
+    let mut parent = forkable();
     put(&parent, 0x5000, 1);
     put(&parent, 0x7000, 7);
     parent.freeze().unwrap();
@@ -173,7 +173,7 @@ fn mappings_of_one_image_do_not_see_each_other() {
 
 #[test]
 fn zeros_written_over_a_layer_stay_zeros() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     put(&memory, 0x5000, 0);
@@ -184,7 +184,7 @@ fn zeros_written_over_a_layer_stay_zeros() {
 
 #[test]
 fn image_of_many_layers_is_flattened_and_reads_the_same() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     for layer in 1..40u8 {
         put(&memory, u64::from(layer) * 0x2000, layer);
         put(&memory, HIGH, layer);
@@ -200,7 +200,7 @@ fn image_of_many_layers_is_flattened_and_reads_the_same() {
 
 #[test]
 fn image_reads_as_its_guest_whatever_the_layers_and_holes() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     for (first, second) in [(1, 2), (0, 3), (4, 0)] {
         put(&memory, 0x5000, first);
         put(&memory, 0x8000, second);
@@ -220,7 +220,7 @@ fn image_reads_as_its_guest_whatever_the_layers_and_holes() {
 #[test]
 fn sealed_layer_cannot_be_written_or_cut() {
     use std::os::unix::fs::FileExt;
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     let file = &memory.image.layers()[0].file;
@@ -232,7 +232,7 @@ fn sealed_layer_cannot_be_written_or_cut() {
 
 #[test]
 fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     put(&memory, 0x6000, 2);
     memory.freeze().unwrap();
@@ -248,7 +248,8 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
     assert_eq!(seen, [3, 2, 4, 0, 5]);
     assert_eq!((get(&memory, 0x5000), get(&memory, 0xa000)), (9, 9));
-    // A second freeze knows all changes since the layer below, also those that the first has copied.
+    // A second freeze knows all changes since the layer below, also those that the first has
+    // copied.
     let runs = memory.private_runs().unwrap();
     let again = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
     let child = Memory::map(again.finish().unwrap()).unwrap();
@@ -258,7 +259,7 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
 
 #[test]
 fn freeze_beside_that_is_given_up_leaves_no_process() {
-    let memory = fresh();
+    let memory = forkable();
     put(&memory, 0x5000, 1);
     let runs = memory.private_runs().unwrap();
     drop(memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process"));
@@ -267,7 +268,7 @@ fn freeze_beside_that_is_given_up_leaves_no_process() {
 
 #[test]
 fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
-    let mut parent = fresh();
+    let mut parent = forkable();
     for page in 0..200 {
         put(&parent, page * PAGE, 1);
     }
@@ -277,11 +278,12 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
     get(&first, 0x40_000);
     put(&first, 0x60_000, 2);
     let touched = first.touched().unwrap();
-    let pages = |runs: &Runs| runs.iter().map(|run| (run.start, run.end)).collect::<Vec<_>>();
+    let pages = |runs: &PageRanges| runs.iter().map(|run| (run.start, run.end)).collect::<Vec<_>>();
     assert_eq!(pages(&touched.written), [(0x60_000, 0x61_000)]);
-    match each_page.is_some() {
-        true => assert_eq!(pages(&touched.read), [(0x40_000, 0x41_000)]),
-        false => assert!(touched.read.iter().any(|run| run.contains(&0x40_000))),
+    if each_page.is_some() {
+        assert_eq!(pages(&touched.read), [(0x40_000, 0x41_000)])
+    } else {
+        assert!(touched.read.iter().any(|run| run.contains(&0x40_000)))
     }
 
     let second = Memory::map(parent.image.clone()).unwrap();
@@ -290,7 +292,7 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
     let shared = pages::runs(&second.guest, sys::Pages::Shared).unwrap();
     assert!(shared.iter().any(|run| run.contains(&0x40_000)), "{shared:?}");
     assert_eq!((get(&second, 0x60_000), get(&second, 0x40_000)), (1, 1));
-    assert_eq!(touched.guest_ranges(&second.guest), [(0x60_000, PAGE), (0x40_000, PAGE)]);
+    assert_eq!(touched.guest_ranges(&second.guest), [(0x40_000, PAGE), (0x60_000, PAGE)]);
 }
 
 #[test]
@@ -300,7 +302,7 @@ fn working_set_of_forks_of_forks_does_not_grow() {
     for generation in 0..20 {
         // Each generation writes 2 MiB elsewhere, in runs of a page.
         let pages = (0..512).map(|page| generation * 4 * MIB + page * 2 * PAGE);
-        let written = Runs::merged(pages.map(|at| at..at + PAGE).collect());
+        let written = PageRanges::merged(pages.map(|at| at..at + PAGE).collect());
         set = WorkingSet::guess(&written, Some(&set));
         assert!(set.written.bytes() <= 4 * MIB, "generation {generation}: {}", set.written.bytes());
     }
@@ -308,7 +310,8 @@ fn working_set_of_forks_of_forks_does_not_grow() {
 
 #[test]
 fn working_set_of_children_is_the_parents_own_and_the_short_runs_it_has_written() {
-    let runs = |parts: &[(u64, u64)]| Runs::merged(parts.iter().map(|(a, b)| *a..*b).collect());
+    let runs =
+        |parts: &[(u64, u64)]| PageRanges::merged(parts.iter().map(|(a, b)| *a..*b).collect());
     let own =
         WorkingSet::new(&runs(&[(0, 0x2000), (0x80000, 0x81000)]), &runs(&[(0x3000, 0x4000)]));
     let guess = WorkingSet::guess(&runs(&[(0x2000, 0x3000), (0x80_0000, 0x120_0000)]), Some(&own));
@@ -320,10 +323,10 @@ fn working_set_of_children_is_the_parents_own_and_the_short_runs_it_has_written(
 fn working_set_that_claims_everything_is_not_made_ready() {
     let huge = vec![Region { address: 0, len: 1 << 40 }];
     let memory = Memory::map(MemoryImage::empty(huge)).unwrap();
-    let all = Runs::all(1 << 40);
+    let all = PageRanges::all(1 << 40);
     let trap = WorkingSet { written: all.clone(), read: all };
     trap.prefault(&memory.guest);
-    assert_eq!(memory.private_runs().unwrap(), Runs::default());
+    assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
     assert!(trap.guest_ranges(&memory.guest).is_empty());
 }
 
@@ -334,7 +337,7 @@ fn flat(memory: &Memory) -> Vec<u8> {
 }
 
 /// What a file has of `memory`, over `base`.
-fn diff_over(memory: &Memory, base: &[u8]) -> (Vec<u8>, Runs) {
+fn diff_over(memory: &Memory, base: &[u8]) -> (Vec<u8>, PageRanges) {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), base).unwrap();
     let changed = memory.changed().unwrap();
@@ -344,7 +347,7 @@ fn diff_over(memory: &Memory, base: &[u8]) -> (Vec<u8>, Runs) {
 
 #[test]
 fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
-    let memory = fresh();
+    let memory = forkable();
     put(&memory, 0x5000, 1);
     put(&memory, HIGH + 0x1000, 2);
     let file = tempfile::tempfile().unwrap();
@@ -356,7 +359,7 @@ fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
 
     // Over an image too, with what is private on top; and mapped again it reads the same.
     let image = MemoryImage::empty(memory.image.regions().to_vec());
-    let layer = Layer { file: file.into(), runs: Runs::all(2 << 20) };
+    let layer = Layer { file: file.into(), runs: PageRanges::all(2 << 20) };
     let again = Memory::map(image.with(layer)).unwrap();
     put(&again, 0x5000, 3);
     put(&again, HIGH + 0x1000, 0);
@@ -366,13 +369,13 @@ fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
 
 #[test]
 fn diff_since_a_save_holds_what_was_written_later_and_zeros_too() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     put(&memory, 0x9000, 1);
     put(&memory, HIGH, 1);
     let base = flat(&memory);
     memory.mark_saved();
-    assert_eq!(memory.changed().unwrap(), Runs::default());
+    assert_eq!(memory.changed().unwrap(), PageRanges::default());
     put(&memory, 0x5000, 0);
     put(&memory, 0xa000, 4);
     assert_eq!(get(&memory, 0x9000), 1, "reading changes nothing");
@@ -391,39 +394,39 @@ fn diff_since_a_save_holds_what_was_written_later_and_zeros_too() {
 
 #[test]
 fn diff_without_a_save_holds_all_that_changed_since_the_load() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     let image = memory.image.clone();
     let base = flat(&memory);
     let loaded = Memory::map(image.clone()).unwrap();
-    assert_eq!(loaded.changed().unwrap(), Runs::default());
+    assert_eq!(loaded.changed().unwrap(), PageRanges::default());
     put(&loaded, 0x7000, 2);
     let (merged, changed) = diff_over(&loaded, &base);
     assert_eq!((merged, changed.bytes()), (flat(&loaded), PAGE));
     // After a rollback nobody knows what the last save had.
     let mut loaded = loaded;
     loaded.rewind(&image).unwrap();
-    assert_eq!(loaded.changed().unwrap(), Runs::all(2 << 20));
+    assert_eq!(loaded.changed().unwrap(), PageRanges::all(2 << 20));
 }
 
 #[test]
 fn sums_are_of_all_memory_and_taken_again_only_where_it_changed() {
-    let memory = fresh();
+    let memory = forkable();
     put(&memory, 0x5000, 7);
     let asked = std::cell::Cell::new(0);
     let sum = |bytes: &[u8]| {
         asked.set(asked.get() + 1);
         crc32fast::hash(bytes)
     };
-    let (piece, all) = (1 << 16, Runs::all(2 << 20));
+    let (piece, all) = (1 << 16, PageRanges::all(2 << 20));
     let filled = memory.filled(true).unwrap();
     let sums = memory.sums(piece, sum, None, &all, &filled).unwrap();
     let expected: Vec<_> = flat(&memory).chunks(1 << 16).map(crc32fast::hash).collect();
     assert_eq!(sums, expected);
     assert_eq!(asked.get(), 2, "one for the zeros, one for the piece that is not");
     put(&memory, 0x15000, 8);
-    let changed = Runs::merged(std::iter::once(0x15000..0x16000).collect());
+    let changed = PageRanges::merged(std::iter::once(0x15000..0x16000).collect());
     let filled = memory.filled(true).unwrap();
     let again = memory.sums(piece, sum, Some(&sums), &changed, &filled).unwrap();
     let expected: Vec<_> = flat(&memory).chunks(1 << 16).map(crc32fast::hash).collect();
@@ -432,8 +435,8 @@ fn sums_are_of_all_memory_and_taken_again_only_where_it_changed() {
 
 const MIB: u64 = 1 << 20;
 
-/// 8 MiB at zero, of which the first page has something, and 8 MiB above the hole, as a machine gets it that was made of a
-/// template.
+/// 8 MiB at zero, of which the first page has something, and 8 MiB above the hole, as a machine
+/// gets it that was made of a template.
 fn to_fork() -> Memory {
     let regions = vec![Region { address: 0, len: 8 * MIB }, Region { address: HIGH, len: 8 * MIB }];
     let mut parent = Memory::map(MemoryImage::empty(regions)).unwrap();
@@ -538,7 +541,7 @@ fn trim_gives_back_what_was_used_first_and_is_zero_again() {
         put(&memory, at, value);
     }
     assert_eq!(memory.trim().unwrap(), 2 * PAGE);
-    assert_eq!(memory.private_runs().unwrap(), Runs::one(7 * MIB..7 * MIB + PAGE));
+    assert_eq!(memory.private_runs().unwrap(), PageRanges::one(7 * MIB..7 * MIB + PAGE));
     assert_eq!([0, 6 * MIB, 7 * MIB].map(|at| get(&memory, at)), [1, 0, 4]);
 }
 
@@ -548,7 +551,7 @@ fn diff_since_a_save_holds_what_was_used_first_after_it() {
     put(&memory, 6 * MIB, 3);
     let base = flat(&memory);
     let before = diff_over(&memory, &vec![0; 16 << 20]).1;
-    assert_eq!(before, Runs::one(6 * MIB..6 * MIB + PAGE));
+    assert_eq!(before, PageRanges::one(6 * MIB..6 * MIB + PAGE));
     memory.mark_saved();
     put(&memory, 6 * MIB, 4);
     put(&memory, HIGH + 4 * MIB, 5);
@@ -560,12 +563,12 @@ fn diff_since_a_save_holds_what_was_used_first_after_it() {
 #[test]
 fn bare_is_what_no_layer_has_anything_for() {
     let memory = to_fork();
-    assert_eq!(*memory.image.bare(), Runs::one(2 * MIB..16 * MIB));
+    assert_eq!(*memory.image.unbacked(), PageRanges::one(2 * MIB..16 * MIB));
     let known = memory.image.held().unwrap();
-    assert_eq!(*known.bare(), Runs::one(2 * MIB..16 * MIB), "found out from the file");
+    assert_eq!(*known.unbacked(), PageRanges::one(2 * MIB..16 * MIB), "found out from the file");
     let file = sys::memfd(c"test", 16 * MIB).unwrap();
-    let more = known.with(Layer { file: file.into(), runs: Runs::one(7 * MIB..9 * MIB) });
-    assert_eq!(more.bare().iter().collect::<Vec<_>>(), [2 * MIB..6 * MIB, 10 * MIB..16 * MIB]);
+    let more = known.with(Layer { file: file.into(), runs: PageRanges::one(7 * MIB..9 * MIB) });
+    assert_eq!(more.unbacked().iter().collect::<Vec<_>>(), [2 * MIB..6 * MIB, 10 * MIB..16 * MIB]);
 }
 
 #[test]
@@ -625,7 +628,7 @@ fn flags_of(memory: &Memory) -> Vec<String> {
 
 #[test]
 fn guest_memory_is_left_out_of_core_dumps_whatever_was_mapped_since() {
-    let mut memory = fresh();
+    let mut memory = forkable();
     let check = |memory: &Memory, count: usize| {
         let flags = flags_of(memory);
         assert!(flags.len() >= count, "{flags:?}");

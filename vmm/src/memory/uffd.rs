@@ -52,7 +52,8 @@ pub struct Userfault {
 }
 
 impl Userfault {
-    /// Pages that are not there yet are asked for over the descriptor, and pages that are dropped are told.
+    /// Pages that are not there yet are asked for over the descriptor, and pages that are dropped
+    /// are told.
     pub fn for_missing(guest: &GuestMemory) -> io::Result<Self> {
         Self::new(guest, FEATURE_EVENT_REMOVE, MODE_MISSING)
     }
@@ -62,8 +63,8 @@ impl Userfault {
         Self::new(guest, FEATURE_WP_ASYNC, MODE_WP)
     }
 
-    /// Nothing comes to the descriptor; but the kernel can tell which pages were written since it was asked
-    /// to forget.
+    /// Nothing comes to the descriptor; but the kernel can tell which pages were written since it
+    /// was asked to forget.
     pub fn for_written(guest: &GuestMemory) -> io::Result<Self> {
         Self::new(guest, FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED, MODE_WP)
     }
@@ -77,8 +78,8 @@ impl Userfault {
         for (_, address, len) in pages::places(guest) {
             let range = Range { start: address as u64, len };
             let mut register = Register { range, mode, ioctls: 0 };
-            // SAFETY: the kernel reads and writes this struct only; what faults there is guest memory, which
-            // nobody reads by reference.
+            // SAFETY: the kernel reads and writes this struct only; what faults there is guest
+            // memory, which nobody reads by reference.
             check(unsafe { ioctl_with_mut_ref(&file, UFFDIO_REGISTER(), &mut register) })?;
             ranges.push(range);
         }
@@ -89,7 +90,8 @@ impl Userfault {
         self.file.as_raw_fd()
     }
 
-    /// Lets go of the memory: pages that are not there read as zeros, and whoever waited for one goes on.
+    /// Lets go of the memory: pages that are not there read as zeros, and whoever waited for one
+    /// goes on.
     pub fn release(&self) {
         for range in &self.ranges {
             // A range that is gone needs no release.
@@ -99,7 +101,8 @@ impl Userfault {
     }
 }
 
-/// A new descriptor. KVM faults in the kernel's name, so one for a program's own faults is not enough.
+/// A new descriptor. KVM faults in the kernel's name, so one for a program's own faults is not
+/// enough.
 fn open() -> io::Result<File> {
     let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
     // SAFETY: no memory is passed.
@@ -112,11 +115,11 @@ fn open() -> io::Result<File> {
         // SAFETY: the kernel takes the flags as a number.
         fd = unsafe { ioctl_with_val(&device, USERFAULTFD_IOC_NEW(), flags as u64) };
     }
-    match fd < 0 {
-        true => Err(io::Error::last_os_error()),
-        // SAFETY: a fresh descriptor that nobody else has.
-        false => Ok(unsafe { File::from_raw_fd(fd) }),
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
     }
+    // SAFETY: a fresh descriptor that nobody else has.
+    Ok(unsafe { File::from_raw_fd(fd) })
 }
 
 fn check(result: i32) -> io::Result<()> {

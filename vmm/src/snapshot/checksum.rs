@@ -1,8 +1,8 @@
-//! Whether a large file is still the one that was written, told piece by piece.
+//! Checksums of large files, one for each piece, and stamps of files that were compared with them.
 //!
-//! A restore cannot read all of a guest's memory first. So a file is compared with its checksums once, and
-//! how it looked then (inode, size, times of change) is written down: the kernel changes that at any write,
-//! hole or truncation, and as long as it is the same the bytes are.
+//! A restore cannot read all of guest memory first. So a file is compared with its checksums once,
+//! and its stamp (inode, size, times of change) is recorded. The kernel changes one of these at any
+//! write, hole or truncation, so an unchanged stamp means unchanged bytes.
 
 use std::fs::File;
 use std::io;
@@ -14,57 +14,42 @@ use twox_hash::XxHash64;
 
 use crate::packed;
 
-/// Bytes that one sum stands for.
+/// Bytes that one checksum covers.
 pub const PIECE: u64 = 1 << 20;
-/// The most that a list may stand for, 1 TiB.
+/// The most checksums in one list, enough for 1 TiB.
 const MAX_SUMS: u64 = 1 << 20;
 
-/// The sums of one file.
+/// The checksums of one file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileSums {
     pub file: String,
     pub size: u64,
-    /// Of each piece; holes count as zeros.
+    /// One checksum per piece; holes count as zeros.
     #[serde(with = "packed")]
     pub sums: Vec<u32>,
-    #[serde(skip)]
-    pub by: Sum,
 }
 
-/// How a piece is summed up.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Sum {
-    /// In the first snapshots.
-    Crc32,
-    /// The low half of XXH64, which needs no instructions of its own to be fast.
-    #[default]
-    Xxh64,
-}
-
-impl Sum {
-    pub(super) fn of(self, bytes: &[u8]) -> u32 {
-        match self {
-            Self::Crc32 => crc32fast::hash(bytes),
-            Self::Xxh64 => XxHash64::oneshot(0, bytes) as u32,
-        }
-    }
+/// Returns the checksum of a piece: the low half of XXH64, which is fast without special
+/// instructions.
+pub(super) fn sum(bytes: &[u8]) -> u32 {
+    XxHash64::oneshot(0, bytes) as u32
 }
 
 impl FileSums {
-    /// Reads a file's data and sums it up.
+    /// Reads the data of a file and computes its checksums.
     pub fn of(name: &str, file: &File, size: u64) -> io::Result<Self> {
-        let (by, mut sums) = (Sum::default(), Vec::new());
-        each_piece(file, size, by, |_, sum| {
+        let mut sums = Vec::new();
+        each_piece(file, size, |_, sum| {
             sums.push(sum);
             true
         })?;
-        Ok(Self { file: name.to_owned(), size, sums, by })
+        Ok(Self { file: name.to_owned(), size, sums })
     }
 
-    /// The first byte of the first piece that differs, if any does.
+    /// Returns the offset of the first piece that differs, if any does.
     pub fn compare(&self, file: &File) -> io::Result<Option<u64>> {
         let mut differs = None;
-        each_piece(file, self.size, self.by, |index, sum| {
+        each_piece(file, self.size, |index, sum| {
             if self.sums.get(index) != Some(&sum) {
                 differs = Some(index as u64 * PIECE);
             }
@@ -73,23 +58,19 @@ impl FileSums {
         Ok(differs)
     }
 
-    /// Whether the list has the length that its size asks for.
+    /// Returns whether the list has as many checksums as the file's size needs.
     pub fn is_whole(&self) -> bool {
         let pieces = self.size.div_ceil(PIECE);
         pieces <= MAX_SUMS && pieces == self.sums.len() as u64
     }
 }
 
-/// Sums every piece in order, while `take` wants more. Pieces without data are not read.
-fn each_piece(
-    file: &File,
-    size: u64,
-    by: Sum,
-    mut take: impl FnMut(usize, u32) -> bool,
-) -> io::Result<()> {
-    let zeros = by.of(&vec![0; PIECE as usize]);
+/// Computes the checksum of every piece in order, until `take` returns false. Pieces without data
+/// are not read.
+fn each_piece(file: &File, size: u64, mut take: impl FnMut(usize, u32) -> bool) -> io::Result<()> {
+    let zeros = sum(&vec![0; PIECE as usize]);
     let mut buffer = vec![0; PIECE as usize];
-    // A block device has no holes to tell of.
+    // A block device has no holes to report.
     let data = if file.metadata()?.is_file() {
         sparse::data(file, 0..size)?
     } else {
@@ -102,16 +83,16 @@ fn each_piece(
         while data.peek().is_some_and(|part| part.end <= at) {
             data.next();
         }
-        let sum = match data.peek() {
+        let found = match data.peek() {
             Some(part) if part.start < end => {
                 let bytes = buffer.get_mut(..(end - at) as usize).unwrap_or_default();
                 file.read_exact_at(bytes, at)?;
-                by.of(bytes)
+                sum(bytes)
             }
             _ if end - at == PIECE => zeros,
-            _ => by.of(&vec![0; (end - at) as usize]),
+            _ => sum(&vec![0; (end - at) as usize]),
         };
-        if !take((at / PIECE) as usize, sum) {
+        if !take((at / PIECE) as usize, found) {
             break;
         }
         at = end;
@@ -119,7 +100,7 @@ fn each_piece(
     Ok(())
 }
 
-/// How a file looked when it was last compared.
+/// The metadata of a file when it was last compared with its checksums.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Stamp {
     pub file: String,

@@ -1,6 +1,6 @@
-//! A writer killed at every system call, and one for which every call fails once: the folder is whole.
+//! Kills a writer at every system call, and lets every call fail once: the folder stays whole.
 //!
-//! strace does the killing. The victim is this test program itself, run again with one test.
+//! strace kills the victim, which is this test program itself, run again with one test.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -19,10 +19,10 @@ use crate::storage::FrozenStorage;
 
 const PLACE: &str = "PVMM_CRASH_PLACE";
 const VICTIM: &str = "snapshot::crash_tests::victim";
-/// Paths that are asked for before and after, to find the writer's calls among the program's.
+/// Paths that are looked up before and after the writer runs, to find its calls in the trace.
 const BEGIN: &str = "/pvmm-crash-test-begins";
 const END: &str = "/pvmm-crash-test-ends";
-/// Calls whose failure must be told, or made good.
+/// Calls whose failure must be reported or compensated.
 const TELLING: [&str; 13] = [
     "write",
     "pwrite64",
@@ -39,7 +39,7 @@ const TELLING: [&str; 13] = [
     "openat",
 ];
 
-/// Writes a snapshot over the one that is there.
+/// Writes a snapshot over the existing one.
 fn write(dir: &Path) -> Result<Manifest, Error> {
     write_with(dir, Durability::Full)
 }
@@ -52,7 +52,7 @@ fn write_with(dir: &Path, durability: Durability) -> Result<Manifest, Error> {
     }
     memory.freeze().unwrap();
     memory.guest.write_slice(&[8; 4096], GuestAddress(0x5000)).unwrap();
-    let image = memory.keep_beside(&memory.image).unwrap();
+    let image = memory.keep_sibling(&memory.image).unwrap();
     let disk = tempfile::tempfile().unwrap();
     disk.write_all_at(&[9; 8192], 0).unwrap();
     let saved = super::testing::saved();
@@ -70,7 +70,7 @@ fn write_with(dir: &Path, durability: Durability) -> Result<Manifest, Error> {
     marked(|| contents.write(dir, options))
 }
 
-/// Does what a test is about, so that its calls are found.
+/// Runs `act` between two markers, so that its calls are found in the trace.
 pub(super) fn marked<T>(act: impl FnOnce() -> T) -> T {
     let _ = fs::metadata(BEGIN);
     let done = act();
@@ -78,11 +78,11 @@ pub(super) fn marked<T>(act: impl FnOnce() -> T) -> T {
     done
 }
 
-/// Waits until strace holds this thread, and says where to write.
+/// Waits until strace has attached to this thread, and returns the folder to write to.
 pub(super) fn held_victim() -> PathBuf {
     let place = PathBuf::from(std::env::var_os(PLACE).expect("a place"));
-    // strace is to hold this thread alone, and counts its calls from then on. Whether it counts the one that
-    // the thread waits in is left to chance, so that is one which a writer does not make.
+    // strace attaches to this thread alone and counts its calls from then on. It may or may not
+    // count the call that the thread waits in, so that must be one which a writer does not make.
     let told = std::thread::spawn(|| std::io::stdin().read_line(&mut String::new()));
     println!("\nvictim {}", fs::read_link("/proc/thread-self").unwrap().display());
     told.join().unwrap().unwrap();
@@ -95,7 +95,7 @@ fn victim() {
     write(&held_victim().join("snap")).expect("written");
 }
 
-/// The identifier of a snapshot of which every byte is as it was written.
+/// Returns the identifier of a snapshot after comparing every byte of it.
 fn whole(dir: &Path) -> String {
     let folder = Folder::open(dir).expect("a manifest");
     let saved = folder.state().expect("state");
@@ -121,7 +121,7 @@ fn folder_is_compared_once_where_it_was_copied_to_and_never_where_it_was_written
     assert!(copied.success());
     load(&there).unwrap();
     assert!(there.join(STAMP).exists());
-    // What was written down holds until the file changes.
+    // The recorded stamps hold until the file changes.
     let memory = there.join(MEMORY);
     fs::set_permissions(&memory, fs::Permissions::from_mode(0o600)).unwrap();
     let file = fs::File::options().write(true).open(&memory).unwrap();
@@ -131,7 +131,7 @@ fn folder_is_compared_once_where_it_was_copied_to_and_never_where_it_was_written
     load(&there).unwrap();
 }
 
-/// A folder with a snapshot in it, and how the writer of the next one does under strace.
+/// A folder with a snapshot in it, in which a victim writes the next one under strace.
 pub(super) struct Place {
     pub dir: tempfile::TempDir,
     log: tempfile::NamedTempFile,
@@ -145,7 +145,7 @@ impl Place {
         place
     }
 
-    /// A folder for a test that writes something else.
+    /// An empty folder, for a test that writes something else.
     pub fn empty(victim: &'static str) -> Self {
         let log = tempfile::NamedTempFile::new().unwrap();
         Self { dir: tempfile::tempdir().unwrap(), log, victim }
@@ -160,14 +160,14 @@ impl Place {
         entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
     }
 
-    /// Removes what the last victim has left, so that the next one makes the calls that were counted.
+    /// Removes what the last victim has left, so that the next one makes the counted calls.
     fn sweep(&self) {
         for name in self.names().into_iter().filter(|name| name != "snap") {
             fs::remove_dir_all(self.dir.path().join(name)).unwrap();
         }
     }
 
-    /// Runs the victim; true if it wrote its snapshot.
+    /// Runs the victim and returns whether it wrote its snapshot.
     pub fn run(&self, expression: &str) -> bool {
         let mut victim = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", self.victim, "--ignored", "--nocapture"])
@@ -187,7 +187,7 @@ impl Place {
             .stderr(Stdio::piped())
             .spawn()
             .expect("strace should be installed; `make test` does it");
-        // The thread is traced before it is stopped, and its calls are counted only from then on.
+        // The thread is traced before it is stopped; its calls are counted only from then on.
         let mut told = BufReader::new(strace.stderr.take().unwrap()).lines().map_while(Result::ok);
         assert!(told.any(|line| line.contains("attached")), "strace cannot attach");
         let _ = victim.stdin.take().unwrap().write_all(b"\n");
@@ -197,7 +197,8 @@ impl Place {
         written
     }
 
-    /// The writer's calls: the name of each and how many of that name came before it, as strace counts.
+    /// Returns the writer's calls: the name of each, and how many of that name came before it, as
+    /// strace counts.
     pub fn calls(&self) -> Vec<(String, usize)> {
         assert!(self.run("trace=all"));
         let log = fs::read_to_string(self.log.path()).unwrap();
@@ -232,15 +233,16 @@ fn writer_killed_at_any_system_call_leaves_the_old_snapshot_or_the_new_one() {
     }
     println!("killed at {} calls: the old one {old} times, the new one {new} times", calls.len());
     assert!(old > 50 && new > 5, "{old} {new}");
-    // What one that was killed leaves is removed by the next.
+    // The next writer removes what a killed one has left.
     place.run("inject=fchmod:signal=KILL");
     assert_eq!(place.names().len(), 2);
     write(&place.snap()).unwrap();
     assert_eq!(place.names(), BTreeSet::from(["snap".to_owned()]));
 }
 
-/// H16: strace says for the kernel that it took only a part of a write. What is missing then is found at the next load,
-/// and the rest was written: a writer that took the count for an error, or for all of it, would do neither.
+/// H16: strace reports for the kernel that it took only a part of a write. The next load finds what
+/// is missing, and the rest was written: a writer that took the count for an error, or for the
+/// whole length, would do neither.
 #[test]
 fn h16_write_that_the_host_takes_in_part_is_gone_on_with_and_what_is_lost_is_found() {
     for name in ["pwrite64", "write"] {
@@ -262,7 +264,7 @@ fn h16_write_that_the_host_takes_in_part_is_gone_on_with_and_what_is_lost_is_fou
     }
 }
 
-/// Not even by a load: what it has compared is on the disk before it is said to be right.
+/// A load does not write one either before it has synced what it compared.
 #[test]
 fn folder_written_without_syncing_has_no_stamp_until_its_bytes_are_on_the_disk() {
     let place = Place::empty("snapshot::crash_tests::loading_victim");
@@ -274,7 +276,7 @@ fn folder_written_without_syncing_has_no_stamp_until_its_bytes_are_on_the_disk()
     let last_sync = calls.iter().rposition(|(call, _)| call == "fsync").expect("a sync");
     assert!(last_sync < position("rename").expect("a stamp"), "{calls:?}");
     assert!(dir.join(STAMP).exists());
-    // With syncing, the writer says so itself.
+    // With syncing, the writer records the stamps itself.
     write(&dir).unwrap();
     assert!(!Folder::open(&dir).unwrap().state().unwrap().stamps.is_empty());
 }

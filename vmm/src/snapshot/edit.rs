@@ -1,7 +1,8 @@
-//! Two files of a snapshot without a machine: what a state file says, and a memory file brought up to date.
+//! Tools for a snapshot of two files that need no VM: describing a state file, and merging a diff
+//! into a memory file.
 //!
-//! This is what Firecracker's `snapshot-editor` is for; `launcher/src/firecracker/snapshot_editor.rs` is its command
-//! line.
+//! They implement Firecracker's `snapshot-editor`; `launcher/src/firecracker/snapshot_editor.rs` is
+//! its command line.
 
 use std::fs::File;
 use std::io;
@@ -13,21 +14,21 @@ use pvmm_devices::{open, sparse};
 use super::files::{StateFile, read_state};
 use crate::error::{Error, ErrorKind};
 
-/// Bytes moved at a time.
+/// Bytes copied at a time.
 const BUFFER: u64 = 1 << 20;
 
-/// A state file in words.
+/// The contents of a state file as text.
 pub struct StateText {
-    /// The version of its format.
+    /// The version of the file's format.
     pub version: u32,
-    /// The machine: a manifest in JSON.
+    /// The manifest, in JSON.
     pub machine: String,
     /// The registers of each vCPU.
     pub vcpus: Vec<String>,
 }
 
 impl StateFile {
-    /// Reads a state file, checked as for a load.
+    /// Reads a state file, with the checks of a load, and returns its contents as text.
     pub fn describe(path: &Path) -> Result<StateText, Error> {
         let (manifest, saved) = read_state(path)?;
         let machine = serde_json::to_string_pretty(&manifest)
@@ -42,7 +43,8 @@ impl StateFile {
     }
 }
 
-/// Writes what a memory file of differences holds over the whole one, in place. The two must be of one size.
+/// Writes the data of the diff `differences` over the memory file `memory`, in place. Both files
+/// must have one size.
 pub fn rebase(memory: &Path, differences: &Path) -> Result<(), Error> {
     let failed = |path: &Path, error: io::Error| {
         Error::new(ErrorKind::HostResource, path.display().to_string(), error)

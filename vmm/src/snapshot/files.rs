@@ -1,9 +1,9 @@
-//! A snapshot as two files of the caller's naming: one of state, one of memory.
+//! A snapshot as two files that the caller names: state and memory.
 //!
-//! This is the shape that Firecracker's clients know. The memory is one flat file that other programs copy,
-//! serve page by page, or put on a block device; disks are not part of it, and are named again by whoever goes
-//! on with the machine. The state file holds what a folder keeps in `manifest.json` and `state.bin`, and a
-//! note of the caller's own.
+//! This is the format that Firecracker's clients use. The memory is one flat file that other
+//! programs copy, serve page by page, or put on a block device. Disks are not part of the snapshot;
+//! the caller names them again to resume the VM. The state file holds what a folder keeps in
+//! `manifest.json` and `state.bin`, and a note of the caller.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use super::checksum::{FileSums, PIECE, Stamp, Sum};
+use super::checksum::{FileSums, PIECE, Stamp, sum};
 use super::manifest::{self, Manifest, MemoryFacts};
 use super::outside::{self, Roots};
 use super::sections::{self, Saved};
@@ -20,35 +20,39 @@ use super::write::random_id;
 use super::written_file::WrittenFile;
 use super::{DiskFacts, MANIFEST_MAX, MEMORY, STATE_MAX, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
+use crate::frozen::Frozen;
 use crate::kvm::vm::KvmHost;
-use crate::memory::{Layer, Memory, MemoryImage, Runs};
+use crate::machine::Machine;
+use crate::memory::{Layer, Memory, MemoryImage, PageRanges};
 use crate::storage::{FrozenStorage, Storage};
-use crate::template::Template;
-use crate::trace;
-use crate::vm::Vm;
+use crate::{freeze, trace};
 
-/// How the state file begins.
+/// The first bytes of a state file.
 pub(super) const MAGIC: [u8; 8] = *b"pvmm-vm\n";
 const HEADER: usize = MAGIC.len() + 4;
-/// The number in the first bytes of Firecracker's, on x86_64 and on aarch64. Later versions have a byte before
-/// it that says how it is packed.
+/// The number in the first bytes of Firecracker's state files, on x86_64 and on aarch64. Later
+/// versions put a byte before it that says how it is encoded.
 const FIRECRACKER: [u64; 2] = [0x0710_1984_8664_0000, 0x0710_1984_aaaa_0000];
 /// The longest note that a caller may leave in the state file.
 pub const NOTE_MAX: usize = 256 << 10;
 
-/// Whose a state file is, by its first bytes.
+/// The kind of a state file, by its first bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StateFile {
+    /// A state file that pvmm has written.
     Pvmm,
+    /// A state file of Firecracker, which pvmm does not read.
     Firecracker,
+    /// A file of another kind.
     Unknown,
-    /// Not there, or not a file that can be read.
+    /// Missing, or not a file that can be read.
     Missing,
 }
 
 impl StateFile {
+    /// Reads the first bytes of the file at `path` and returns its kind.
     pub fn of(path: &Path) -> Self {
-        // A pipe would keep whoever opens it waiting.
+        // Opening a pipe would block.
         if !fs::metadata(path).is_ok_and(|facts| facts.is_file()) {
             return Self::Missing;
         }
@@ -62,132 +66,129 @@ impl StateFile {
     }
 }
 
-/// How much of the memory is written.
+/// Which part of guest memory is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SaveKind {
-    /// All of it.
+    /// All of guest memory.
     Full,
-    /// What changed since the last save, or since the load: over a memory file of the right size if there is
-    /// one of that name, otherwise into a file that is empty in between.
+    /// The pages changed since the last save, or since the load. They are written over an existing
+    /// memory file of the right size, otherwise into a new file with holes between them.
     Diff,
 }
 
-impl Vm {
-    /// Writes the machine, which must be paused, as two files. Each gets its name when all of it is on the
-    /// disk, memory first; files of these names are replaced. A writer that is killed leaves the old pair, the new one,
-    /// or memory that the old state does not take. Drives are remembered by their paths and not copied, so whoever wants
-    /// to go back keeps them too; what the guest has written to them is on the disk first.
-    ///
-    /// `note` is the caller's own, at most [`NOTE_MAX`] bytes; [`Template::note`] gives it back.
-    pub fn save_files(
-        &mut self,
-        state: &Path,
-        memory: &Path,
-        kind: SaveKind,
-        note: &[u8],
-    ) -> Result<(), Error> {
-        let refuse = |what: &str| Err(Error::plain(ErrorKind::InvalidConfig, what));
-        if self.running {
-            return refuse("save: the machine is running; pause it first");
-        }
-        if note.len() > NOTE_MAX {
-            return refuse("save: the note is longer than 256 KiB");
-        }
-        if state == memory {
-            return refuse("save: state and memory cannot be one file");
-        }
-        let disks = self.disk_facts()?;
-        self.sync_drives()?;
-        let machine = self.save_state()?;
-        trace::step("state saved");
-        let all_here = match &self.page_server {
-            Some(server) => {
-                server.save_begins()?;
-                false
-            }
-            None => true,
-        };
-        let known = self.held.memory_sums.as_deref();
-        let written = write_memory(&self.memory, memory, kind, all_here, known);
-        if let Some(server) = &self.page_server {
-            // What came after the server's end was zeros.
-            server.save_ends()?;
-        }
-        let (memory_file, sums) = written?;
-        trace::step("memory written");
-        self.held.memory_sums = Some(Arc::from(sums.sums.as_slice()));
-        publish(&memory_file, kind, state, |stamps| {
-            let (runs, working_set, note) = (Vec::new(), None, Some(note.to_vec()));
-            let saved = Saved { machine, sums: vec![sums], runs, working_set, note, stamps };
-            self.encode(&saved, disks)
-        })?;
-        trace::step("files published");
-        if self.held.track_changes {
-            self.memory.mark_saved();
-        }
-        Ok(())
+/// Writes the paused machine as two files, as [`crate::Vm::save_files`] describes.
+pub fn save_files(
+    machine: &mut Machine,
+    state: &Path,
+    memory: &Path,
+    kind: SaveKind,
+    note: &[u8],
+) -> Result<(), Error> {
+    let refuse = |what: &str| Err(Error::plain(ErrorKind::InvalidConfig, what));
+    if machine.running {
+        return refuse("save: the machine is running; pause it first");
     }
-
-    fn encode(&self, saved: &Saved, disks: Vec<DiskFacts>) -> Result<Vec<u8>, SnapshotError> {
-        let (sections, table) = sections::encode(saved)?;
-        let size = self.memory.image.size();
-        let failed = |source| SnapshotError::Write { file: "state".into(), source };
-        let manifest = Manifest {
-            format: manifest::FILES_FORMAT.to_owned(),
-            version: manifest::VERSION,
-            id: random_id().map_err(failed)?,
-            created_by: concat!("pvmm ", env!("CARGO_PKG_VERSION")).to_owned(),
-            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
-            machine: host::facts(self.kvm.host(), self.vcpus.len() as u32, size >> 20),
-            memory: MemoryFacts {
-                size,
-                regions: self.memory.image.regions().iter().map(|r| (r.address, r.len)).collect(),
-                base: None,
-            },
-            disks,
-            taps: self.held.taps.clone(),
-            vsock_path: self.held.vsock_path.as_ref().map(|path| path.display().to_string()),
-            sections: table,
-            checksum: 0,
-        };
-        join(&manifest.encode()?, &sections)
+    if note.len() > NOTE_MAX {
+        return refuse("save: the note is longer than 256 KiB");
     }
-
-    /// Puts on the disk what the guest has written to drives that are not part of the files.
-    fn sync_drives(&self) -> Result<(), SnapshotError> {
-        for (index, drive) in self.held.drives.iter().enumerate() {
-            if let Storage::InPlace { file, .. } = &drive.storage {
-                let file_name = || format!("drive {index}");
-                file.sync_all()
-                    .map_err(|source| SnapshotError::Write { file: file_name(), source })?;
-            }
+    if state == memory {
+        return refuse("save: state and memory cannot be one file");
+    }
+    let disks = disk_facts(machine)?;
+    sync_drives(machine)?;
+    let saved_state = freeze::save_state(machine)?;
+    trace::step("state saved");
+    let all_here = match &machine.page_server {
+        Some(server) => {
+            server.save_begins()?;
+            false
         }
-        Ok(())
+        None => true,
+    };
+    let known = machine.resources.memory_sums.as_deref();
+    let written = write_memory(&machine.memory, memory, kind, all_here, known);
+    if let Some(server) = &machine.page_server {
+        // What came after the server's end was zeros.
+        server.save_ends()?;
     }
-
-    /// The drives by their paths. A disk without one would be lost.
-    fn disk_facts(&self) -> Result<Vec<DiskFacts>, SnapshotError> {
-        let facts = |(index, storage): (usize, &Storage)| match storage {
-            Storage::Layers(_) => Err(SnapshotError::OwnDisk { index }),
-            Storage::Fixed { path, .. } | Storage::InPlace { path, .. } => Ok(DiskFacts::Named {
-                path: path.as_ref().map(|path| absolute(path)),
-                read_only: storage.is_read_only(),
-            }),
-            Storage::Later { path, read_only } => {
-                Ok(DiskFacts::Named { path: Some(absolute(path)), read_only: *read_only })
-            }
-        };
-        self.held.drives.iter().map(|drive| &drive.storage).enumerate().map(facts).collect()
+    let (memory_file, sums) = written?;
+    trace::step("memory written");
+    machine.resources.memory_sums = Some(Arc::from(sums.sums.as_slice()));
+    publish(&memory_file, kind, state, |stamps| {
+        let (runs, working_set, note) = (Vec::new(), None, Some(note.to_vec()));
+        let saved =
+            Saved { machine: saved_state, sums: vec![sums], runs, working_set, note, stamps };
+        encode(machine, &saved, disks)
+    })?;
+    trace::step("files published");
+    if machine.resources.track_changes {
+        machine.memory.mark_saved();
     }
+    Ok(())
 }
 
-/// Where a file is, whatever the folder that the next process runs in.
+fn encode(
+    machine: &Machine,
+    saved: &Saved,
+    disks: Vec<DiskFacts>,
+) -> Result<Vec<u8>, SnapshotError> {
+    let (sections, table) = sections::encode(saved)?;
+    let size = machine.memory.image.size();
+    let failed = |source| SnapshotError::Write { file: "state".into(), source };
+    let manifest = Manifest {
+        format: manifest::FILES_FORMAT.to_owned(),
+        version: manifest::VERSION,
+        id: random_id().map_err(failed)?,
+        created_by: concat!("pvmm ", env!("CARGO_PKG_VERSION")).to_owned(),
+        created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
+        machine: host::facts(machine.kvm.host(), machine.vcpus.len() as u32, size >> 20),
+        memory: MemoryFacts {
+            size,
+            regions: machine.memory.image.regions().iter().map(|r| (r.address, r.len)).collect(),
+            base: None,
+        },
+        disks,
+        taps: machine.resources.taps.clone(),
+        vsock_path: machine.resources.vsock_path.as_ref().map(|path| path.display().to_string()),
+        sections: table,
+        checksum: 0,
+    };
+    join(&manifest.encode()?, &sections)
+}
+
+/// Puts on the disk what the guest has written to drives that are not part of the files.
+fn sync_drives(machine: &Machine) -> Result<(), SnapshotError> {
+    for (index, drive) in machine.resources.drives.iter().enumerate() {
+        if let Storage::InPlace { file, .. } = &drive.storage {
+            let file_name = || format!("drive {index}");
+            file.sync_all().map_err(|source| SnapshotError::Write { file: file_name(), source })?;
+        }
+    }
+    Ok(())
+}
+
+/// The drives by their paths. A disk without one would be lost.
+fn disk_facts(machine: &Machine) -> Result<Vec<DiskFacts>, SnapshotError> {
+    let facts = |(index, storage): (usize, &Storage)| match storage {
+        Storage::Layers(_) => Err(SnapshotError::OwnDisk { index }),
+        Storage::Fixed { path, .. } | Storage::InPlace { path, .. } => Ok(DiskFacts::Named {
+            path: path.as_ref().map(|path| absolute(path)),
+            read_only: storage.is_read_only(),
+        }),
+        Storage::Later { path, read_only } => {
+            Ok(DiskFacts::Named { path: Some(absolute(path)), read_only: *read_only })
+        }
+    };
+    machine.resources.drives.iter().map(|drive| &drive.storage).enumerate().map(facts).collect()
+}
+
+/// Makes a path independent of the current folder.
 fn absolute(path: &Path) -> String {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
 }
 
-/// Writes the memory, not yet under its name, and sums it up; `known` are the sums of the save or load that changes are
-/// counted from.
+/// Writes the memory under a hidden name and computes its checksums. `known` are the checksums of
+/// the save or load that changes are counted from.
 pub(super) fn write_memory(
     memory: &Memory,
     path: &Path,
@@ -196,20 +197,19 @@ pub(super) fn write_memory(
     known: Option<&[u32]>,
 ) -> Result<(WrittenFile, FileSums), Error> {
     let size = memory.image.size();
-    let all = Runs::all(size);
+    let all = PageRanges::all(size);
     let (changed, filled) = (memory.changed()?, memory.filled(all_here)?);
     let file = match kind {
         SaveKind::Full => {
             let file = WrittenFile::create(path)?;
-            match file.in_place() {
-                // Its old bytes are there, and may be what this very machine lies over: nothing is cleared.
-                true => {
-                    file.check_size(size)?;
-                    memory.write_over(file.file(), &all)
-                }
-                false => memory.write_flat(file.file(), &filled),
-            }
-            .map_err(|error| file.failed(error))?;
+            let written = if file.in_place() {
+                // The old bytes stay: this VM may be mapped over them.
+                file.check_size(size)?;
+                memory.write_over(file.file(), &all)
+            } else {
+                memory.write_flat(file.file(), &filled)
+            };
+            written.map_err(|error| file.failed(error))?;
             file
         }
         SaveKind::Diff => {
@@ -219,16 +219,15 @@ pub(super) fn write_memory(
         }
     };
     file.sync()?;
-    // Of all memory, also for a diff: what is loaded is that and its base together.
-    let by = Sum::default();
-    let sums = memory.sums(PIECE, |bytes| by.of(bytes), known, &changed, &filled)?;
-    Ok((file, FileSums { file: MEMORY.to_owned(), size, sums, by }))
+    // Checksums cover all of memory, also for a diff, because it is loaded merged with its base.
+    let sums = memory.sums(PIECE, sum, known, &changed, &filled)?;
+    Ok((file, FileSums { file: MEMORY.to_owned(), size, sums }))
 }
 
-/// Gives the memory its name, then the state that goes with it.
+/// Renames the memory file, then writes the state file that goes with it.
 ///
-/// In this order, because a file looks different after it was renamed, and the state says how the memory looks. Until
-/// the state is there, the one before it is: that does not take the new memory, whose sums are others.
+/// In this order, because a rename changes a file's stamp and the state file contains it. Until the
+/// new state file is there, the old one refuses the new memory, whose checksums differ.
 pub(super) fn publish(
     memory: &WrittenFile,
     kind: SaveKind,
@@ -237,11 +236,13 @@ pub(super) fn publish(
 ) -> Result<(), SnapshotError> {
     let mut state_file = WrittenFile::create(state)?;
     memory.publish()?;
-    // What a device looks like says nothing about its bytes, and a diff is not all of memory before it is merged.
+    // The stamp of a device says nothing about its bytes, and a diff is not all of memory before it
+    // is merged.
     let looks = || -> io::Result<Vec<Stamp>> {
-        match kind == SaveKind::Full && memory.file().metadata()?.is_file() {
-            true => Ok(vec![Stamp::of(MEMORY, memory.file())?]),
-            false => Ok(Vec::new()),
+        if kind == SaveKind::Full && memory.file().metadata()?.is_file() {
+            Ok(vec![Stamp::of(MEMORY, memory.file())?])
+        } else {
+            Ok(Vec::new())
         }
     };
     let stamps = looks().map_err(|error| memory.cannot(error))?;
@@ -249,73 +250,56 @@ pub(super) fn publish(
     state_file.publish()
 }
 
-impl Template {
-    /// Reads what [`Vm::save_files`] has written. The memory is mapped, not read, so the file must stay as it
-    /// is while machines live that were made of it; it may be a block device. Without `memory` every machine
-    /// must be given a page server.
-    ///
-    /// Drives are opened when a machine is resumed, at their old paths and in place, unless it was given others.
-    pub fn load_files(state: &Path, memory: Option<&Path>) -> Result<Self, Error> {
-        Self::load_files_under(state, memory, &None)
+/// Reads a pair of files; drives at paths outside of `roots` must be replaced by overrides.
+pub fn load_files(state: &Path, memory: Option<&Path>, roots: &Roots) -> Result<Frozen, Error> {
+    let (manifest, saved) = read_state(state)?;
+    trace::step("state file");
+    let size = manifest.memory.size;
+    let mut image = MemoryImage::empty(manifest.regions());
+    if let Some(path) = memory {
+        let file = open_memory(path, state, &saved, size)?;
+        image = image.with(Layer { file: file.into(), runs: PageRanges::all(size) });
     }
-
-    /// The same, of a state file that is not trusted to name drives: those at paths outside of `roots` must be
-    /// replaced by others.
-    pub fn load_files_under(
-        state: &Path,
-        memory: Option<&Path>,
-        roots: &Roots,
-    ) -> Result<Self, Error> {
-        let (manifest, saved) = read_state(state)?;
-        trace::step("state file");
-        let size = manifest.memory.size;
-        let mut image = MemoryImage::empty(manifest.regions());
-        if let Some(path) = memory {
-            let file = open_memory(path, state, &saved, size)?;
-            image = image.with(Layer { file: file.into(), runs: Runs::all(size) });
+    trace::step("memory file");
+    let host = KvmHost::shared()?;
+    host::check(&manifest.machine, &host)?;
+    host::check_machine(&saved.machine, &host)?;
+    let named = |(index, disk): (usize, &DiskFacts)| match disk {
+        DiskFacts::Named { path: Some(path), .. }
+            if roots.is_some() && !outside::is_allowed(Path::new(path), roots) =>
+        {
+            FrozenStorage::Missing { index, path: PathBuf::from(path), allowed: false }
         }
-        trace::step("memory file");
-        let host = KvmHost::shared()?;
-        host::check(&manifest.machine, &host)?;
-        host::check_machine(&saved.machine, &host)?;
-        let named = |(index, disk): (usize, &DiskFacts)| match disk {
-            DiskFacts::Named { path: Some(path), .. }
-                if roots.is_some() && !outside::is_allowed(Path::new(path), roots) =>
-            {
-                FrozenStorage::Missing { index, path: PathBuf::from(path), allowed: false }
-            }
-            DiskFacts::Named { path, read_only } => FrozenStorage::Named {
-                path: path.as_ref().map(PathBuf::from),
-                read_only: *read_only,
-            },
-            // `Manifest::decode` has seen that there are none.
-            _ => FrozenStorage::Named { path: None, read_only: true },
-        };
-        Ok(Self {
-            host,
-            machine: Arc::new(saved.machine),
-            image,
-            drives: manifest.disks.iter().enumerate().map(named).collect(),
-            taps: manifest.taps.clone(),
-            vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
-            base: None,
-            working_set: None,
-            without_memory: memory.is_none(),
-            lessons: None,
-            note: saved.note.unwrap_or_default(),
-            memory_sums: saved.sums.into_iter().next().map(|sums| Arc::from(sums.sums)),
-            pause: Duration::ZERO,
-        })
-    }
+        DiskFacts::Named { path, read_only } => {
+            FrozenStorage::Named { path: path.as_ref().map(PathBuf::from), read_only: *read_only }
+        }
+        // `Manifest::decode` has seen that there are none.
+        _ => FrozenStorage::Named { path: None, read_only: true },
+    };
+    Ok(Frozen {
+        host,
+        state: Arc::new(saved.machine),
+        image,
+        drives: manifest.disks.iter().enumerate().map(named).collect(),
+        taps: manifest.taps.clone(),
+        vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
+        base: None,
+        working_set: None,
+        without_memory: memory.is_none(),
+        learner: None,
+        note: saved.note.unwrap_or_default(),
+        memory_sums: saved.sums.into_iter().next().map(|sums| Arc::from(sums.sums)),
+        pause: Duration::ZERO,
+    })
 }
 
-/// The bytes of a state file.
+/// Returns the bytes of a state file.
 pub(super) fn join(manifest: &[u8], sections: &[u8]) -> Result<Vec<u8>, SnapshotError> {
     let len = u32::try_from(manifest.len()).map_err(|_| bad_state("has too long a manifest"))?;
     Ok([&MAGIC, &len.to_le_bytes()[..], manifest, sections].concat())
 }
 
-/// All of a state file, checked.
+/// Decodes and checks a whole state file.
 pub(super) fn decode(bytes: &[u8]) -> Result<(Manifest, Saved), SnapshotError> {
     let (header, rest) =
         bytes.split_at_checked(HEADER).ok_or_else(|| bad_state("is shorter than its header"))?;
@@ -350,7 +334,7 @@ pub(super) fn read_state(path: &Path) -> Result<(Manifest, Saved), SnapshotError
     if facts.is_dir() {
         return Err(SnapshotError::Folder { path: name });
     }
-    // A pipe or a device would keep whoever opens it waiting.
+    // Opening a pipe or a device could block.
     if !facts.is_file() {
         return Err(SnapshotError::Kind { file: name });
     }
@@ -367,23 +351,25 @@ pub(super) fn read_state(path: &Path) -> Result<(Manifest, Saved), SnapshotError
     decode(&bytes).map_err(|error| error.of_file(&name))
 }
 
-/// As many bytes as tell whose a state file is.
+/// The number of bytes that identify the kind of a state file.
 pub(super) const HEAD: usize = 9;
 
-/// Tells a state of Firecracker's by its first bytes.
+/// Refuses a state file of Firecracker, by its first bytes.
 pub(super) fn refuse_foreign(bytes: &[u8], name: &str) -> Result<(), SnapshotError> {
     let number = |at: usize| {
         let bytes = bytes.get(at..at + 8).and_then(|bytes| bytes.try_into().ok());
         bytes.map(u64::from_le_bytes)
     };
-    match [number(0), number(1)].into_iter().flatten().any(|it| FIRECRACKER.contains(&it)) {
-        true => Err(SnapshotError::Foreign { path: name.to_owned() }),
-        false => Ok(()),
+    if [number(0), number(1)].into_iter().flatten().any(|it| FIRECRACKER.contains(&it)) {
+        Err(SnapshotError::Foreign { path: name.to_owned() })
+    } else {
+        Ok(())
     }
 }
 
-/// Opens a flat memory file or block device, which must be as large as the memory and have its bytes: a guest that goes
-/// on with those of another moment is lost, slowly. A file that looks as it did when it was written is not read.
+/// Opens a flat memory file or block device, which must have the size and the checksums of the
+/// state file: a guest that runs with memory of another moment is corrupted slowly. A file whose
+/// stamp is known is not read.
 pub(super) fn open_memory(
     path: &Path,
     state: &Path,
@@ -398,9 +384,9 @@ pub(super) fn open_memory(
         return Err(SnapshotError::Kind { file: name() });
     }
     let mut file = File::open(path).map_err(failed)?;
-    // The one way to learn the size of both kinds.
+    // The one way to learn the size of a file and of a block device.
     let size = file.seek(SeekFrom::End(0)).map_err(failed)?;
-    // A device comes in whatever sizes devices come.
+    // A device may be larger than the memory.
     if size != expected && !(block && size > expected) {
         return Err(SnapshotError::MemorySize { file: name(), size, expected });
     }

@@ -1,4 +1,5 @@
-//! A writer of two files killed at every system call: no pair that is left goes on with memory of another moment.
+//! Kills a writer of two files at every system call: no pair that is left loads with memory of
+//! another moment.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -13,10 +14,10 @@ use crate::memory::{Memory, MemoryImage, Region};
 
 const VICTIM: &str = "snapshot::files_crash_tests::files_victim";
 const SIZE: u64 = 64 << 20;
-/// Far from all others, so that few samples would not see it.
+/// Far from all other data, so that a few samples would not find it.
 const GENERATION: u64 = 0x123_4000;
 
-/// Writes a pair over the one that is there; state and memory both say which generation they are.
+/// Writes a pair over the existing one; state and memory both contain the generation.
 fn write(dir: &Path, generation: u8, kind: SaveKind) -> Result<(), Error> {
     let region = Region { address: 0, len: SIZE };
     let memory = Memory::map(MemoryImage::empty(vec![region])).unwrap();
@@ -49,14 +50,11 @@ fn write(dir: &Path, generation: u8, kind: SaveKind) -> Result<(), Error> {
 #[ignore = "run by the other tests here"]
 fn files_victim() {
     let place = held_victim();
-    let kind = match place.join("diff").exists() {
-        true => SaveKind::Diff,
-        false => SaveKind::Full,
-    };
+    let kind = if place.join("diff").exists() { SaveKind::Diff } else { SaveKind::Full };
     write(&place, 2, kind).expect("written");
 }
 
-/// The generation that a load of the pair would go on with.
+/// Returns the generation that a load of the pair would resume.
 fn generation(dir: &Path) -> Result<u8, SnapshotError> {
     let (state, memory) = (dir.join("vm.state"), dir.join("vm.mem"));
     let (_, saved) = files::read_state(&state)?;
@@ -106,7 +104,7 @@ fn writer_of_differences_killed_at_any_system_call_leaves_no_pair_of_two_moments
     killed_everywhere(SaveKind::Diff);
 }
 
-/// A diff of its own is not all of memory, however well it looks.
+/// A diff alone is not all of memory, even with a matching stamp.
 #[test]
 fn h5_diff_without_its_base_is_refused() {
     let place = tempfile::tempdir().unwrap();
@@ -119,7 +117,7 @@ fn h5_diff_without_its_base_is_refused() {
     assert!(matches!(generation(place.path()), Err(SnapshotError::Mixed { .. })));
 }
 
-/// H5: a thousand pages of sixteen thousand, or a single one, wherever it lies.
+/// H5: a thousand pages of sixteen thousand differ, or a single one, at any place.
 #[test]
 fn h5_memory_of_another_moment_is_refused_whichever_page_differs() {
     let place = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! State files as hostile files, and how two files come to be: over others, beside others, or not at all.
+//! Hostile state files, and how two files are written: over existing files, next to others, or not
+//! at all.
 
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
@@ -56,7 +57,7 @@ fn h3_state_file_with_parts_of_a_folder_is_refused() {
     ] {
         assert!(files::decode(&encode(|_| {}, &bad)).is_err());
     }
-    // And the other way round.
+    // A folder's manifest with the disk of a state file is refused, too.
     let (_, table) = sections::encode(&saved()).unwrap();
     let mut folder = manifest(table);
     folder.disks = vec![DiskFacts::Named { path: None, read_only: true }];
@@ -80,7 +81,7 @@ fn load(state: &std::path::Path, memory: Option<&std::path::Path>) -> (ErrorKind
     (error.kind(), error.to_string())
 }
 
-/// Everything here is found before KVM is asked for anything.
+/// All of these are refused before KVM is used.
 #[test]
 fn load_of_what_is_no_pair_says_which_file_and_why() {
     let place = tempfile::tempdir().unwrap();
@@ -138,7 +139,7 @@ fn written_file_replaces_its_elder_whole_or_leaves_nothing() {
     file.publish().unwrap();
     assert_eq!(fs::read(&path).unwrap(), b"new");
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o640);
-    // A link stays one, and what a killed writer left goes.
+    // A link stays a link, and a file that a killed writer left is removed.
     let link = place.path().join("link");
     symlink(&path, &link).unwrap();
     fs::write(place.path().join(".pvmm-unfinished-of-the-dead"), "x").unwrap();
@@ -161,7 +162,7 @@ fn written_file_over_another_keeps_what_is_not_written() {
     std::os::unix::fs::FileExt::write_all_at(file.file(), &[6; 4096], 4096).unwrap();
     file.publish().unwrap();
     assert_eq!(fs::read(&path).unwrap(), [[5; 4096], [6; 4096]].concat());
-    // One of another size has nothing to keep.
+    // A file of another size has nothing to keep.
     WrittenFile::over(&path, 4096).unwrap().publish().unwrap();
     assert_eq!(fs::read(&path).unwrap(), [0; 4096]);
     assert_eq!(names(place.path()), ["vm.mem"]);

@@ -1,6 +1,6 @@
-//! How a large file is filled: piece by piece, by several threads, and summed up on the way.
+//! Fills a large file piece by piece, on several threads, and computes its checksums.
 //!
-//! What is written has just been read, so one pass does for all three.
+//! The data to write has just been read, so one pass reads, writes and checksums it.
 
 use std::fs::File;
 use std::io;
@@ -10,17 +10,17 @@ use std::thread;
 
 use pvmm_devices::sparse;
 
-use super::checksum::{FileSums, PIECE, Sum};
+use super::checksum::{FileSums, PIECE, sum};
 
-/// Pieces for which a thread is worth its start, and the most threads that write one file: a disk is not
-/// faster by more.
+/// Pieces for which starting a thread pays off, and the most threads that write one file: a disk is
+/// not faster with more.
 const PIECES_EACH: usize = 64;
 const WRITERS_MAX: usize = 4;
 
 impl FileSums {
-    /// Makes an empty file `size` bytes long and fills it, on several processors if it is large, and sums up
-    /// what goes through. `read` fills a buffer with what is to stand at a place and returns how much of it is
-    /// not a hole, which `progress` hears of.
+    /// Sets the length of an empty file to `size` and fills it, on several threads if it is large.
+    /// `read` fills a buffer with the contents at an offset and returns how many of its bytes are
+    /// not in a hole; `progress` is called with these counts. Returns the checksums.
     pub fn write(
         name: &str,
         file: &File,
@@ -31,8 +31,7 @@ impl FileSums {
         file.set_len(size)?;
         let pieces = size.div_ceil(PIECE) as usize;
         let (next, moved) = (AtomicUsize::new(0), AtomicU64::new(0));
-        let by = Sum::default();
-        let zeros = by.of(&vec![0; PIECE as usize]);
+        let zeros = sum(&vec![0; PIECE as usize]);
         let work = |tell: &mut dyn FnMut(u64)| -> io::Result<Vec<(usize, u32)>> {
             let mut buffer = vec![0; PIECE as usize];
             let mut sums = Vec::new();
@@ -53,7 +52,7 @@ impl FileSums {
                     let place = at + part.start as u64;
                     file.write_all_at(bytes.get(part).unwrap_or_default(), place)?;
                 }
-                sums.push((index, by.of(bytes)));
+                sums.push((index, sum(bytes)));
                 tell(moved.fetch_add(data, Ordering::Relaxed) + data);
             }
         };
@@ -73,11 +72,11 @@ impl FileSums {
         let mut sums = parts.into_iter().collect::<io::Result<Vec<_>>>()?.concat();
         sums.sort_unstable();
         let sums = sums.into_iter().map(|(_, sum)| sum).collect();
-        Ok(Self { file: name.to_owned(), size, sums, by })
+        Ok(Self { file: name.to_owned(), size, sums })
     }
 }
 
-/// How many threads are worth it for so many pieces.
+/// Returns the number of threads that pay off for `pieces` pieces.
 fn writers(pieces: usize) -> usize {
     let processors = thread::available_parallelism().map_or(1, usize::from);
     processors.min(pieces / PIECES_EACH).min(WRITERS_MAX)

@@ -1,7 +1,7 @@
-//! A template passed from one process to another: a message, and the open files that it speaks of.
+//! Passes a template from one process to another, as a message and open files.
 //!
-//! Nothing is written to a disk and no page is copied: the other process maps the same sealed memory. This
-//! is how the machines of one fork become processes of their own.
+//! Nothing is written to disk and no page is copied: the other process maps the sealed memory of
+//! this one. This is how the VMs of one fork become processes of their own.
 
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -18,13 +18,13 @@ use super::sections::{self, Saved, WorkingSetV1};
 use super::{Base, SnapshotError};
 use crate::config::MAX_MEMORY_MIB;
 use crate::error::{Error, ErrorKind};
+use crate::frozen::Frozen;
 use crate::kvm::vm::KvmHost;
-use crate::memory::{Layer, MemoryImage, Region, Runs};
+use crate::memory::{Layer, MemoryImage, PageRanges, Region};
 use crate::packed;
 use crate::storage::FrozenStorage;
-use crate::template::Template;
 
-/// The most files that one message comes with; the kernel passes no more at once.
+/// The most files that one message comes with: the kernel passes no more at once.
 pub const MAX_FILES: usize = 250;
 
 const MAX_MEMORY: u64 = MAX_MEMORY_MIB << 20;
@@ -37,27 +37,27 @@ struct Message {
     state: Vec<u8>,
     sections: Vec<SectionFacts>,
     regions: Vec<(u64, u64)>,
-    /// The ranges of each layer of memory, lowest first; a file each.
+    /// The page ranges of each memory layer, lowest first. Each layer has one file.
     layers: Vec<Ranges>,
-    /// Whether the file of a sibling follows.
+    /// Whether the sibling's file follows.
     sibling: bool,
     drives: Vec<DriveMessage>,
     taps: Vec<String>,
     vsock_path: Option<PathBuf>,
     base: Option<(String, PathBuf, usize)>,
-    /// How many of the lowest layers are the base's.
+    /// The number of lowest layers that belong to the base.
     base_layers: usize,
 }
 
 #[derive(Serialize, Deserialize)]
 enum DriveMessage {
-    /// A file.
+    /// One file.
     Fixed {
         path: Option<PathBuf>,
     },
-    /// A file for each layer: the ranges it has, or none if it has all.
+    /// One file per layer, with the ranges it holds, or `None` if it holds all.
     Layers(Vec<Option<Ranges>>),
-    /// Nothing: each machine opens it by its path.
+    /// No file: each VM opens the drive by its path.
     Named {
         path: Option<PathBuf>,
         read_only: bool,
@@ -68,147 +68,145 @@ enum DriveMessage {
     },
 }
 
-impl Template {
-    /// What another process needs to have this template too.
-    pub fn hand_over(&self) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
-        let failed = |source| SnapshotError::Write { file: "hand-over".into(), source };
-        if self.without_memory {
-            let what = "hand-over: the template was loaded without its memory";
-            return Err(Error::plain(ErrorKind::InvalidConfig, what));
-        }
-        let saved = Saved {
-            machine: (*self.machine).clone(),
-            sums: Vec::new(),
-            runs: Vec::new(),
-            working_set: self.working_set.as_deref().map(WorkingSetV1::of),
-            note: Some(self.note.clone()).filter(|note| !note.is_empty()),
-            stamps: Vec::new(),
-        };
-        let (state, sections) = sections::encode(&saved)?;
-        let mut files = Vec::new();
-        let mut layers = Vec::new();
-        for layer in self.image.layers() {
-            files.push(layer.file.try_clone().map_err(failed)?.into());
-            layers.push(layer.runs.iter().map(|run| (run.start, run.end)).collect());
-        }
-        if let Some(sibling) = self.image.sibling() {
-            files.push(sibling.try_clone().map_err(failed)?.into());
-        }
-        let mut drives = Vec::new();
-        for drive in &self.drives {
-            drives.push(match drive {
-                FrozenStorage::Fixed { file, path } => {
-                    files.push(file.try_clone().map_err(failed)?.into());
-                    DriveMessage::Fixed { path: path.clone() }
-                }
-                FrozenStorage::Layers(disk) => {
-                    let mut ranges = Vec::new();
-                    for (file, range) in disk.frozen_layers().map_err(failed)? {
-                        files.push(file.into());
-                        ranges.push(range);
-                    }
-                    DriveMessage::Layers(ranges)
-                }
-                FrozenStorage::Named { path, read_only } => {
-                    DriveMessage::Named { path: path.clone(), read_only: *read_only }
-                }
-                FrozenStorage::Missing { path, allowed, .. } => {
-                    DriveMessage::Missing { path: path.clone(), allowed: *allowed }
-                }
-            });
-        }
-        if files.len() > MAX_FILES {
-            let source = std::io::Error::other(format!("{} files are too many", files.len()));
-            return Err(failed(source).into());
-        }
-        let message = Message {
-            state,
-            sections,
-            regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
-            layers,
-            sibling: self.image.sibling().is_some(),
-            drives,
-            taps: self.taps.clone(),
-            vsock_path: self.vsock_path.clone(),
-            base: self.base.as_ref().map(|b| (b.id.clone(), b.dir.clone(), b.depth)),
-            base_layers: self.image.base_layers(),
-        };
-        let bytes =
-            rmp_serde::to_vec(&message).map_err(|error| failed(std::io::Error::other(error)))?;
-        Ok((bytes, files))
+/// What another process needs to have this template too.
+pub fn hand_over(frozen: &Frozen) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
+    let failed = |source| SnapshotError::Write { file: "hand-over".into(), source };
+    if frozen.without_memory {
+        let what = "hand-over: the template was loaded without its memory";
+        return Err(Error::plain(ErrorKind::InvalidConfig, what));
     }
-
-    /// The template that another process handed over.
-    pub fn take_over(bytes: &[u8], files: Vec<OwnedFd>) -> Result<Self, Error> {
-        let bad = |what: &str| SnapshotError::State(format!("hand-over: {what}"));
-        let message: Message = rmp_serde::from_slice(bytes).map_err(|e| bad(&e.to_string()))?;
-        let mut files = files.into_iter().map(File::from);
-        let mut next = || files.next().ok_or_else(|| bad("a file is missing"));
-        let saved = sections::decode(&message.state, &message.sections)?;
-
-        let total = |sum: u64, (_, len): &(u64, u64)| sum.checked_add(*len);
-        let size = message.regions.iter().try_fold(0, total).filter(|size| *size <= MAX_MEMORY);
-        let size = size.ok_or_else(|| bad("memory is impossibly large"))?;
-        check_regions(&message.regions, size).map_err(bad)?;
-        let region = |(address, len): &(u64, u64)| Region { address: *address, len: *len };
-        let mut image = MemoryImage::empty(message.regions.iter().map(region).collect());
-        for runs in &message.layers {
-            let file = next()?;
-            // Memory that is mapped past the end of its file kills whoever touches it.
-            let len = file.metadata().map(|facts| facts.len());
-            let end = runs.last().map_or(0, |(_, end)| *end);
-            if !len.is_ok_and(|len| len >= end) {
-                return Err(bad("a layer of memory is shorter than it says").into());
+    let saved = Saved {
+        machine: (*frozen.state).clone(),
+        sums: Vec::new(),
+        runs: Vec::new(),
+        working_set: frozen.working_set.as_deref().map(WorkingSetV1::of),
+        note: Some(frozen.note.clone()).filter(|note| !note.is_empty()),
+        stamps: Vec::new(),
+    };
+    let (state, sections) = sections::encode(&saved)?;
+    let mut files = Vec::new();
+    let mut layers = Vec::new();
+    for layer in frozen.image.layers() {
+        files.push(layer.file.try_clone().map_err(failed)?.into());
+        layers.push(layer.runs.iter().map(|run| (run.start, run.end)).collect());
+    }
+    if let Some(sibling) = frozen.image.sibling() {
+        files.push(sibling.try_clone().map_err(failed)?.into());
+    }
+    let mut drives = Vec::new();
+    for drive in &frozen.drives {
+        drives.push(match drive {
+            FrozenStorage::Fixed { file, path } => {
+                files.push(file.try_clone().map_err(failed)?.into());
+                DriveMessage::Fixed { path: path.clone() }
             }
-            let runs = match runs.as_slice() {
-                [(0, end)] if *end == size => Runs::all(size),
-                runs => check_runs(runs, size)?,
-            };
-            image = image.with(Layer { file: file.into(), runs });
-        }
-        if message.base_layers > message.layers.len() {
-            return Err(bad("the base has more layers than there are").into());
-        }
-        let sibling = message.sibling.then(&mut next).transpose()?.map(Arc::new);
-        image = image.on_base(message.base_layers).beside_file(sibling);
-        let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
-        let mut drives = Vec::new();
-        for (index, drive) in message.drives.into_iter().enumerate() {
-            drives.push(match drive {
-                DriveMessage::Fixed { path } => FrozenStorage::Fixed { file: next()?, path },
-                DriveMessage::Layers(ranges) => {
-                    let mut layers = Vec::new();
-                    for range in ranges {
-                        layers.push((next()?, range));
-                    }
-                    let top = crate::memory::memfd(c"pvmm-disk", 0)
-                        .map_err(|source| SnapshotError::Read { file: "disk".into(), source })?;
-                    let disk = LayeredDisk::from_frozen(layers, top)
-                        .map_err(|source| SnapshotError::Read { file: "disk".into(), source })?;
-                    FrozenStorage::Layers(disk)
+            FrozenStorage::Layers(disk) => {
+                let mut ranges = Vec::new();
+                for (file, range) in disk.frozen_layers().map_err(failed)? {
+                    files.push(file.into());
+                    ranges.push(range);
                 }
-                DriveMessage::Named { path, read_only } => FrozenStorage::Named { path, read_only },
-                DriveMessage::Missing { path, allowed } => {
-                    FrozenStorage::Missing { index, path, allowed }
-                }
-            });
-        }
-        Ok(Self {
-            host: KvmHost::shared()?,
-            machine: Arc::new(saved.machine),
-            image,
-            drives,
-            taps: message.taps,
-            vsock_path: message.vsock_path,
-            base: message.base.map(|(id, dir, depth)| Base { id, dir, depth }),
-            working_set: working_set.map(Arc::new),
-            without_memory: false,
-            lessons: None,
-            note: saved.note.unwrap_or_default(),
-            memory_sums: None,
-            pause: Duration::ZERO,
-        })
+                DriveMessage::Layers(ranges)
+            }
+            FrozenStorage::Named { path, read_only } => {
+                DriveMessage::Named { path: path.clone(), read_only: *read_only }
+            }
+            FrozenStorage::Missing { path, allowed, .. } => {
+                DriveMessage::Missing { path: path.clone(), allowed: *allowed }
+            }
+        });
     }
+    if files.len() > MAX_FILES {
+        let source = std::io::Error::other(format!("{} files are too many", files.len()));
+        return Err(failed(source).into());
+    }
+    let message = Message {
+        state,
+        sections,
+        regions: frozen.image.regions().iter().map(|r| (r.address, r.len)).collect(),
+        layers,
+        sibling: frozen.image.sibling().is_some(),
+        drives,
+        taps: frozen.taps.clone(),
+        vsock_path: frozen.vsock_path.clone(),
+        base: frozen.base.as_ref().map(|b| (b.id.clone(), b.dir.clone(), b.depth)),
+        base_layers: frozen.image.base_layers(),
+    };
+    let bytes =
+        rmp_serde::to_vec(&message).map_err(|error| failed(std::io::Error::other(error)))?;
+    Ok((bytes, files))
+}
+
+/// The template that another process handed over.
+pub fn take_over(bytes: &[u8], files: Vec<OwnedFd>) -> Result<Frozen, Error> {
+    let bad = |what: &str| SnapshotError::State(format!("hand-over: {what}"));
+    let message: Message = rmp_serde::from_slice(bytes).map_err(|e| bad(&e.to_string()))?;
+    let mut files = files.into_iter().map(File::from);
+    let mut next = || files.next().ok_or_else(|| bad("a file is missing"));
+    let saved = sections::decode(&message.state, &message.sections)?;
+
+    let total = |sum: u64, (_, len): &(u64, u64)| sum.checked_add(*len);
+    let size = message.regions.iter().try_fold(0, total).filter(|size| *size <= MAX_MEMORY);
+    let size = size.ok_or_else(|| bad("memory is impossibly large"))?;
+    check_regions(&message.regions, size).map_err(bad)?;
+    let region = |(address, len): &(u64, u64)| Region { address: *address, len: *len };
+    let mut image = MemoryImage::empty(message.regions.iter().map(region).collect());
+    for runs in &message.layers {
+        let file = next()?;
+        // Memory that is mapped past the end of its file kills whoever touches it.
+        let len = file.metadata().map(|facts| facts.len());
+        let end = runs.last().map_or(0, |(_, end)| *end);
+        if !len.is_ok_and(|len| len >= end) {
+            return Err(bad("a layer of memory is shorter than it says").into());
+        }
+        let runs = match runs.as_slice() {
+            [(0, end)] if *end == size => PageRanges::all(size),
+            runs => check_runs(runs, size)?,
+        };
+        image = image.with(Layer { file: file.into(), runs });
+    }
+    if message.base_layers > message.layers.len() {
+        return Err(bad("the base has more layers than there are").into());
+    }
+    let sibling = message.sibling.then(&mut next).transpose()?.map(Arc::new);
+    image = image.on_base(message.base_layers).with_sibling_file(sibling);
+    let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
+    let mut drives = Vec::new();
+    for (index, drive) in message.drives.into_iter().enumerate() {
+        drives.push(match drive {
+            DriveMessage::Fixed { path } => FrozenStorage::Fixed { file: next()?, path },
+            DriveMessage::Layers(ranges) => {
+                let mut layers = Vec::new();
+                for range in ranges {
+                    layers.push((next()?, range));
+                }
+                let top = crate::memory::memfd(c"pvmm-disk", 0)
+                    .map_err(|source| SnapshotError::Read { file: "disk".into(), source })?;
+                let disk = LayeredDisk::from_frozen(layers, top)
+                    .map_err(|source| SnapshotError::Read { file: "disk".into(), source })?;
+                FrozenStorage::Layers(disk)
+            }
+            DriveMessage::Named { path, read_only } => FrozenStorage::Named { path, read_only },
+            DriveMessage::Missing { path, allowed } => {
+                FrozenStorage::Missing { index, path, allowed }
+            }
+        });
+    }
+    Ok(Frozen {
+        host: KvmHost::shared()?,
+        state: Arc::new(saved.machine),
+        image,
+        drives,
+        taps: message.taps,
+        vsock_path: message.vsock_path,
+        base: message.base.map(|(id, dir, depth)| Base { id, dir, depth }),
+        working_set: working_set.map(Arc::new),
+        without_memory: false,
+        learner: None,
+        note: saved.note.unwrap_or_default(),
+        memory_sums: None,
+        pause: Duration::ZERO,
+    })
 }
 
 #[cfg(test)]
@@ -216,7 +214,7 @@ mod tests {
     use super::super::testing;
     use super::*;
 
-    /// A template of one layer of 1 MiB, with something changed.
+    /// A template of one layer of 1 MiB, after `change`.
     fn message(change: impl FnOnce(&mut Message)) -> Vec<u8> {
         let (state, sections) = sections::encode(&testing::saved()).unwrap();
         let mut message = Message {
@@ -238,7 +236,7 @@ mod tests {
     fn refused(len: u64, change: impl FnOnce(&mut Message)) -> String {
         let file = tempfile::tempfile().unwrap();
         file.set_len(len).unwrap();
-        let taken = Template::take_over(&message(change), vec![file.into()]);
+        let taken = take_over(&message(change), vec![file.into()]);
         taken.err().expect("should be refused").to_string()
     }
 
@@ -281,7 +279,7 @@ mod tests {
             let layers = vec![None, Some(vec![(0, 8192)])];
             message.drives = vec![DriveMessage::Layers(layers)];
         });
-        let taken = Template::take_over(&bytes, vec![whole(1 << 20), whole(16384), whole(4096)]);
+        let taken = take_over(&bytes, vec![whole(1 << 20), whole(16384), whole(4096)]);
         let error = taken.err().expect("should be refused").to_string();
         assert!(error.contains("a layer is shorter than its ranges"), "{error}");
     }

@@ -1,26 +1,26 @@
-//! Whether this host can go on with a machine: backend, processor, features, registers, clock.
+//! Checks that this host can run a saved VM: backend, processor, features, registers, clock.
 //!
-//! A guest found out once what its processor can do. One that lacks any of it would fail much later, in the
-//! middle of something, so it is refused here, by name, before anything is mapped.
+//! A guest determines its processor's features once. On a host that lacks one of them it would fail
+//! much later, so the VM is refused here, with a named reason, before anything is mapped.
 
 use kvm_bindings::kvm_cpuid_entry2;
 
 use super::SnapshotError;
 use super::manifest::MachineFacts;
-use super::state::MachineState;
 use crate::arch::x86_64::cpuid;
 use crate::error::Error;
 use crate::kvm::host::backend;
 use crate::kvm::state::{self, StateShape, VcpuStateV1};
 use crate::kvm::vm::KvmHost;
+use crate::state::MachineState;
 
 const ARCHITECTURE: &str = "x86_64";
-/// The stepping says nothing about what a processor can do.
+/// The stepping of a signature, which does not determine the features of a processor.
 const STEPPING: u32 = 0xf;
 
-/// Leaves whose registers are lists of features, with the bits that are not: those which change while a
-/// guest runs, and those which a guest is told whatever the processor has: KVM supplies them, or they only
-/// say how vCPUs are arranged.
+/// CPUID leaves whose registers are lists of features, each with the bits to ignore: bits that
+/// change while a guest runs, bits that KVM supplies on every processor, and bits that only
+/// describe the topology of the vCPUs.
 const FEATURES: [(u32, u32, [u32; 4]); 10] = [
     (0x1, 0, [u32::MAX, u32::MAX, 1 << 21 | 1 << 24 | 1 << 27 | 1 << 31, 1 << 28]),
     (0x7, 0, [u32::MAX, 0, 1 << 4, 0]),
@@ -33,17 +33,18 @@ const FEATURES: [(u32, u32, [u32; 4]); 10] = [
     (ADDRESS_SIZES, 0, [u32::MAX, 0, u32::MAX, u32::MAX]),
     (0x8000_0021, 0, [0, u32::MAX, u32::MAX, u32::MAX]),
 ];
-/// What KVM offers a guest that knows of it.
+/// The CPUID leaf with KVM's paravirtual features.
 const KVM_FEATURES: u32 = 0x4000_0001;
 const ADDRESS_SIZES: u32 = 0x8000_0008;
-/// The parts of extended state: which there are, and for each its size and place.
+/// The CPUID leaf of extended state: the supported components, and the size and offset of each.
 const EXTENDED_STATE: u32 = 0xd;
-/// Says which weaknesses a processor does not have; its microcode may add some.
+/// The MSR that lists the vulnerabilities a processor does not have; a microcode update may add
+/// bits.
 const ARCH_CAPABILITIES: u32 = 0x10a;
-/// The one bit of it that tells of a weakness.
+/// The only bit of `ARCH_CAPABILITIES` that reports a vulnerability.
 const RSBA: u64 = 1 << 2;
 
-/// What this host is.
+/// Returns the properties of this host, for the manifest.
 pub fn facts(host: &KvmHost, vcpus: u32, memory_mib: u64) -> MachineFacts {
     MachineFacts {
         architecture: ARCHITECTURE.to_owned(),
@@ -55,7 +56,7 @@ pub fn facts(host: &KvmHost, vcpus: u32, memory_mib: u64) -> MachineFacts {
     }
 }
 
-/// Refuses a machine that this host cannot go on with.
+/// Refuses a VM whose architecture, KVM backend or processor model differs from this host's.
 pub fn check(facts: &MachineFacts, host: &KvmHost) -> Result<(), SnapshotError> {
     let here = self::facts(host, facts.vcpus, facts.memory_mib);
     if facts.architecture != here.architecture {
@@ -75,7 +76,8 @@ pub fn check(facts: &MachineFacts, host: &KvmHost) -> Result<(), SnapshotError> 
     Ok(())
 }
 
-/// Refuses a machine whose guest was told of anything that this host does not have, or counts time by another clock.
+/// Refuses a VM whose guest was given a feature that this host lacks, or whose clock rate this host
+/// cannot provide.
 pub fn check_machine(machine: &MachineState, host: &KvmHost) -> Result<(), Error> {
     let here = host.supported_cpuid().as_slice();
     let weaknesses = host.feature_msr(ARCH_CAPABILITIES);
@@ -117,7 +119,8 @@ fn check_features(
     Ok(())
 }
 
-/// Refuses extended state that is larger here, lies elsewhere, or is not there.
+/// Refuses extended state that is larger than this host's, laid out differently, or not supported
+/// here.
 fn check_extended_state(
     vcpu: &VcpuStateV1,
     here: &[kvm_cpuid_entry2],
@@ -130,7 +133,7 @@ fn check_extended_state(
     let parts = |leaves| leaf(leaves, EXTENDED_STATE, 0).map_or(0, |leaf| wide(leaf.eax, leaf.edx));
     let (switched_on, in_use) = vcpu.xsave_features();
     let (used, supported) = (switched_on | in_use, parts(here));
-    // x87 and SSE are everywhere.
+    // Every x86_64 processor has x87 and SSE.
     if used & !supported & !0b11 != 0 {
         let what = "the set of extended state";
         return Err(differ(what, format!("{used:#x}"), format!("{supported:#x}")));
@@ -149,7 +152,8 @@ fn check_extended_state(
     Ok(())
 }
 
-/// Refuses registers that KVM does not keep here, and a processor that is weaker than the guest was told.
+/// Refuses MSRs that this host's KVM does not know, and a processor with vulnerabilities that the
+/// guest's did not have.
 fn check_msrs(vcpu: &VcpuStateV1, here: &StateShape, strengths: u64) -> Result<(), SnapshotError> {
     if let Some(index) = here.unknown_msr(&vcpu.msrs) {
         let what = "a model-specific register";
@@ -164,11 +168,13 @@ fn check_msrs(vcpu: &VcpuStateV1, here: &StateShape, strengths: u64) -> Result<(
     Ok(())
 }
 
-/// Refuses another clock. A small difference is one clock that was measured twice.
+/// Refuses a clock rate that this host cannot provide. A small difference is one clock that was
+/// measured twice.
 fn check_clock(vcpu: &VcpuStateV1, here: u32, scales: bool) -> Result<(), SnapshotError> {
-    match scales || state::is_same_rate(vcpu.tsc_khz, here, &vcpu.cpuid) {
-        true => Ok(()),
-        false => Err(SnapshotError::ClockRate { found: vcpu.tsc_khz, here }),
+    if scales || state::is_same_rate(vcpu.tsc_khz, here, &vcpu.cpuid) {
+        Ok(())
+    } else {
+        Err(SnapshotError::ClockRate { found: vcpu.tsc_khz, here })
     }
 }
 
@@ -206,7 +212,7 @@ mod tests {
         kvm_cpuid_entry2 { function, index, eax, ebx, ecx, edx, ..Default::default() }
     }
 
-    /// A host with AVX, 40 address bits and one feature of KVM's.
+    /// A host with AVX, 40 address bits and one KVM feature.
     fn here() -> Vec<kvm_cpuid_entry2> {
         vec![
             entry(1, 0, [0, 0, 0b110, 0b11]),
@@ -282,12 +288,12 @@ mod tests {
             check_msrs(&vcpu, &shape, 0b1001)
         };
         assert!(refused(with(&[(0x10, 1), (0xc0de, 5)])).contains("register is 0xc0de"));
-        // A register that holds nothing is not missed, and neither is one that no guest is offered.
+        // An MSR with value zero is not missed, nor is one that no guest is offered.
         with(&[(0xc0de, 0), (0x480, 7), (0x4000_0000, 1)]).unwrap();
         let weaker = refused(with(&[(ARCH_CAPABILITIES, 0b10)]));
         assert!(weaker.contains("microcode) is safe from is 0x2 there and 0x9 here"), "{weaker}");
         with(&[(ARCH_CAPABILITIES, 0b1000 | RSBA)]).unwrap();
-        // The number of the microcode itself is only told to the guest.
+        // The microcode revision itself is only reported to the guest.
         with(&[(0x8b, u64::MAX)]).unwrap();
     }
 }

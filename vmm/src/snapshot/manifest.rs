@@ -1,13 +1,11 @@
-//! What a snapshot says of itself, as JSON that people and other programs can read.
+//! The manifest of a snapshot, as JSON that people and other programs can read.
 //!
-//! The text is canonical: what is read must be byte for byte what would be written, so that there is one
-//! manifest for one meaning, and a checksum over it.
+//! The text is canonical: it is accepted only if it is byte for byte what would be written, so that
+//! one meaning has one text, and a checksum covers it.
 
 use std::fmt;
-use std::ops::RangeInclusive;
 
-use serde::de::value::MapAccessDeserializer;
-use serde::de::{Error, MapAccess, Visitor};
+use serde::de::{Error, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::SnapshotError;
@@ -16,11 +14,9 @@ use crate::machine::MAX_VIRTIO;
 use crate::memory::{PAGE, Region};
 
 pub const FORMAT: &str = "pvmm-snapshot";
-/// Of the state file of two files; a folder is never mistaken for one.
+/// The format of a state file, so that it is never mistaken for a folder's manifest.
 pub const FILES_FORMAT: &str = "pvmm-files";
-/// In the first, a section was an object.
-pub const VERSION: u32 = 2;
-const VERSIONS: RangeInclusive<u32> = 1..=VERSION;
+pub const VERSION: u32 = 1;
 const ID_LEN: usize = 32;
 const MAX_REGIONS: usize = 2;
 const MAX_SECTIONS: usize = 256;
@@ -29,46 +25,59 @@ const MAX_SECTIONS: usize = 256;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
+    /// The name of the format: `pvmm-snapshot` in a folder, `pvmm-files` in a state file.
     pub format: String,
+    /// The version of the format; 1.
     pub version: u32,
-    /// Random; names this snapshot wherever it is moved.
+    /// A random identifier, which stays when the snapshot is moved.
     pub id: String,
+    /// The program that wrote the snapshot, with its version.
     pub created_by: String,
     /// Seconds since 1970.
     pub created: u64,
+    /// What a host must have to run the VM.
     pub machine: MachineFacts,
+    /// The layout of guest memory.
     pub memory: MemoryFacts,
+    /// The drives, in the guest's order; at most 16.
     pub disks: Vec<DiskFacts>,
-    /// The interfaces that the network cards were connected to.
+    /// The tap interfaces of the network cards.
     pub taps: Vec<String>,
-    /// Where the guest's socket was.
+    /// The path of the guest's vsock socket.
     pub vsock_path: Option<String>,
+    /// The table of the sections that hold registers and device states.
     pub sections: Vec<SectionFacts>,
     /// CRC-32 of this text with a zero here.
     pub checksum: u32,
 }
 
-/// What a host must be like to go on with the machine.
+/// The properties that a host must have to run the VM.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MachineFacts {
+    /// The architecture; `x86_64`.
     pub architecture: String,
     /// The module behind `/dev/kvm`.
     pub backend: String,
+    /// The processor's vendor, as in CPUID leaf 0.
     pub cpu_vendor: String,
-    /// Family, model and stepping, as leaf 1 of `cpuid` has them.
+    /// Family, model and stepping, as in CPUID leaf 1.
     pub cpu_signature: u32,
+    /// The number of vCPUs, 1 to 32.
     pub vcpus: u32,
+    /// Guest memory in MiB.
     pub memory_mib: u64,
 }
 
+/// The layout of guest memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryFacts {
+    /// The size of guest memory in bytes.
     pub size: u64,
-    /// Guest addresses and lengths; their bytes follow each other in the file.
+    /// Guest addresses and lengths; the regions follow each other in the file.
     pub regions: Vec<(u64, u64)>,
-    /// The snapshot that holds the pages which are not in this one.
+    /// The snapshot that holds the pages which this one does not.
     pub base: Option<BaseFacts>,
 }
 
@@ -83,16 +92,36 @@ pub struct BaseFacts {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum DiskFacts {
-    /// In this folder.
-    Inside { file: String, size: u64, read_only: bool },
-    /// A read-only image elsewhere, and how it looked.
-    Outside { path: String, size: u64, modified_ns: i128 },
-    /// A file or device elsewhere, used in place. Only in the state file of two files, which hold no disk.
-    Named { path: Option<String>, read_only: bool },
+    /// A file in this folder.
+    Inside {
+        /// The name of the file: `disk-N.img`, with the place of the drive from 0.
+        file: String,
+        /// The size in bytes.
+        size: u64,
+        /// The guest only reads the drive.
+        read_only: bool,
+    },
+    /// A read-only image outside of the folder, with its size and time of change.
+    Outside {
+        /// The path, with symbolic links resolved.
+        path: String,
+        /// The size in bytes.
+        size: u64,
+        /// The time of the last modification, in nanoseconds since 1970.
+        modified_ns: i128,
+    },
+    /// A file or device outside, used in place. Only in a state file, since a snapshot of two files
+    /// holds no disk.
+    Named {
+        /// The absolute path; without one, every fork must be given another drive.
+        path: Option<String>,
+        /// The guest only reads the drive.
+        read_only: bool,
+    },
 }
 
-/// One part of `state.bin`. It stands in a line, kind, version, offset, length and sum: a table of objects would be most
-/// of the manifest, and of the time that reading it takes.
+/// One section of `state.bin`. In JSON it is one line of kind, version, offset, length and
+/// checksum: a table of objects would be most of the manifest and of the time to read it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SectionFacts {
     pub kind: String,
@@ -103,34 +132,36 @@ pub struct SectionFacts {
 }
 
 impl Manifest {
-    /// The text, with its checksum.
+    /// Returns the text, with its checksum.
     pub fn encode(&self) -> Result<Vec<u8>, SnapshotError> {
         let plain = Self { checksum: 0, ..self.clone() }.text()?;
         Self { checksum: crc32fast::hash(&plain), ..self.clone() }.text()
     }
 
-    /// Reads and checks a text.
+    /// Decodes and checks the manifest of a folder.
     pub fn decode(bytes: &[u8]) -> Result<Self, SnapshotError> {
         let manifest = Self::decode_as(bytes, FORMAT)?;
-        match manifest.disks.iter().any(|disk| matches!(disk, DiskFacts::Named { .. })) {
-            true => Err(SnapshotError::Manifest("a disk is in no folder".into())),
-            false => Ok(manifest),
+        if manifest.disks.iter().any(|disk| matches!(disk, DiskFacts::Named { .. })) {
+            Err(SnapshotError::Manifest("a disk is in no folder".into()))
+        } else {
+            Ok(manifest)
         }
     }
 
-    /// The same for a state file.
+    /// Decodes and checks the manifest of a state file.
     pub fn decode_files(bytes: &[u8]) -> Result<Self, SnapshotError> {
         let manifest = Self::decode_as(bytes, FILES_FORMAT)?;
         let named = |disk: &DiskFacts| matches!(disk, DiskFacts::Named { .. });
-        match manifest.memory.base.is_none() && manifest.disks.iter().all(named) {
-            true => Ok(manifest),
-            false => Err(SnapshotError::Manifest("has parts that belong to a folder".into())),
+        if manifest.memory.base.is_none() && manifest.disks.iter().all(named) {
+            Ok(manifest)
+        } else {
+            Err(SnapshotError::Manifest("has parts that belong to a folder".into()))
         }
     }
 
     fn decode_as(bytes: &[u8], format: &str) -> Result<Self, SnapshotError> {
         let decoded = serde_json::from_slice(bytes);
-        // What cannot be read may be of a later format, of which only the head is known.
+        // A text that cannot be decoded may be of a later format, of which only the head is known.
         let head = match &decoded {
             Ok(Self { format, version, .. }) => Head { format: format.clone(), version: *version },
             Err(_) => serde_json::from_slice(bytes).map_err(bad)?,
@@ -138,7 +169,7 @@ impl Manifest {
         if head.format != format {
             return Err(SnapshotError::Manifest(format!("is of format {:?}", cut(&head.format))));
         }
-        if !VERSIONS.contains(&head.version) {
+        if head.version != VERSION {
             return Err(SnapshotError::Version { found: head.version, known: VERSION });
         }
         let manifest = decoded.map_err(bad)?;
@@ -149,6 +180,7 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// Returns the regions of guest memory, in ascending order.
     pub fn regions(&self) -> Vec<Region> {
         let region = |(address, len): &(u64, u64)| Region { address: *address, len: *len };
         self.memory.regions.iter().map(region).collect()
@@ -195,7 +227,8 @@ impl Manifest {
     }
 }
 
-/// Whole pages, ascending, apart, below the end of addresses, as much as the memory is.
+/// Checks that the regions are whole pages, ascending, disjoint and within the address space, and
+/// that they add up to `size`.
 pub fn check_regions(regions: &[(u64, u64)], size: u64) -> Result<(), &'static str> {
     let (mut end, mut sum) = (0u64, 0u64);
     if regions.is_empty() || regions.len() > MAX_REGIONS {
@@ -221,7 +254,7 @@ impl Serialize for SectionFacts {
 
 impl<'de> Deserialize<'de> for SectionFacts {
     fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
-        from.deserialize_any(Section)
+        from.deserialize_str(Section)
     }
 }
 
@@ -250,29 +283,16 @@ impl<'de> Visitor<'de> for Section {
             _ => Err(E::invalid_value(serde::de::Unexpected::Str(line), &self)),
         }
     }
-
-    fn visit_map<A: MapAccess<'de>>(self, object: A) -> Result<SectionFacts, A::Error> {
-        #[derive(Deserialize)]
-        #[serde(remote = "SectionFacts", deny_unknown_fields)]
-        struct Object {
-            kind: String,
-            version: u32,
-            offset: u64,
-            len: u64,
-            crc32: u32,
-        }
-        Object::deserialize(MapAccessDeserializer::new(object))
-    }
 }
 
-/// What every format says of itself.
+/// The fields that every version of the format has.
 #[derive(Deserialize)]
 struct Head {
     format: String,
     version: u32,
 }
 
-/// The sum of a text as if its last value, which is the sum, were zero.
+/// Returns the checksum of a text as if its last value, the checksum, were zero.
 fn sum_without_itself(text: &[u8], sum: u32) -> Option<u32> {
     let value = sum.to_string();
     let before = text.strip_suffix(b"\n}\n")?.strip_suffix(value.as_bytes())?;
@@ -282,7 +302,7 @@ fn sum_without_itself(text: &[u8], sum: u32) -> Option<u32> {
     Some(hasher.finalize())
 }
 
-/// How the file of a drive inside the folder is called.
+/// Returns the file name of a drive inside the folder.
 pub fn disk_file(index: usize) -> String {
     format!("disk-{index}.img")
 }
@@ -295,7 +315,7 @@ fn bad(error: serde_json::Error) -> SnapshotError {
     SnapshotError::Manifest(cut(&error.to_string()))
 }
 
-/// Text from a file, short enough for a message.
+/// Shortens text from a file for an error message.
 fn cut(text: &str) -> String {
     text.chars().take(120).collect()
 }

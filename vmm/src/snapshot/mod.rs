@@ -1,24 +1,27 @@
-//! A template in a folder: `manifest.json`, `state.bin`, `memory.bin`, a file for each of the guest's disks, and perhaps
-//! `sibling.bin`, which only saves memory: what a machine had changed after its first use.
+//! Snapshots on disk: a template as a folder, or as two files that the caller names.
 //!
-//! | file | what it answers |
+//! A folder holds `manifest.json`, `state.bin`, `memory.bin`, one file for each disk of the guest,
+//! and optionally `sibling.bin`: the pages that another VM of the template had changed after its
+//! first use. `sibling.bin` is used for page dedup only.
+//!
+//! | file | contents |
 //! | --- | --- |
-//! | `manifest.rs` | what a folder says of itself, readable without decoding anything |
-//! | `sections.rs` | how a machine's registers are kept, each part with its version |
-//! | `checksum.rs` | whether a large file is still the one that was written |
-//! | `fill.rs` | how a large file is written and summed up in one pass |
-//! | `host.rs` | whether this host can go on with it |
-//! | `outside.rs` | which files beside the folder it may name, and how they are opened |
-//! | `signature.rs` | whether a holder of a key has written it |
-//! | `write.rs` | how a folder comes to be, whole or not at all |
-//! | `files.rs` | the same as two files of the caller's naming, as Firecracker's clients know it |
-//! | `written_file.rs` | how one file comes to be, whole or not at all |
-//! | `edit.rs` | what such a pair says, and how a memory file is brought up to date |
-//! | `handover.rs` | how a template goes to another process without a folder |
-//! | `read.rs` | how a folder becomes a template again, or is refused by name |
+//! | `manifest.rs` | the manifest, readable without decoding anything else |
+//! | `sections.rs` | the encoding of the VM's registers, in versioned sections |
+//! | `checksum.rs` | checksums that detect a changed large file |
+//! | `fill.rs` | writing and checksumming a large file in one pass |
+//! | `host.rs` | the check that this host can run the VM |
+//! | `outside.rs` | files outside of the folder that a snapshot may name, and how they are opened |
+//! | `signature.rs` | the proof that a holder of a key has written the snapshot |
+//! | `write.rs` | writing a folder, whole or not at all |
+//! | `files.rs` | a snapshot as two files, as Firecracker's clients use it |
+//! | `written_file.rs` | writing one file, whole or not at all |
+//! | `edit.rs` | describing a state file, and merging a diff into a memory file |
+//! | `handover.rs` | passing a template to another process without a folder |
+//! | `read.rs` | loading a folder as a template, or refusing it with a named error |
 //!
-//! Files are untrusted: every length, count and offset is checked before it is used, and nothing is mapped
-//! before all of it was.
+//! Files are untrusted: every length, count and offset is checked before it is used, and nothing is
+//! mapped before all checks have passed.
 
 mod checksum;
 mod edit;
@@ -31,49 +34,46 @@ mod outside;
 mod read;
 mod sections;
 mod signature;
-pub(crate) mod state;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 mod write;
 mod written_file;
 
 use std::io;
-use std::path::PathBuf;
 
 pub use edit::{StateText, rebase};
 pub use files::{NOTE_MAX, SaveKind, StateFile};
+pub(crate) use files::{load_files, save_files};
+pub(crate) use handover::{hand_over, take_over};
 pub use manifest::{DiskFacts, MachineFacts, Manifest, MemoryFacts};
 pub use outside::{Roots, is_allowed};
 pub use read::LoadOptions;
+pub(crate) use read::load;
 pub use signature::Key;
+pub(crate) use write::write;
 pub use write::{Durability, WriteOptions};
 
+pub use crate::frozen::Base;
+
 use crate::error::{Error, ErrorKind};
+use crate::storage::MissingDrive;
 
 pub(crate) const MANIFEST: &str = "manifest.json";
 pub(crate) const STATE: &str = "state.bin";
 pub(crate) const MEMORY: &str = "memory.bin";
 pub(crate) const SIBLING: &str = "sibling.bin";
-/// Which files were compared with their checksums, and how they looked then.
+/// The file that records which files were compared with their checksums, and their stamps.
 pub(crate) const STAMP: &str = "verified";
 
-/// The most that is read of each small file.
+/// The largest accepted size of each small file.
 pub(crate) const MANIFEST_MAX: u64 = 1 << 20;
 pub(crate) const STATE_MAX: u64 = 10 << 20;
-/// The longest chain of snapshots, each holding what changed since the one before.
+/// The longest chain of snapshots, each holding the changes since its base.
 pub(crate) const CHAIN_MAX: usize = 12;
 
-/// The snapshot that another one or a machine goes on from.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Base {
-    pub id: String,
-    pub dir: PathBuf,
-    /// How many snapshots it takes to restore it.
-    pub(crate) depth: usize,
-}
-
-/// Why a folder is not a snapshot that can be used.
+/// Reasons why a snapshot cannot be read or written.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // each variant's message says what it is
 pub enum SnapshotError {
     #[error("{file}: cannot be read")]
     Read { file: String, source: io::Error },
@@ -104,13 +104,8 @@ pub enum SnapshotError {
     ClockRate { found: u32, here: u32 },
     #[error("base snapshot {dir}: {reason}")]
     Base { dir: String, reason: String },
-    #[error("drive {index}: {path} is not the file it was; give another with an override")]
-    Drive { index: usize, path: String },
-    #[error(
-        "drive {index}: {path} is in no folder that a snapshot may name files of; allow its folder, or give \
-         another drive with an override"
-    )]
-    DriveRoot { index: usize, path: String },
+    #[error(transparent)]
+    Drive(#[from] MissingDrive),
     #[error("key: {0}")]
     Key(String),
     #[error("signature: {0}; this is not a snapshot that a holder of the key has written")]
@@ -148,7 +143,7 @@ pub enum SnapshotError {
 }
 
 impl SnapshotError {
-    /// The same, with the name of the file that the caller knows.
+    /// Wraps the error with the name of the file that the caller gave.
     fn of_file(self, file: &str) -> Self {
         Self::Of { file: file.to_owned(), source: Box::new(self) }
     }
@@ -161,11 +156,11 @@ impl SnapshotError {
             | SnapshotError::NotOpened { .. }
             | SnapshotError::Folder { .. }
             | SnapshotError::Key(_)
-            | SnapshotError::DriveRoot { .. }
+            | SnapshotError::Drive(MissingDrive::NotAllowed { .. })
             | SnapshotError::TwoFiles { .. } => ErrorKind::InvalidConfig,
             SnapshotError::Version { .. }
             | SnapshotError::SectionVersion { .. }
-            | SnapshotError::Drive { .. }
+            | SnapshotError::Drive(MissingDrive::Changed { .. })
             | SnapshotError::ClockRate { .. }
             | SnapshotError::Host { .. } => ErrorKind::SnapshotIncompatible,
             SnapshotError::Exists { .. } => ErrorKind::InvalidConfig,
@@ -173,7 +168,17 @@ impl SnapshotError {
             SnapshotError::Read { source, .. } if source.kind() == io::ErrorKind::NotFound => {
                 ErrorKind::InvalidConfig
             }
-            _ => ErrorKind::SnapshotCorrupt,
+            SnapshotError::Read { .. }
+            | SnapshotError::Kind { .. }
+            | SnapshotError::TooBig { .. }
+            | SnapshotError::Size { .. }
+            | SnapshotError::Manifest(_)
+            | SnapshotError::State(_)
+            | SnapshotError::Checksum { .. }
+            | SnapshotError::Base { .. }
+            | SnapshotError::Signature(_)
+            | SnapshotError::MemorySize { .. }
+            | SnapshotError::Mixed { .. } => ErrorKind::SnapshotCorrupt,
         }
     }
 }

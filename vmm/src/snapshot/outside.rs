@@ -1,7 +1,8 @@
 //! Files that a snapshot only names: its base, and images that it did not copy.
 //!
-//! A snapshot is a file that somebody wrote, and what it names is opened with the rights of whoever restores it. So
-//! the caller says where such files may be, no link is followed on the way, and nothing but a regular file is read.
+//! A snapshot may come from anybody, and the files that it names are opened with the rights of the
+//! restoring user. So the caller says where such files may be, no symbolic link is followed on the
+//! way, and only regular files are read.
 
 use std::fs::{self, File};
 use std::io;
@@ -9,10 +10,11 @@ use std::path::{Component, Path, PathBuf};
 
 use crate::sys;
 
-/// The folders below which a snapshot may name files; without any, everywhere.
+/// The folders below which a snapshot may name files; `None` allows every path.
 pub type Roots = Option<Vec<PathBuf>>;
 
-/// Whether `path` lies in one of the roots, as it is written. Opening it must follow no link.
+/// Returns whether `path`, as it is written, lies below one of the roots. The path must then be
+/// opened without following links.
 pub fn is_allowed(path: &Path, roots: &Roots) -> bool {
     let plain = |part| matches!(part, Component::RootDir | Component::Normal(_));
     let within = |root: &PathBuf| match fs::canonicalize(root) {
@@ -23,17 +25,18 @@ pub fn is_allowed(path: &Path, roots: &Roots) -> bool {
     whole && roots.as_ref().is_none_or(|roots| roots.iter().any(within))
 }
 
-/// Opens a regular file for reading, at the path where it was when the snapshot was written: links had been followed
-/// then, so there are none on the way.
+/// Opens a regular file for reading, without following links. Links were resolved when the snapshot
+/// was written, so its path contains none.
 pub fn open_file(path: &Path) -> io::Result<File> {
     let file = sys::open_without_links(path, 0)?;
-    match file.metadata()?.is_file() {
-        true => Ok(file),
-        false => Err(io::Error::other("is not a regular file")),
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        Err(io::Error::other("is not a regular file"))
     }
 }
 
-/// The same for a folder.
+/// Opens a folder without following links.
 pub fn open_folder(path: &Path) -> io::Result<File> {
     sys::open_without_links(path, libc::O_DIRECTORY)
 }
@@ -60,7 +63,7 @@ mod tests {
         assert!(!is_allowed(Path::new("/etc/../etc/shadow"), &None));
     }
 
-    /// H12: and a pipe does not keep whoever opens it waiting.
+    /// H12: opening a pipe does not block either.
     #[test]
     fn h12_link_or_pipe_or_folder_in_place_of_a_named_file_is_refused() {
         let place = tempfile::tempdir().unwrap();

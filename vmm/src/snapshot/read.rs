@@ -1,4 +1,4 @@
-//! A folder becomes a template again. Whatever is wrong with it is told by name before anything is mapped.
+//! Loads a folder as a template. Every defect is reported with its name before anything is mapped.
 
 use std::cell::OnceCell;
 use std::fs::{self, File};
@@ -22,103 +22,104 @@ use super::{
     SnapshotError, host, outside, signature,
 };
 use crate::error::Error;
+use crate::frozen::Frozen;
 use crate::kvm::vm::KvmHost;
-use crate::memory::{self, Layer, MemoryImage, PAGE, Runs};
+use crate::memory::{self, Layer, MemoryImage, PAGE, PageRanges};
 use crate::storage::FrozenStorage;
 use crate::sys;
-use crate::template::Template;
 use crate::trace;
 
-/// How a snapshot is read.
+/// How a snapshot is loaded.
 #[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
-    /// Copy the memory into a sealed file in this host's memory, so that nothing that happens to the folder
-    /// can reach a guest. For those who start many machines from one template.
+    /// Copy the memory into a sealed file in host memory, so that no change of the folder can reach
+    /// a guest. Meant for templates from which many VMs are started.
     pub hold: bool,
-    /// Compare every byte with its checksum, even if it was done before.
+    /// Compare every byte with its checksum, even if a stamp says that it was done before.
     pub verify: bool,
-    /// Leave the memory alone: a page server will supply it to each machine.
+    /// Do not open the memory: a page server will supply it to each VM.
     pub without_memory: bool,
-    /// Where files that the snapshot only names may be: the snapshot that it goes on from, and read-only images that
-    /// were not copied. Without any, everywhere: for a snapshot whose writer is trusted with the files of this user.
+    /// Folders below which files may be that the snapshot only names: its base, and read-only
+    /// images that were not copied. `None` allows every path and is for snapshots whose writer is
+    /// trusted with the files of this user.
     pub roots: Roots,
-    /// Only a snapshot that was written with this key. Every byte is compared, and memory is held (see `hold`).
+    /// Accept only a snapshot that was signed with this key. Every byte is compared, and memory is
+    /// held as with `hold`.
     pub key: Option<Key>,
 }
 
-impl Template {
-    /// Reads the snapshot in `dir`.
-    pub fn load(dir: &Path, options: LoadOptions) -> Result<Self, Error> {
-        let folder = Folder::open_with(dir, options.key.as_ref())?;
-        let options = LoadOptions { hold: options.hold || options.key.is_some(), ..options };
-        trace::step("manifest");
-        let host = KvmHost::shared()?;
-        host::check(&folder.manifest.machine, &host)?;
-        trace::step("ask KVM what it can");
-        let saved = folder.state()?;
-        if saved.note.is_some() {
-            return Err(SnapshotError::State("has parts that belong to two files".into()).into());
-        }
-        host::check_machine(&saved.machine, &host)?;
-        if saved.machine.vcpus.len() != folder.manifest.machine.vcpus as usize {
-            return Err(SnapshotError::State("has another number of vCPUs".into()).into());
-        }
-        trace::step("decode state");
-        let mut files = folder.verify(&saved, &options)?;
-        trace::step("verify");
-
-        let size = folder.manifest.memory.size;
-        let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
-        let layers = match options.without_memory {
-            true => Vec::new(),
-            false => folder.layers(&saved, &mut files, &options, 0)?,
-        };
-        let depth = layers.len();
-        let mut image = MemoryImage::empty(folder.manifest.regions());
-        for layer in layers {
-            image = image.with(layer);
-        }
-        image = image.on_base(depth).beside_file(folder.large(SIBLING, size).ok().map(Arc::new));
-        if options.hold && !options.without_memory {
-            image = image.held()?;
-        }
-        trace::step("memory layers");
-        let drives = folder.drives(&mut files, &options)?;
-        trace::step("disks");
-        let manifest = &folder.manifest;
-        let id = manifest.id.clone();
-        let dir = path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
-        Ok(Self {
-            host,
-            machine: Arc::new(saved.machine),
-            image,
-            drives,
-            taps: manifest.taps.clone(),
-            vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
-            base: (!options.without_memory).then_some(Base { id, dir, depth }),
-            working_set: working_set.map(Arc::new),
-            without_memory: options.without_memory,
-            lessons: None,
-            note: Vec::new(),
-            memory_sums: None,
-            pause: Duration::ZERO,
-        })
+/// Reads the snapshot in `dir`.
+pub fn load(dir: &Path, options: LoadOptions) -> Result<Frozen, Error> {
+    let folder = Folder::open_with(dir, options.key.as_ref())?;
+    let options = LoadOptions { hold: options.hold || options.key.is_some(), ..options };
+    trace::step("manifest");
+    let host = KvmHost::shared()?;
+    host::check(&folder.manifest.machine, &host)?;
+    trace::step("ask KVM what it can");
+    let saved = folder.state()?;
+    if saved.note.is_some() {
+        return Err(SnapshotError::State("has parts that belong to two files".into()).into());
     }
+    host::check_machine(&saved.machine, &host)?;
+    if saved.machine.vcpus.len() != folder.manifest.machine.vcpus as usize {
+        return Err(SnapshotError::State("has another number of vCPUs".into()).into());
+    }
+    trace::step("decode state");
+    let mut files = folder.verify(&saved, &options)?;
+    trace::step("verify");
+
+    let size = folder.manifest.memory.size;
+    let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
+    let layers = if options.without_memory {
+        Vec::new()
+    } else {
+        folder.layers(&saved, &mut files, &options, 0)?
+    };
+    let depth = layers.len();
+    let mut image = MemoryImage::empty(folder.manifest.regions());
+    for layer in layers {
+        image = image.with(layer);
+    }
+    image = image.on_base(depth).with_sibling_file(folder.large(SIBLING, size).ok().map(Arc::new));
+    if options.hold && !options.without_memory {
+        image = image.held()?;
+    }
+    trace::step("memory layers");
+    let drives = folder.drives(&mut files, &options)?;
+    trace::step("disks");
+    let manifest = &folder.manifest;
+    let id = manifest.id.clone();
+    let dir = path::absolute(dir).unwrap_or_else(|_| dir.to_owned());
+    Ok(Frozen {
+        host,
+        state: Arc::new(saved.machine),
+        image,
+        drives,
+        taps: manifest.taps.clone(),
+        vsock_path: manifest.vsock_path.as_ref().map(PathBuf::from),
+        base: (!options.without_memory).then_some(Base { id, dir, depth }),
+        working_set: working_set.map(Arc::new),
+        without_memory: options.without_memory,
+        learner: None,
+        note: Vec::new(),
+        memory_sums: None,
+        pause: Duration::ZERO,
+    })
 }
 
 impl Manifest {
-    /// What the snapshot in `dir` says of itself; nothing else is looked at.
+    /// Reads the manifest of the snapshot in `dir` and no other file.
     pub fn read(dir: &Path) -> Result<Self, Error> {
         Ok(Folder::open(dir)?.manifest)
     }
 }
 
-/// A snapshot's folder and what its manifest says.
+/// An open snapshot folder and its manifest.
 pub(super) struct Folder {
     dir: File,
     path: PathBuf,
     pub(super) manifest: Manifest,
-    /// What its files must be, if it must be of a holder of a key.
+    /// The signed digests of its files, if a key was given.
     signed: Option<Signed>,
 }
 
@@ -132,7 +133,7 @@ impl Folder {
         Self::read(sys::open_dir(path).map_err(failed)?, path, key)
     }
 
-    /// The snapshot that another one goes on from, where that says it is.
+    /// Opens the base of a snapshot at `path`, if `options` allow it.
     fn open_base(path: &Path, options: &LoadOptions) -> Result<Self, String> {
         if !outside::is_allowed(path, &options.roots) {
             return Err(
@@ -143,7 +144,7 @@ impl Folder {
         Self::read(dir, path, options.key.as_ref()).map_err(|error| error.to_string())
     }
 
-    /// With a key nothing is decoded before the signature over it was found right.
+    /// Reads the manifest. With a key, nothing is decoded before its signature has been verified.
     fn read(dir: File, path: &Path, key: Option<&Key>) -> Result<Self, SnapshotError> {
         let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX);
         if bytes.is_err() {
@@ -165,23 +166,25 @@ impl Folder {
         sections::decode(&bytes, &self.manifest.sections)
     }
 
-    /// Opens a large file, which must have the size that the manifest says.
+    /// Opens a large file, whose size must be the manifest's.
     fn large(&self, name: &str, expected: u64) -> Result<File, SnapshotError> {
         let (file, size) = open_plain(&self.dir, name)?;
-        match size == expected {
-            true => Ok(file),
-            false => Err(SnapshotError::Size { file: name.to_owned(), size, expected }),
+        if size == expected {
+            Ok(file)
+        } else {
+            Err(SnapshotError::Size { file: name.to_owned(), size, expected })
         }
     }
 
-    /// Opens the large files and compares them with their sums, unless they look as they did when that was last
-    /// done. What was compared is what is used: nobody opens them again.
+    /// Opens the large files and compares them with their checksums, unless their stamps are known.
+    /// The returned files are the compared ones and must not be opened again by name.
     pub(super) fn verify(
         &self,
         saved: &Saved,
         options: &LoadOptions,
     ) -> Result<LargeFiles, SnapshotError> {
-        // Of a folder that was moved to another disk, or written by an earlier version.
+        // Stamps in a file of their own belong to a folder that was moved to another disk, or that
+        // an earlier version wrote.
         let later: OnceCell<Vec<Stamp>> = OnceCell::new();
         let known = |stamp: &Stamp| {
             saved.stamps.contains(stamp) || later.get_or_init(|| self.kept()).contains(stamp)
@@ -206,21 +209,22 @@ impl Folder {
             stamps.push(stamp);
             files.push((name, file));
         }
-        // Half of the stamps would make the next one compare everything again.
+        // An incomplete list of stamps would make the next load compare everything again.
         if compared && !options.without_memory {
             self.keep(&stamps, &files);
         }
         Ok(LargeFiles(files))
     }
 
-    /// What [`Self::keep`] wrote.
+    /// Returns the stamps that [`Self::keep`] wrote.
     fn kept(&self) -> Vec<Stamp> {
         let bytes = read_small(&self.dir, STAMP, MANIFEST_MAX).ok();
         bytes.and_then(|bytes| serde_json::from_slice(&bytes).ok()).unwrap_or_default()
     }
 
-    /// So that the next restore need not compare again. A folder that cannot be written is compared each time. What
-    /// was compared is on the disk first, or a power cut could leave a stamp that is true over bytes that are not there.
+    /// Records the stamps, so that the next load need not compare again. A folder that cannot be
+    /// written is compared at each load. The files are synced first: otherwise a power cut could
+    /// leave a valid stamp over lost bytes.
     fn keep(&self, stamps: &[Stamp], files: &[(String, File)]) {
         let hidden = self.path.join(format!(".{STAMP}-{}", std::process::id()));
         let kept = serde_json::to_vec(stamps).map_err(std::io::Error::from).and_then(|bytes| {
@@ -233,7 +237,7 @@ impl Folder {
         }
     }
 
-    /// The files that make up the memory, lowest first.
+    /// Returns the layers of the memory image, lowest first.
     pub(super) fn layers(
         &self,
         saved: &Saved,
@@ -244,7 +248,7 @@ impl Folder {
         let size = self.manifest.memory.size;
         let file = files.take(MEMORY)?;
         let Some(base) = &self.manifest.memory.base else {
-            return Ok(vec![Layer { file: file.into(), runs: Runs::all(size) }]);
+            return Ok(vec![Layer { file: file.into(), runs: PageRanges::all(size) }]);
         };
         let refused = |reason: String| SnapshotError::Base { dir: base.path.clone(), reason };
         if depth >= CHAIN_MAX {
@@ -273,15 +277,14 @@ impl Folder {
             DiskFacts::Inside { file: name, read_only, .. } => {
                 let file = files.take(name)?;
                 let failed = |source| SnapshotError::Read { file: name.clone(), source };
-                match read_only {
-                    true => Ok(FrozenStorage::Fixed { file, path: Some(self.path.join(name)) }),
-                    false => {
-                        let top = memory::memfd(c"pvmm-disk", 0).map_err(failed)?;
-                        LayeredDisk::over(file, top).map(FrozenStorage::Layers).map_err(failed)
-                    }
+                if *read_only {
+                    Ok(FrozenStorage::Fixed { file, path: Some(self.path.join(name)) })
+                } else {
+                    let top = memory::memfd(c"pvmm-disk", 0).map_err(failed)?;
+                    LayeredDisk::over(file, top).map(FrozenStorage::Layers).map_err(failed)
                 }
             }
-            // Not in a folder; the manifest was refused.
+            // Unreachable for a folder: `Manifest::decode` refuses such a disk.
             DiskFacts::Named { path, .. } => {
                 let path = path.clone().unwrap_or_default().into();
                 Ok(FrozenStorage::Missing { index, path, allowed: true })
@@ -296,7 +299,7 @@ impl Folder {
                     };
                     file.metadata().is_ok_and(same)
                 });
-                // A machine that gets another drive in this place does not miss it.
+                // Not an error yet: the caller may override this drive.
                 Ok(match found {
                     Some(file) => FrozenStorage::Fixed { file, path: Some(path) },
                     None => FrozenStorage::Missing { index, path, allowed },
@@ -322,16 +325,15 @@ impl Signed {
     }
 
     fn check(&self, name: &str, digest: [u8; 32]) -> Result<(), SnapshotError> {
-        match self.0.iter().any(|(known, signed)| known == name && *signed == digest) {
-            true => Ok(()),
-            false => {
-                Err(SnapshotError::Signature(format!("{name} is not the file that was signed")))
-            }
+        if self.0.iter().any(|(known, signed)| known == name && *signed == digest) {
+            Ok(())
+        } else {
+            Err(SnapshotError::Signature(format!("{name} is not the file that was signed")))
         }
     }
 }
 
-/// The open files that were compared with their sums, by name.
+/// The open files that were compared with their checksums, by name.
 pub(super) struct LargeFiles(Vec<(String, File)>);
 
 impl LargeFiles {
@@ -345,7 +347,7 @@ impl LargeFiles {
     }
 }
 
-/// Tells a folder with two files, pvmm's or Firecracker's, from one that is a snapshot of its own.
+/// Refuses a folder that holds a snapshot of two files, pvmm's or Firecracker's.
 fn refuse_foreign_folder(path: &Path) -> Result<(), SnapshotError> {
     for name in ["vm.state", "snapshot", "snapshot_file", "vmstate", "snap.state"] {
         let state = path.join(name);
@@ -362,9 +364,9 @@ fn refuse_foreign_folder(path: &Path) -> Result<(), SnapshotError> {
     Ok(())
 }
 
-/// Whole pages, ascending, within the memory.
-pub fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<Runs, SnapshotError> {
-    let mut checked = Runs::with_room(runs.len());
+/// Checks that ranges are whole pages, ascending and within the memory, and converts them.
+pub fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<PageRanges, SnapshotError> {
+    let mut checked = PageRanges::with_room(runs.len());
     let mut end = 0;
     for (start, stop) in runs {
         let whole = start.is_multiple_of(PAGE) && stop.is_multiple_of(PAGE);
@@ -374,13 +376,14 @@ pub fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<Runs, SnapshotError>
         checked.push(*start..*stop);
         end = *stop;
     }
-    match checked.count() <= memory::MAX_RUNS {
-        true => Ok(checked),
-        false => Err(SnapshotError::State("there are too many ranges of memory".into())),
+    if checked.count() <= memory::MAX_RUNS {
+        Ok(checked)
+    } else {
+        Err(SnapshotError::State("there are too many ranges of memory".into()))
     }
 }
 
-/// Opens a file of the folder that is a plain file and not a link to one.
+/// Opens a file of the folder, which must be a regular file and not a link.
 fn open_plain(dir: &File, name: &str) -> Result<(File, u64), SnapshotError> {
     let file = sys::open_beneath(dir, name).map_err(|source| match source.raw_os_error() {
         Some(libc::ELOOP | libc::ENXIO) => SnapshotError::Kind { file: name.to_owned() },
@@ -388,13 +391,14 @@ fn open_plain(dir: &File, name: &str) -> Result<(File, u64), SnapshotError> {
     })?;
     let facts =
         file.metadata().map_err(|source| SnapshotError::Read { file: name.to_owned(), source })?;
-    match facts.is_file() {
-        true => Ok((file, facts.size())),
-        false => Err(SnapshotError::Kind { file: name.to_owned() }),
+    if facts.is_file() {
+        Ok((file, facts.size()))
+    } else {
+        Err(SnapshotError::Kind { file: name.to_owned() })
     }
 }
 
-/// All of a small file.
+/// Reads a whole file of at most `max` bytes.
 fn read_small(dir: &File, name: &str, max: u64) -> Result<Vec<u8>, SnapshotError> {
     let (file, size) = open_plain(dir, name)?;
     if size > max {

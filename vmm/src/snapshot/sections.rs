@@ -1,8 +1,8 @@
-//! A machine's registers as sections: kind, version, bytes.
+//! Encodes the state of a VM as sections, each with a kind, a version and bytes.
 //!
-//! A change of a saved type adds a version beside the old one, whose decoder stays. Where two versions have one
-//! decoder, the later one only packs its lists (`packed.rs`). A section that is unknown, missing or left over is an
-//! error: guessing would start a machine that is subtly another.
+//! From the first release on, a change of a saved type adds a new version, and the decoder of the
+//! old one stays. A section that is unknown, missing or repeated is an error: guessing would start
+//! a VM that differs subtly.
 
 use std::io;
 use std::sync::Arc;
@@ -11,37 +11,34 @@ use rmp_serde::decode::Error;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use serde::{Deserialize, Serialize};
 
-use super::checksum::{FileSums, Stamp, Sum};
+use super::checksum::{FileSums, Stamp};
 use super::manifest::SectionFacts;
 use super::read::check_runs;
-use super::state::MachineState;
 use super::{STATE_MAX, SnapshotError};
 use crate::config::MAX_VCPUS;
-use crate::kvm::state::{ClockStateV1, ClockStateV2};
 use crate::machine::MAX_VIRTIO;
-use crate::memory::{Runs, WorkingSet};
+use crate::memory::{PageRanges, WorkingSet};
 use crate::packed;
+use crate::state::MachineState;
 
 const V1: u32 = 1;
-const V2: u32 = 2;
-const V3: u32 = 3;
 
-/// What `state.bin` holds.
+/// The contents of `state.bin`.
 pub struct Saved {
     pub machine: MachineState,
-    /// The sums of the large files.
+    /// The checksums of the large files.
     pub sums: Vec<FileSums>,
-    /// The ranges of memory that the snapshot itself holds, if it has a base.
+    /// The page ranges that the snapshot itself holds, if it has a base.
     pub runs: Vec<(u64, u64)>,
-    /// What a first use touches, if that was recorded.
+    /// The recorded working set, if there is one.
     pub working_set: Option<WorkingSetV1>,
-    /// What the caller keeps there for itself.
+    /// Data of the caller.
     pub note: Option<Vec<u8>>,
-    /// How the large files looked when they were written.
+    /// The stamps of the large files when they were written.
     pub stamps: Vec<Stamp>,
 }
 
-/// Ranges of memory that a first use writes, and others that it reads.
+/// The page ranges that a first use writes, and those that it only reads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkingSetV1 {
     #[serde(with = "packed")]
@@ -50,42 +47,42 @@ pub struct WorkingSetV1 {
     pub read: Vec<(u64, u64)>,
 }
 
-/// Ranges of memory.
+/// Page ranges, packed.
 #[derive(Serialize, Deserialize)]
 struct Ranges(#[serde(with = "packed")] Vec<(u64, u64)>);
 
 impl WorkingSetV1 {
     pub fn of(set: &WorkingSet) -> Self {
-        let pairs = |runs: &Runs| runs.iter().map(|run| (run.start, run.end)).collect();
+        let pairs = |runs: &PageRanges| runs.iter().map(|run| (run.start, run.end)).collect();
         Self { written: pairs(&set.written), read: pairs(&set.read) }
     }
 
-    /// The same for a memory of `size` bytes, checked.
+    /// Checks the ranges against a memory of `size` bytes and converts them.
     pub fn check(&self, size: u64) -> Result<WorkingSet, SnapshotError> {
         let (written, read) = (check_runs(&self.written, size)?, check_runs(&self.read, size)?);
         Ok(WorkingSet { written, read })
     }
 }
 
-/// The bytes of `state.bin` and the table of what is where.
+/// Returns the bytes of `state.bin` and the table of its sections.
 pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotError> {
     let mut writer = Writer::default();
-    writer.add_version("clock", V2, &saved.machine.clock)?;
+    writer.add("clock", &saved.machine.clock)?;
     for vcpu in &saved.machine.vcpus {
-        writer.add_version("vcpu", V2, &**vcpu)?;
+        writer.add("vcpu", &**vcpu)?;
     }
     writer.add("ioapic", &saved.machine.ioapic)?;
     writer.add("serial", &saved.machine.serial)?;
     for transport in &saved.machine.transports {
         writer.add("virtio", transport)?;
     }
-    writer.add_version("runs", V2, &Ranges(saved.runs.clone()))?;
-    writer.add_version("checksums", V3, &saved.sums)?;
+    writer.add("runs", &Ranges(saved.runs.clone()))?;
+    writer.add("checksums", &saved.sums)?;
     if let Some(working_set) = &saved.working_set {
-        writer.add_version("working_set", V2, working_set)?;
+        writer.add("working_set", working_set)?;
     }
     if let Some(note) = &saved.note {
-        writer.add_bytes("note", V1, note.clone());
+        writer.add_bytes("note", note.clone());
     }
     if !saved.stamps.is_empty() {
         writer.add("stamps", &saved.stamps)?;
@@ -93,7 +90,7 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
     Ok((writer.bytes, writer.table))
 }
 
-/// Reads all sections, checked against the table.
+/// Decodes all sections and checks them against the table.
 pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotError> {
     let (mut clock, mut ioapic, mut serial) = (None, None, None);
     let (mut runs, mut sums, mut working_set) = (None, None, None);
@@ -103,28 +100,18 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
     for section in table {
         let bytes = section_bytes(bytes, section, &mut end)?;
         match (section.kind.as_str(), section.version) {
-            ("clock", V1) => {
-                let mut first: Option<ClockStateV1> = None;
-                once(&mut first, section, bytes)?;
-                put_once(&mut clock, section, first.map(ClockStateV2::from))?;
-            }
-            ("clock", V2) => once(&mut clock, section, bytes)?,
+            ("clock", V1) => once(&mut clock, section, bytes)?,
             ("ioapic", V1) => once(&mut ioapic, section, bytes)?,
             ("serial", V1) => once(&mut serial, section, bytes)?,
-            ("runs", V1 | V2) => {
+            ("runs", V1) => {
                 let Ranges(ranges) = value(section, bytes)?;
                 put_once(&mut runs, section, Some(ranges))?;
             }
-            ("checksums", V1) => {
-                once(&mut sums, section, bytes)?;
-                let by_crc = |file: &mut FileSums| file.by = Sum::Crc32;
-                sums.iter_mut().flatten().for_each(by_crc);
-            }
-            ("checksums", V2 | V3) => once(&mut sums, section, bytes)?,
-            ("working_set", V1 | V2) => once(&mut working_set, section, bytes)?,
+            ("checksums", V1) => once(&mut sums, section, bytes)?,
+            ("working_set", V1) => once(&mut working_set, section, bytes)?,
             ("stamps", V1) => once(&mut stamps, section, bytes)?,
             ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),
-            ("vcpu", V1 | V2) => vcpus.push(Arc::new(value(section, bytes)?)),
+            ("vcpu", V1) => vcpus.push(Arc::new(value(section, bytes)?)),
             ("virtio", V1) => transports.push(value(section, bytes)?),
             (kind, version) => {
                 let kind = kind.chars().take(40).collect();
@@ -168,13 +155,14 @@ fn check(saved: &Saved) -> Result<(), SnapshotError> {
     if machine.vcpus.windows(2).any(|pair| pair[0].tsc_khz != pair[1].tsc_khz) {
         return Err(state("vCPUs have clocks of different rates"));
     }
-    match saved.sums.iter().all(FileSums::is_whole) {
-        true => Ok(()),
-        false => Err(state("checksums are incomplete")),
+    if saved.sums.iter().all(FileSums::is_whole) {
+        Ok(())
+    } else {
+        Err(state("checksums are incomplete"))
     }
 }
 
-/// The bytes of one section, which must begin where the one before it ended.
+/// Returns the bytes of one section, which must begin where the previous one ended.
 fn section_bytes<'a>(
     bytes: &'a [u8],
     section: &SectionFacts,
@@ -220,7 +208,7 @@ fn value<T: DeserializeOwned>(section: &SectionFacts, bytes: &[u8]) -> Result<T,
         let why: String = error.to_string().chars().take(120).collect();
         state(&format!("section {} does not decode: {why}", section.kind))
     })?;
-    // The decoder does not say how far it is, but whether another value could begin.
+    // The decoder does not report its position, but whether another value could begin.
     match IgnoredAny::deserialize(&mut decoder) {
         Err(Error::InvalidMarkerRead(end)) if end.kind() == io::ErrorKind::UnexpectedEof => {
             Ok(value)
@@ -241,25 +229,16 @@ struct Writer {
 
 impl Writer {
     fn add(&mut self, kind: &str, value: &impl Serialize) -> Result<(), SnapshotError> {
-        self.add_version(kind, V1, value)
-    }
-
-    fn add_version(
-        &mut self,
-        kind: &str,
-        version: u32,
-        value: &impl Serialize,
-    ) -> Result<(), SnapshotError> {
         let bytes = rmp_serde::to_vec(value)
             .map_err(|error| state(&format!("section {kind} does not encode: {error}")))?;
-        self.add_bytes(kind, version, bytes);
+        self.add_bytes(kind, bytes);
         Ok(())
     }
 
-    fn add_bytes(&mut self, kind: &str, version: u32, bytes: Vec<u8>) {
+    fn add_bytes(&mut self, kind: &str, bytes: Vec<u8>) {
         self.table.push(SectionFacts {
             kind: kind.to_owned(),
-            version,
+            version: V1,
             offset: self.bytes.len() as u64,
             len: bytes.len() as u64,
             crc32: crc32fast::hash(&bytes),

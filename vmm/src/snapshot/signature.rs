@@ -1,8 +1,8 @@
-//! Whether a folder is one that a holder of a key has written.
+//! Signatures: the proof that a holder of a key has written a folder.
 //!
-//! Checksums find what broke; whoever changes a snapshot on purpose makes them right again. With a key a folder has one
-//! more file, `signature`: a SHA-256 of each other file, and an HMAC-SHA256 of that list. It says who wrote the
-//! snapshot, not when: an old one with the same key is as good.
+//! Checksums detect damage; a writer who changes a snapshot on purpose corrects them. With a key a
+//! folder has one more file, `signature`: a SHA-256 of each other file, and an HMAC-SHA256 of that
+//! list. It proves who wrote the snapshot, not when: an old snapshot with this key is accepted too.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -14,20 +14,23 @@ use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 
 use super::SnapshotError;
+use crate::sys;
 
-/// The file in a folder that is written with a key.
+/// The name of the signature file.
 pub const SIGNATURE: &str = "signature";
-/// The most that is read of it.
+/// The largest accepted size of the signature file.
 pub const SIGNATURE_MAX: u64 = 64 << 10;
 const HEAD: &str = "pvmm-signature 1";
+/// Bytes of a file that are hashed, or skipped, at once.
+const PIECE: u64 = 64 << 10;
 const KEY_MIN: usize = 32;
 const KEY_MAX: u64 = 4096;
 
-/// A secret that writer and reader of a snapshot share.
+/// A secret that the writer and the reader of a snapshot share.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Key(Vec<u8>);
 
-/// Without its bytes.
+/// Does not print the bytes.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key")
@@ -35,16 +38,17 @@ impl fmt::Debug for Key {
 }
 
 impl Key {
-    /// A key of 32 to 4096 bytes.
+    /// Makes a key of 32 to 4096 bytes.
     pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Self, SnapshotError> {
         let bytes = bytes.into();
-        match (KEY_MIN..=KEY_MAX as usize).contains(&bytes.len()) {
-            true => Ok(Self(bytes)),
-            false => Err(SnapshotError::Key(format!("has {} bytes, not 32 to 4096", bytes.len()))),
+        if (KEY_MIN..=KEY_MAX as usize).contains(&bytes.len()) {
+            Ok(Self(bytes))
+        } else {
+            Err(SnapshotError::Key(format!("has {} bytes, not 32 to 4096", bytes.len())))
         }
     }
 
-    /// All bytes of a file, which only its owner may read.
+    /// Reads a key from a file, which only its owner may be able to read.
     pub fn read(path: &Path) -> Result<Self, SnapshotError> {
         let refuse = |why: &str| SnapshotError::Key(format!("{}: {why}", path.display()));
         let failed = |error: io::Error| refuse(&error.to_string());
@@ -62,7 +66,7 @@ impl Key {
         Self::new(bytes)
     }
 
-    /// The text of a signature over files of which each has this digest.
+    /// Returns the text of a signature over files with these digests.
     pub fn sign(&self, files: &[(String, [u8; 32])]) -> String {
         let mut text = format!("{HEAD}\n");
         for (name, digest) in files {
@@ -75,7 +79,7 @@ impl Key {
         text
     }
 
-    /// The digests that a signature gives, if it was made with this key.
+    /// Returns the digests in a signature, if it was made with this key.
     pub fn verify(&self, text: &[u8]) -> Result<Vec<(String, [u8; 32])>, SnapshotError> {
         let wrong = || SnapshotError::Signature("was not made with this key".into());
         let text = str::from_utf8(text).map_err(|_| wrong())?;
@@ -96,7 +100,7 @@ impl Key {
     }
 
     fn mac(&self) -> Hmac<Sha256> {
-        // A digest of the key is as long as a block takes, so that this cannot fail.
+        // The digest of the key fills a block exactly, so that this cannot fail.
         let digest = Sha256::digest(&self.0);
         let mut block = [0; 64];
         block.iter_mut().zip(digest).for_each(|(to, from)| *to = from);
@@ -104,19 +108,34 @@ impl Key {
     }
 }
 
-/// The digest of a file's first `size` bytes.
+/// Returns the digest of a file's first `size` bytes: of the size, and of each piece that is not
+/// all zeros with its offset.
+///
+/// Most of guest memory is holes, which are neither read nor hashed. A hole that a copy has filled
+/// with zeros does not change the digest.
 pub fn digest(file: &File, size: u64) -> io::Result<[u8; 32]> {
-    let mut hasher = Sha256::new();
-    let mut buffer = vec![0; 1 << 20];
+    let mut hasher = Sha256::new_with_prefix(size.to_le_bytes());
+    let mut buffer = vec![0; PIECE as usize];
     let mut at = 0;
-    while at < size {
-        let len = (size - at).min(buffer.len() as u64) as usize;
-        let bytes = buffer.get_mut(..len).unwrap_or_default();
-        file.read_exact_at(bytes, at)?;
-        hasher.update(bytes);
-        at += len as u64;
+    while let Some(data) = sys::next_data(file, at)?.filter(|data| *data < size) {
+        at = data - data % PIECE;
+        let end = sys::next_hole(file, data)?.unwrap_or(size).min(size);
+        while at < end {
+            let len = (size - at).min(PIECE);
+            let bytes = buffer.get_mut(..len as usize).unwrap_or_default();
+            file.read_exact_at(bytes, at)?;
+            if bytes.iter().any(|byte| *byte != 0) {
+                hasher.update(at.to_le_bytes());
+                hasher.update(&*bytes);
+            }
+            at += len;
+        }
     }
-    Ok(hasher.finalize().into())
+    if file.metadata()?.len() < size {
+        Err(io::ErrorKind::UnexpectedEof.into())
+    } else {
+        Ok(hasher.finalize().into())
+    }
 }
 
 pub fn digest_bytes(bytes: &[u8]) -> [u8; 32] {
@@ -160,14 +179,28 @@ mod tests {
         }
     }
 
+    /// Holes do not count, and different contents have different digests.
     #[test]
-    fn digest_of_a_file_is_that_of_its_bytes() {
+    fn digest_is_of_what_a_file_holds_and_not_of_how_it_is_kept() {
         let place = tempfile::tempdir().unwrap();
-        let path = place.path().join("file");
-        fs::write(&path, vec![3; (1 << 20) + 5]).unwrap();
-        let file = File::open(&path).unwrap();
-        assert_eq!(digest(&file, (1 << 20) + 5).unwrap(), digest_bytes(&vec![3; (1 << 20) + 5]));
-        assert!(digest(&file, (1 << 20) + 6).is_err());
+        let size = 5 * PIECE + 7;
+        let file = |name: &str, holes: bool, data: &[(u64, u8)]| {
+            let path = place.path().join(name);
+            fs::write(&path, if holes { vec![] } else { vec![0; size as usize] }).unwrap();
+            let file = File::options().read(true).write(true).open(&path).unwrap();
+            file.set_len(size).unwrap();
+            data.iter().for_each(|(at, byte)| file.write_all_at(&[*byte], *at).unwrap());
+            digest(&file, size).unwrap()
+        };
+        let data = [(PIECE, 1), (2 * PIECE - 1, 2), (5 * PIECE + 6, 3)];
+        let kept = file("with-holes", true, &data);
+        assert_eq!(kept, file("without", false, &data));
+        assert_ne!(kept, file("moved", true, &[(0, 1), (PIECE - 1, 2), (5 * PIECE + 6, 3)]));
+        assert_ne!(kept, file("less", true, &data[..2]));
+        assert_ne!(file("empty", true, &[]), digest_bytes(&[]));
+        let whole = File::open(place.path().join("without")).unwrap();
+        assert_ne!(kept, digest(&whole, size - 7).unwrap());
+        assert!(digest(&whole, size + 1).is_err());
     }
 
     #[test]

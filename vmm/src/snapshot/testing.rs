@@ -1,4 +1,4 @@
-//! A snapshot of a machine that never was, and what a hostile hand may make of it: for tests and for fuzzing.
+//! A snapshot of an invented VM, and hostile changes to it, for tests and fuzzing.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 
@@ -10,13 +10,13 @@ use kvm_bindings::kvm_cpuid_entry2;
 use pvmm_devices::ioapic::IoapicStateV1;
 use pvmm_devices::legacy::SerialStateV1;
 
-use super::checksum::{FileSums, PIECE, Stamp, Sum};
+use super::checksum::{FileSums, PIECE, Stamp};
 use super::manifest::{self, FILES_FORMAT, Manifest, SectionFacts};
 use super::sections::{self, Saved, WorkingSetV1};
-use super::state::MachineState;
 use super::{DiskFacts, MANIFEST, MEMORY, MachineFacts, MemoryFacts, STATE, files};
-use crate::kvm::state::{ClockStateV2, VcpuStateV1};
+use crate::kvm::state::{ClockStateV1, VcpuStateV1};
 use crate::kvm::vm::KvmHost;
+use crate::state::MachineState;
 
 pub(super) fn vcpu() -> VcpuStateV1 {
     VcpuStateV1 {
@@ -49,14 +49,13 @@ pub(super) fn saved() -> Saved {
         pending: Vec::new(),
     };
     let machine = MachineState {
-        clock: ClockStateV2 { nanoseconds: 7, host_time: 9 },
+        clock: ClockStateV1 { nanoseconds: 7, host_time: 9 },
         vcpus: vec![Arc::new(vcpu())],
         ioapic: IoapicStateV1 { select: 0, id: 0, entries: vec![1 << 16; 24] },
         serial,
         transports: Vec::new(),
     };
-    let sums =
-        vec![FileSums { file: MEMORY.into(), size: PIECE, sums: vec![1], by: Default::default() }];
+    let sums = vec![FileSums { file: MEMORY.into(), size: PIECE, sums: vec![1] }];
     let working_set = WorkingSetV1 { written: vec![(0, 4096)], read: vec![(4096, 8192)] };
     Saved {
         machine,
@@ -92,11 +91,11 @@ pub(super) fn manifest(sections: Vec<SectionFacts>) -> Manifest {
     }
 }
 
-/// The same as two files have it.
+/// Returns the contents of `state.bin` as a state file has them.
 pub(super) fn saved_as_files() -> Saved {
     let sums = vec![1; 64];
     Saved {
-        sums: vec![FileSums { file: MEMORY.into(), size: 64 << 20, sums, by: Default::default() }],
+        sums: vec![FileSums { file: MEMORY.into(), size: 64 << 20, sums }],
         runs: Vec::new(),
         working_set: None,
         note: Some(b"{\"drives\":[]}".to_vec()),
@@ -104,34 +103,29 @@ pub(super) fn saved_as_files() -> Saved {
     }
 }
 
-/// Something in a saved vCPU that belongs to the host that saved it.
+/// A part of a saved vCPU that depends on the host that saved it.
 #[derive(Clone, Copy, Debug)]
 pub enum Change {
     /// The rate of its clock.
     ClockKhz(u32),
-    /// Sets a model-specific register.
+    /// Sets an MSR.
     Msr(u32, u64),
-    /// Sets bits of the leaf and sub-leaf of `cpuid`, in EAX to EDX.
+    /// Sets bits of a CPUID leaf and sub-leaf, in EAX to EDX.
     Cpuid(u32, u32, [u32; 4]),
-    /// Makes the extended state so many 32-bit words long.
+    /// Sets the length of the extended state, in 32-bit words.
     ExtendedWords(usize),
-    /// Sets bits of the register that switches extended state on.
+    /// Sets bits of XCR0.
     Xcr0(u64),
     /// Sets the instruction pointer.
     Rip(u64),
-    /// Sets a control register to a value that no processor takes.
+    /// Sets CR4 to a value that no processor accepts.
     Cr4(u64),
 }
 
-/// Changes the last vCPU, the clock's rate of all, in the snapshot at `path`, a folder or a state file, with every checksum made right again.
+/// Changes the last vCPU (the clock rate of all vCPUs) in the snapshot at `path`, a folder or a
+/// state file, and corrects every checksum.
 pub fn change(path: &Path, changes: &[Change]) {
     let (manifest, mut saved) = read(path);
-    // Sums of an early version are written as today's.
-    let early = |sums: &&mut FileSums| sums.by != Sum::default();
-    for sums in saved.sums.iter_mut().filter(early) {
-        let file = fs::File::open(path.join(&sums.file)).unwrap();
-        *sums = FileSums::of(&sums.file, &file, sums.size).unwrap();
-    }
     for change in changes {
         let vcpu = Arc::make_mut(saved.machine.vcpus.last_mut().unwrap());
         match *change {
@@ -164,7 +158,7 @@ pub fn change(path: &Path, changes: &[Change]) {
     write(path, manifest, &saved);
 }
 
-/// Sums up the files of a folder again, as whoever changed them would.
+/// Computes the checksums of a folder again, as an attacker who changed its files would.
 pub fn make_sums_right(dir: &Path) {
     let (manifest, mut saved) = read(dir);
     for sums in &mut saved.sums {
@@ -178,21 +172,20 @@ fn write(path: &Path, mut manifest: Manifest, saved: &Saved) {
     let (state, table) = sections::encode(saved).unwrap();
     manifest.sections = table;
     let manifest = manifest.encode().unwrap();
-    match path.is_dir() {
-        true => {
-            fs::write(path.join(STATE), state).unwrap();
-            fs::write(path.join(MANIFEST), manifest).unwrap();
-        }
-        false => fs::write(path, files::join(&manifest, &state).unwrap()).unwrap(),
+    if path.is_dir() {
+        fs::write(path.join(STATE), state).unwrap();
+        fs::write(path.join(MANIFEST), manifest).unwrap();
+    } else {
+        fs::write(path, files::join(&manifest, &state).unwrap()).unwrap()
     }
 }
 
-/// The rate of the clock that every vCPU of the snapshot at `path` has.
+/// Returns the clock rate of every vCPU of the snapshot at `path`.
 pub fn clock_khz(path: &Path) -> Vec<u32> {
     read(path).1.machine.vcpus.iter().map(|vcpu| vcpu.tsc_khz).collect()
 }
 
-/// What `cpuid` says on the last vCPU of the snapshot at `path`.
+/// Returns a CPUID leaf of the last vCPU of the snapshot at `path`.
 pub fn cpuid(path: &Path, function: u32, index: u32) -> Option<[u32; 4]> {
     let (_, saved) = read(path);
     let mut leaves = saved.machine.vcpus.last().unwrap().cpuid.iter();
@@ -200,7 +193,7 @@ pub fn cpuid(path: &Path, function: u32, index: u32) -> Option<[u32; 4]> {
     Some([leaf.eax, leaf.ebx, leaf.ecx, leaf.edx])
 }
 
-/// The rate of this host's clock, and whether its KVM gives a guest another.
+/// Returns this host's clock rate, and whether its KVM can scale it.
 pub fn host_clock() -> (u32, bool) {
     let host = KvmHost::shared().unwrap();
     (host.clock_khz().unwrap(), host.scales_clock())
@@ -215,8 +208,9 @@ fn read(path: &Path) -> (Manifest, Saved) {
     (manifest, saved)
 }
 
-/// Reads bytes as a state file and as a folder's manifest; then takes them as changes to a good one of each, with
-/// every checksum made right again, and reads that. What is accepted must say the same when it is written again.
+/// Decodes bytes as a state file and as a manifest; then applies them as changes to a valid one of
+/// each, with every checksum corrected, and decodes that. What is accepted must encode to equal
+/// bytes again.
 pub fn walk(bytes: &[u8]) {
     let _ = files::decode(bytes);
     let _ = Manifest::decode(bytes);

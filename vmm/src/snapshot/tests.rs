@@ -1,4 +1,5 @@
-//! Snapshots as hostile files: cut, flipped, mixed, impossible. Whole folders are in the suite, with a guest.
+//! Snapshots as hostile files: truncated, flipped, mixed, impossible. The test suite covers whole
+//! folders, with a guest.
 
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -50,31 +51,24 @@ fn h1_h2_state_cut_or_flipped_anywhere_is_refused() {
 }
 
 #[test]
-fn section_is_read_from_a_line_or_from_an_object_as_in_the_first_version() {
+fn section_is_read_from_a_line_of_five_words() {
     let table = sections::encode(&saved()).unwrap().1;
     let SectionFacts { kind, version, offset, len, crc32 } = &table[1];
     let line = serde_json::to_string(&table[1]).unwrap();
     assert_eq!(line, format!("\"{kind} {version} {offset} {len} {crc32}\""));
-    let object = format!(
-        r#"{{"kind":"{kind}","version":{version},"offset":{offset},"len":{len},"crc32":{crc32}}}"#
-    );
-    for text in [&line, &object] {
-        assert_eq!(serde_json::from_str::<SectionFacts>(text).unwrap(), table[1]);
-    }
+    assert_eq!(serde_json::from_str::<SectionFacts>(&line).unwrap(), table[1]);
     for bad in ["", "vcpu", "vcpu 1 2 3", "vcpu 1 2 3 4 5", "vcpu 1 2 3 -4", "vcpu 1  2 3 4"] {
         let text = serde_json::to_string(bad).unwrap();
         assert!(serde_json::from_str::<SectionFacts>(&text).is_err(), "{bad}");
     }
-    let more = object.replace('}', r#","more":1}"#);
-    assert!(serde_json::from_str::<SectionFacts>(&more).is_err());
 }
 
 #[test]
 fn h3_other_formats_and_versions_are_refused_by_name() {
     let format = refused(|m| m.format = "other".into());
     assert!(format.to_string().contains("other"), "{format}");
-    let version = refused(|m| m.version = 3);
-    assert!(matches!(version, SnapshotError::Version { found: 3, known: 2 }));
+    let version = refused(|m| m.version = 2);
+    assert!(matches!(version, SnapshotError::Version { found: 2, known: 1 }));
     refused(|m| m.version = 0);
     let later = br#"{"format":"pvmm-snapshot","version":9,"shape":{"new":true}}"#;
     assert!(matches!(Manifest::decode(later), Err(SnapshotError::Version { found: 9, .. })));
@@ -89,7 +83,7 @@ fn h3_unknown_and_doubled_and_missing_sections_are_refused() {
     let error = sections::decode(&bytes, &unknown).err().unwrap();
     assert!(matches!(error, SnapshotError::SectionVersion { .. }), "{error}");
     let mut newer = table.clone();
-    newer[1].version = 3;
+    newer[1].version = 2;
     assert!(sections::decode(&bytes, &newer).is_err());
     let clock = table[0].clone();
     let doubled_bytes = [&bytes[..clock.len as usize], &bytes].concat();
@@ -127,13 +121,11 @@ fn h7_impossible_regions_are_refused_before_anything_is_mapped() {
 fn h8_huge_counts_are_refused_without_being_allocated() {
     let mut table = sections::encode(&saved()).unwrap().1;
     table.truncate(1);
-    // A list of four billion registers, in five bytes; and one of as many bytes, for packed lists.
-    for (bomb, version) in
-        [([0xdd, 0xff, 0xff, 0xff, 0xff], 1), ([0xc6, 0xff, 0xff, 0xff, 0xff], 2)]
-    {
+    // A list of four billion registers in five bytes, and one of as many bytes for packed lists.
+    for bomb in [[0xdd, 0xff, 0xff, 0xff, 0xff], [0xc6, 0xff, 0xff, 0xff, 0xff]] {
         for kind in ["vcpu", "virtio", "checksums", "runs", "working_set", "ioapic"] {
             let (len, crc32) = (bomb.len() as u64, crc32fast::hash(&bomb));
-            let section = SectionFacts { kind: kind.into(), version, offset: 0, len, crc32 };
+            let section = SectionFacts { kind: kind.into(), version: 1, offset: 0, len, crc32 };
             assert!(sections::decode(&bomb, &[section]).is_err(), "{kind}");
         }
     }
@@ -172,7 +164,7 @@ fn h13_sections_beyond_the_limit_are_refused() {
     let huge =
         SectionFacts { kind: "clock".into(), version: 1, offset: 0, len: u64::MAX, crc32: 0 };
     assert!(sections::decode(&[0; 64], &[huge]).is_err());
-    // Behind a good one the sum of the lengths overflows; and none may lie in the other's place.
+    // After a valid section the sum of the lengths overflows; and no section may overlap another.
     let (bytes, table) = sections::encode(&saved()).unwrap();
     for (offset, len) in [(table[1].offset, u64::MAX - 1), (0, table[1].len), (u64::MAX, 1)] {
         let mut table = table.clone();

@@ -1,5 +1,5 @@
-//! What a folder is trusted with: files that it names only where the caller allows them, and everything only from the
-//! holder of a key.
+//! Trust in a folder: it may name files only where the caller allows them, and with a key
+//! everything must be signed.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, PermissionsExt};
@@ -9,7 +9,7 @@ use super::read::Folder;
 use super::write::Contents;
 use super::*;
 use crate::memory::{Memory, MemoryImage, Region};
-use crate::storage::FrozenStorage;
+use crate::storage::{FrozenStorage, MissingDrive};
 
 struct Place {
     _dir: tempfile::TempDir,
@@ -25,7 +25,7 @@ impl Place {
         Self { _dir: dir, root }
     }
 
-    /// A snapshot with a disk of its own and one that it only names.
+    /// Writes a snapshot with a disk of its own and one that it only names.
     fn write(&self, name: &str, key: Option<&Key>) -> PathBuf {
         let region = Region { address: 0, len: 64 << 20 };
         let memory = Memory::map(MemoryImage::empty(vec![region])).unwrap();
@@ -52,7 +52,7 @@ impl Place {
     }
 }
 
-/// Everything that a load does before it asks KVM for anything.
+/// The part of a load that comes before KVM is used.
 fn load(dir: &Path, options: &LoadOptions) -> Result<Vec<FrozenStorage>, SnapshotError> {
     let folder = Folder::open_with(dir, options.key.as_ref())?;
     let saved = folder.state()?;
@@ -75,9 +75,12 @@ fn image_that_a_folder_names_is_opened_only_below_a_root() {
     }
     let drives = load(&dir, &under(place.root.join("snap"))).unwrap();
     assert!(matches!(drives[0], FrozenStorage::Fixed { .. }), "its own is its own");
-    let refused = drives[1].missing(1).to_string();
+    let FrozenStorage::Missing { index: 1, path, allowed: false } = &drives[1] else {
+        panic!("it should not be opened");
+    };
+    let refused = MissingDrive::new(1, path, false).to_string();
     assert!(refused.contains("images/root.img is in no folder that a snapshot may"), "{refused}");
-    // The way there leads over a link now.
+    // The path now leads over a symbolic link.
     fs::rename(place.root.join("images"), place.root.join("moved")).unwrap();
     std::os::unix::fs::symlink(place.root.join("moved"), place.root.join("images")).unwrap();
     let drives = load(&dir, &LoadOptions::default()).unwrap();
@@ -116,13 +119,13 @@ fn h10_folder_without_the_signature_of_the_key_is_refused() {
         assert!(matches!(error, SnapshotError::Signature(_)), "{error}");
         assert_eq!(error.kind(), ErrorKind::SnapshotCorrupt);
     }
-    // The signature of another snapshot, of the same key.
+    // The signature of another snapshot, made with this key.
     let other = place.write("other", Some(&key(1)));
     fs::copy(other.join("signature"), signed.join("signature")).unwrap();
     assert!(load(&signed, &with(1)).is_err());
 }
 
-/// H10: checksums are made right again by whoever changes a snapshot; the key is not there to do that with.
+/// H10: an attacker who changes a snapshot corrects its checksums, but does not have the key.
 #[test]
 fn h10_signed_folder_that_was_changed_with_right_checksums_is_refused() {
     let place = Place::new();
@@ -137,7 +140,7 @@ fn h10_signed_folder_that_was_changed_with_right_checksums_is_refused() {
     let error = load(&state, &options).unwrap_err().to_string();
     assert!(error.contains("manifest.json is not the file that was signed"), "{error}");
 
-    // Memory and disk with sums to match, which stand in the state.
+    // Memory and disk with matching checksums in the state.
     for name in [MEMORY, "disk-0.img"] {
         let dir = place.write(&format!("of-{name}"), Some(&key(1)));
         writable(&dir.join(name)).write_all_at(b"!", 4096).unwrap();

@@ -1,8 +1,8 @@
-//! A folder comes to be: written under another name, synced, renamed. Killed at any moment, the old snapshot
-//! or the new one is there, never half of one.
+//! Writes a folder under a hidden name, syncs it and renames it. A writer killed at any moment
+//! leaves the old snapshot or the new one, never a part of one.
 //!
-//! What a killed writer leaves is a hidden folder that nobody holds a lock on; the next writer beside it
-//! removes it.
+//! A killed writer leaves a hidden folder that no process holds a lock on; the next writer in its
+//! parent folder removes it.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -16,67 +16,70 @@ use super::checksum::{FileSums, Stamp};
 use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
 use super::sections::{self, Saved, WorkingSetV1};
 use super::signature::{self, Key, SIGNATURE};
-use super::state::MachineState;
 use super::{Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, SIBLING, STATE, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
+use crate::frozen::Frozen;
 use crate::memory::{MAX_RUNS, MemoryImage, WorkingSet};
-use crate::storage::FrozenStorage;
+use crate::state::MachineState;
+use crate::storage::{FrozenStorage, MissingDrive};
 use crate::sys;
-use crate::template::Template;
 use crate::trace;
 
 pub(super) const UNFINISHED: &str = ".pvmm-unfinished-";
 
-/// What a power cut may take.
+/// What a power cut may destroy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
     /// Nothing: every byte is on the disk before the snapshot has its name.
     #[default]
     Full,
-    /// The snapshot; a crash of the host may leave it empty or broken, which a restore will notice: the first one
-    /// compares all of it.
+    /// The snapshot: a crash of the host may leave it empty or damaged. The first restore detects
+    /// this, because it compares all of it.
     None,
 }
 
 /// How a snapshot is written.
 #[derive(Default)]
 pub struct WriteOptions<'a> {
+    /// What a power cut may destroy; nothing by default.
     pub durability: Durability,
-    /// Take the place of a snapshot of that name.
+    /// Replace an existing snapshot of that name.
     pub replace: bool,
-    /// Only what changed since the snapshot that the machine was restored from, if there is one.
+    /// Write only the changes since the snapshot that the VM was restored from, if there is one.
     pub incremental: bool,
-    /// Sign the snapshot, so that readers with the same key know that its writer had it.
+    /// Sign the snapshot, so that readers with this key can check who wrote it.
     pub key: Option<&'a Key>,
-    /// Told how many bytes are done, of how many.
+    /// Called with the bytes written and the total.
     pub progress: Option<&'a mut dyn FnMut(u64, u64)>,
-    /// Told of the folder that is written to until it gets its name, for those who may have to end the
-    /// process meanwhile and remove it.
+    /// Called with the folder that is written to until it is renamed, for a caller that may have to
+    /// end the process and remove the folder.
     pub begun: Option<&'a mut dyn FnMut(&Path)>,
 }
 
-impl Template {
-    /// Writes the template as the folder `dir`.
-    pub fn write(&self, dir: &Path, options: WriteOptions) -> Result<Manifest, Error> {
-        if self.without_memory {
-            let what = "snapshot: the template was loaded without its memory";
-            return Err(Error::plain(ErrorKind::InvalidConfig, what));
-        }
-        let contents = Contents {
-            machine: &self.machine,
-            facts: host::facts(&self.host, self.vcpus() as u32, self.memory_mib()),
-            image: &self.image,
-            drives: &self.drives,
-            taps: &self.taps,
-            vsock_path: self.vsock_path.as_deref(),
-            base: self.base.as_ref(),
-            working_set: self.working_set.as_deref(),
-        };
-        contents.write(dir, options)
+/// Writes the template as the folder `dir`.
+pub fn write(frozen: &Frozen, dir: &Path, options: WriteOptions) -> Result<Manifest, Error> {
+    if frozen.without_memory {
+        let what = "snapshot: the template was loaded without its memory";
+        return Err(Error::plain(ErrorKind::InvalidConfig, what));
     }
+    let contents = Contents {
+        machine: &frozen.state,
+        facts: host::facts(
+            &frozen.host,
+            frozen.state.vcpus.len() as u32,
+            frozen.image.size() >> 20,
+        ),
+        image: &frozen.image,
+        drives: &frozen.drives,
+        taps: &frozen.taps,
+        vsock_path: frozen.vsock_path.as_deref(),
+        base: frozen.base.as_ref(),
+        working_set: frozen.working_set.as_deref(),
+    };
+    contents.write(dir, options)
 }
 
-/// Everything that goes into a folder: a template without the host that it runs on.
+/// The parts of a template that go into a folder: everything but the host.
 pub(super) struct Contents<'a> {
     pub machine: &'a MachineState,
     pub facts: MachineFacts,
@@ -110,8 +113,8 @@ impl Contents<'_> {
     ) -> Result<Manifest, SnapshotError> {
         let own = self.image.base_layers();
         let own_runs = self.image.runs_from(own);
-        // A chain that would be too long, or too scattered to be mapped, is written whole; so is memory
-        // that does not lie over its base any more.
+        // A chain that would be too long, or too scattered to be mapped, is written whole; so is
+        // memory that is no longer mapped over its base.
         let base = self.base.filter(|base| {
             options.incremental && own > 0 && base.depth < CHAIN_MAX && own_runs.len() <= MAX_RUNS
         });
@@ -137,7 +140,9 @@ impl Contents<'_> {
         for (index, drive) in self.drives.iter().enumerate() {
             let name = disk_file(index);
             let facts = match drive {
-                FrozenStorage::Missing { .. } => return Err(drive.missing(index)),
+                FrozenStorage::Missing { path, allowed, .. } => {
+                    return Err(MissingDrive::new(index, path, *allowed).into());
+                }
                 FrozenStorage::Named { .. } => return Err(SnapshotError::NotOpened { index }),
                 FrozenStorage::Fixed { file, path: Some(path) } => outside(file, path, &name)?,
                 FrozenStorage::Fixed { file, path: None } => {
@@ -167,8 +172,8 @@ impl Contents<'_> {
         trace::step("disks written");
         let machine = self.machine.clone();
         let working_set = self.working_set.map(WorkingSetV1::of);
-        // A stamp says that a file need not be compared. Of one that is not on the disk yet, a power cut may leave the
-        // looks and take the bytes.
+        // A stamp says that a file need not be compared. For a file that is not synced, a power cut
+        // may keep the metadata and lose the bytes.
         let stamps = match progress.options.durability {
             Durability::Full => folder.stamps(&sums)?,
             Durability::None => Vec::new(),
@@ -229,7 +234,7 @@ impl Progress<'_, '_> {
     }
 }
 
-/// A read-only image elsewhere is remembered, not copied.
+/// Describes a read-only image outside of the folder, which is recorded and not copied.
 fn outside(file: &File, path: &Path, name: &str) -> Result<DiskFacts, SnapshotError> {
     let facts = file.metadata().map_err(|e| cannot(name, e))?;
     Ok(DiskFacts::Outside {
@@ -239,7 +244,7 @@ fn outside(file: &File, path: &Path, name: &str) -> Result<DiskFacts, SnapshotEr
     })
 }
 
-/// Where something is, whatever links lead there today.
+/// Resolves symbolic links as they are today.
 fn canonical(path: &Path) -> String {
     fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()).display().to_string()
 }
@@ -248,11 +253,11 @@ pub fn modified_ns(facts: &fs::Metadata) -> i128 {
     i128::from(facts.mtime()) * 1_000_000_000 + i128::from(facts.mtime_nsec())
 }
 
-/// A folder that is being written. Dropping it removes it.
+/// A folder that is being written. Dropping it removes the folder unless it was published.
 struct Unfinished {
     path: PathBuf,
     parent: PathBuf,
-    // Held while this process writes; whoever finds it free may remove the folder.
+    // Held while this process writes; a process that can take the lock may remove the folder.
     _lock: File,
     published: std::cell::Cell<bool>,
 }
@@ -296,7 +301,7 @@ impl Unfinished {
         options.open(self.path.join(name)).map_err(|e| cannot(name, e))
     }
 
-    /// Fills a large file, which also sums it up, and makes it read-only.
+    /// Fills a large file with `fill`, which returns its checksums, and makes it read-only.
     fn finish(
         &self,
         name: &str,
@@ -320,7 +325,8 @@ impl Unfinished {
         self.create(name)?.write_all(bytes).map_err(|e| cannot(name, e))
     }
 
-    /// Without a sum: it is compared with a guest's memory before it is used.
+    /// Copies the sibling's file. It needs no checksum: it is compared with guest memory before it
+    /// is used.
     fn copy_sibling(&self, sibling: &File, size: u64) -> Result<(), SnapshotError> {
         let file = self.create(SIBLING)?;
         let fill = || -> io::Result<()> {
@@ -331,7 +337,7 @@ impl Unfinished {
         fill().map_err(|e| cannot(SIBLING, e))
     }
 
-    /// How the files look that were just summed up.
+    /// Returns the stamps of the files that were just written.
     fn stamps(&self, sums: &[FileSums]) -> Result<Vec<Stamp>, SnapshotError> {
         let stamp = |FileSums { file: name, .. }: &FileSums| {
             let looked = File::open(self.path.join(name)).and_then(|file| Stamp::of(name, &file));
@@ -369,12 +375,12 @@ impl Unfinished {
         File::open(&self.path).and_then(|dir| dir.sync_all()).map_err(|e| cannot("folder", e))
     }
 
-    /// Gives the folder its name.
+    /// Renames the folder to `dir`.
     fn publish(self, dir: &Path, options: &WriteOptions) -> Result<(), SnapshotError> {
         let failed = |error| cannot(&dir.display().to_string(), error);
         match sys::rename_new(&self.path, dir) {
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists && options.replace => {
-                // Now the old one has the hidden name, and goes with it.
+                // The old snapshot now has the hidden name and is removed by `drop`.
                 sys::rename_exchange(&self.path, dir).map_err(failed)?;
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
@@ -395,13 +401,13 @@ impl Unfinished {
 impl Drop for Unfinished {
     fn drop(&mut self) {
         if !self.published.get() {
-            // What cannot be removed now is removed by the next writer.
+            // A folder that cannot be removed now is removed by the next writer.
             let _ = fs::remove_dir_all(&self.path);
         }
     }
 }
 
-/// Removes what writers that were killed have left.
+/// Removes the folders and files that killed writers have left in `parent`.
 pub(super) fn sweep(parent: &Path) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
@@ -412,7 +418,7 @@ pub(super) fn sweep(parent: &Path) {
     }
 }
 
-/// The files of a snapshot that have checksums of their own, and how large they are.
+/// Returns the names and sizes of the files of a snapshot that have checksums.
 pub fn large_files(manifest: &Manifest) -> Vec<(String, u64)> {
     let mut files = vec![(MEMORY.to_owned(), manifest.memory.size)];
     for disk in &manifest.disks {

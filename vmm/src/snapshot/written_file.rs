@@ -1,8 +1,9 @@
-//! One file that comes to be under its name whole or not at all, where that is possible.
+//! Writes one file so that it appears under its name whole or not at all, where that is possible.
 //!
-//! It is written under a hidden name beside it, synced, renamed. What a killed writer leaves is a hidden file
-//! that nobody holds a lock on; the next writer beside it removes it. A block device, or a file in a folder
-//! that may not be written, is written in place: there is no other way.
+//! The file is written under a hidden name in its folder, synced and renamed. A killed writer
+//! leaves a hidden file that no process holds a lock on; the next writer in the folder removes it.
+//! A block device, or a file in a folder that may not be written, is written in place: there is no
+//! other way.
 
 use std::cell::Cell;
 use std::fs::{self, File, OpenOptions};
@@ -17,18 +18,18 @@ use super::write::{UNFINISHED, random_id, sweep};
 use crate::memory::MemoryError;
 use crate::sys;
 
-/// A file that is being written. Dropping it removes it, unless it has its name.
+/// A file that is being written. Dropping it removes the file unless it was published.
 pub struct WrittenFile {
     file: File,
-    /// What it is to be called.
+    /// The final name.
     path: PathBuf,
-    /// What it is called until then; none if it is written in place.
+    /// The name until it is published; `None` if the file is written in place.
     hidden: Option<PathBuf>,
     published: Cell<bool>,
 }
 
 impl WrittenFile {
-    /// An empty file that will take the place of whatever is at `path`.
+    /// Creates an empty file that will replace the file at `path`.
     pub fn create(path: &Path) -> Result<Self, SnapshotError> {
         let named = named(path)?;
         let existing = match fs::metadata(&named) {
@@ -63,8 +64,9 @@ impl WrittenFile {
         }
     }
 
-    /// A file of `size` bytes with what the file at `path` has, if that is one of the same size; otherwise
-    /// with nothing. Where its file system cannot share blocks, that file is written in place.
+    /// Creates a file of `size` bytes with the contents of the file at `path` if that has this
+    /// size, otherwise with zeros. Where the file system cannot share blocks, the old file is
+    /// written in place.
     pub fn over(path: &Path, size: u64) -> Result<Self, SnapshotError> {
         let named = named(path)?;
         let old = match OpenOptions::new().read(true).write(true).open(&named) {
@@ -98,7 +100,7 @@ impl WrittenFile {
     }
 
     fn open_in_place(path: &Path, named: PathBuf) -> Result<Self, SnapshotError> {
-        // Not waiting for a reader, should it be a pipe.
+        // Do not wait for a reader, should it be a pipe.
         let mut options = OpenOptions::new();
         options.read(true).write(true).custom_flags(libc::O_NONBLOCK);
         let file = options.open(&named).map_err(|error| cannot(path, error))?;
@@ -109,35 +111,35 @@ impl WrittenFile {
         &self.file
     }
 
-    /// Whether what is written is seen at once, over what was there.
+    /// Returns whether writes are visible at once, over the old contents.
     pub fn in_place(&self) -> bool {
         self.hidden.is_none()
     }
 
-    /// Refuses a file written in place that has no room, or makes it as long as it must be.
+    /// Sets the length of a regular file to `size`. Devices are left as they are.
     pub fn check_size(&self, size: u64) -> Result<(), SnapshotError> {
         let facts = self.file.metadata().map_err(|error| cannot(&self.path, error))?;
-        match facts.is_file() && facts.len() != size {
-            true => self.file.set_len(size).map_err(|error| cannot(&self.path, error)),
-            false => Ok(()),
+        if facts.is_file() && facts.len() != size {
+            self.file.set_len(size).map_err(|error| cannot(&self.path, error))
+        } else {
+            Ok(())
         }
     }
 
     pub fn write_all(&mut self, bytes: &[u8]) -> Result<(), SnapshotError> {
-        let written = self.file.write_all(bytes).and_then(|()| match self.in_place() {
-            true => self.file.set_len(bytes.len() as u64),
-            false => Ok(()),
+        let written = self.file.write_all(bytes).and_then(|()| {
+            if self.in_place() { self.file.set_len(bytes.len() as u64) } else { Ok(()) }
         });
         written.map_err(|error| cannot(&self.path, error))?;
         self.sync()
     }
 
-    /// Everything that was written survives a power cut from here on.
+    /// Syncs the file, so that its contents survive a power cut.
     pub fn sync(&self) -> Result<(), SnapshotError> {
         self.file.sync_all().map_err(|error| cannot(&self.path, error))
     }
 
-    /// What went wrong with the memory that was to be written here.
+    /// Converts a failure to write memory to this file.
     pub fn failed(&self, error: MemoryError) -> SnapshotError {
         match error {
             MemoryError::Write(source) => cannot(&self.path, source),
@@ -145,12 +147,12 @@ impl WrittenFile {
         }
     }
 
-    /// What went wrong with it.
+    /// Converts an I/O error of this file.
     pub fn cannot(&self, error: io::Error) -> SnapshotError {
         cannot(&self.path, error)
     }
 
-    /// Gives the file its name.
+    /// Renames the file to its final name and syncs its folder.
     pub fn publish(&self) -> Result<(), SnapshotError> {
         let Some(hidden) = &self.hidden else { return Ok(()) };
         let publish = || -> io::Result<()> {
@@ -165,13 +167,13 @@ impl WrittenFile {
 impl Drop for WrittenFile {
     fn drop(&mut self) {
         if let Some(hidden) = self.hidden.as_ref().filter(|_| !self.published.get()) {
-            // What cannot be removed now is removed by the next writer.
+            // A file that cannot be removed now is removed by the next writer.
             let _ = fs::remove_file(hidden);
         }
     }
 }
 
-/// The file that is meant, links followed: a link stays one.
+/// Resolves `path` if it is a symbolic link, so that the link itself is not replaced.
 fn named(path: &Path) -> Result<PathBuf, SnapshotError> {
     if path.file_name().is_none() {
         return Err(cannot(path, io::Error::other("it is not the name of a file")));

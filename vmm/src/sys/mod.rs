@@ -1,4 +1,4 @@
-//! System calls and unions that have no safe wrapper: the home of `unsafe` outside `kvm/`.
+//! System calls and unions without a safe wrapper: the place for `unsafe` outside `kvm/`.
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
@@ -11,19 +11,20 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::thread::JoinHandleExt;
 use std::path::Path;
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 use kvm_bindings::kvm_run__bindgen_ty_1;
-use pvmm_devices::STACK_BYTES;
 
-/// The reason that KVM gives with an internal error.
+/// Returns the reason that KVM gives with an internal error. Valid only after an exit with that
+/// reason.
 pub fn internal_suberror(exit: &kvm_run__bindgen_ty_1) -> u32 {
-    // SAFETY: every variant of the union is plain data; the caller saw the exit reason that names this one.
+    // SAFETY: every variant of the union is plain data; the caller has checked the exit reason that
+    // selects this one.
     unsafe { exit.internal.suberror }
 }
 
-/// Fills `bytes` with random ones from the kernel.
+/// Fills `bytes` with random bytes from the kernel.
 pub fn fill_random(mut bytes: &mut [u8]) -> io::Result<()> {
     while !bytes.is_empty() {
         // SAFETY: `bytes` is writable for its length.
@@ -39,54 +40,12 @@ pub fn fill_random(mut bytes: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Gives the kernel back what the allocator keeps for later.
-pub fn trim_heap() {
-    // The allocator keeps up to seven freed pieces of each small size for a thread, and takes them back when the thread
-    // ends: a third of a quiet process's heap. So this thread takes its own, and one that ends frees them.
-    let sizes = (24..=1032).step_by(16);
-    let kept: Vec<Vec<u8>> =
-        sizes.flat_map(|size| (0..7).map(move |_| Vec::with_capacity(size))).collect();
-    let thread = thread::Builder::new().name("pvmm-free".into());
-    if let Ok(freeing) = thread.stack_size(STACK_BYTES).spawn(|| drop(kept)) {
-        let _ = freeing.join();
-    }
-    #[cfg(target_env = "gnu")]
-    // SAFETY: the allocator locks what it looks at, and touches nothing that is in use.
-    unsafe {
-        libc::malloc_trim(0);
-    }
-}
-
-/// Gives the kernel back the pages of this thread's stack that only deeper calls have used.
-// In a caller's frame, variables of the caller's could lie below those of this function.
-#[inline(never)]
-pub fn trim_stack() {
-    let mut attributes = MaybeUninit::<libc::pthread_attr_t>::uninit();
-    let here = attributes.as_ptr() as usize;
-    let (mut lowest, mut size) = (std::ptr::null_mut(), 0);
-    // SAFETY: the first call fills the attributes if it succeeds, and then they are read and let go of once.
-    let told = unsafe {
-        libc::pthread_getattr_np(libc::pthread_self(), attributes.as_mut_ptr()) == 0
-            && libc::pthread_attr_getstack(attributes.as_ptr(), &mut lowest, &mut size) == 0
-            && libc::pthread_attr_destroy(attributes.as_mut_ptr()) == 0
-    };
-    let (start, end) = (lowest as usize, here.saturating_sub(STACK_IN_USE) & !(PAGE - 1));
-    if told && start < end && here - start < size {
-        // SAFETY: the stack grows down, and this call and what it calls need less than is left below `here`: nobody will
-        // read these pages before they are written. Those that were never used are not there, which is told and harmless.
-        unsafe { libc::madvise(lowest, end - start, libc::MADV_DONTNEED) };
-    }
-}
-
-/// Bytes below its own variables that `trim_stack` and the call of its last line may use.
-const STACK_IN_USE: usize = 1 << 10;
-const PAGE: usize = 4096;
-
-/// The name of the file system that a file is on, if what it holds is in memory.
+/// Returns the name of the file's file system, if it keeps its data in memory.
 pub fn memory_file_system(file: &File) -> io::Result<Option<&'static str>> {
     const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
     let mut facts = MaybeUninit::<libc::statfs>::uninit();
-    // SAFETY: the kernel fills the facts, which live across the call; they are read only if it has.
+    // SAFETY: the kernel fills the structure, which lives across the call; it is read only if that
+    // succeeded.
     let kind = unsafe {
         if libc::fstatfs(file.as_raw_fd(), facts.as_mut_ptr()) < 0 {
             return Err(io::Error::last_os_error());
@@ -100,7 +59,7 @@ pub fn memory_file_system(file: &File) -> io::Result<Option<&'static str>> {
     })
 }
 
-/// The processor time that this process has used.
+/// Returns the processor time that this process has used.
 pub fn process_cpu_time() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the kernel writes one timespec, which lives across the call.
@@ -108,21 +67,23 @@ pub fn process_cpu_time() -> Duration {
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// The signal that gets a vCPU out of the guest. Sent to vCPU threads only, which keep it blocked.
+/// Returns the signal that takes a vCPU out of the guest. It is sent only to vCPU threads, which
+/// keep it blocked.
 pub fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1
 }
 
-/// Every signal is blocked in the thread that made this, and in those that it starts, until this is dropped.
+/// Blocks every signal in the calling thread, and in threads that it starts, until this is dropped.
 pub struct BlockedSignals {
     before: libc::sigset_t,
-    /// The mask is one thread's own.
+    /// Not `Send`: the mask belongs to one thread.
     _here: PhantomData<*const ()>,
 }
 
 impl BlockedSignals {
     pub fn new() -> io::Result<Self> {
-        // SAFETY: plain data; `all` is filled before it is read, `before` by the call that succeeds.
+        // SAFETY: plain data; `all` is filled before it is read, `before` by the call that
+        // succeeds.
         let (result, before) = unsafe {
             let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
             libc::sigfillset(&mut all);
@@ -137,15 +98,16 @@ impl BlockedSignals {
 
 impl Drop for BlockedSignals {
     fn drop(&mut self) {
-        // SAFETY: a mask that this thread had.
+        // SAFETY: restores a mask that this thread had.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &self.before, std::ptr::null_mut()) };
     }
 }
 
-/// Takes a pending kick, so that the next run is not ended by it.
+/// Consumes a pending kick, so that it does not end the next run.
 pub fn take_kick() {
     let now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `set` is initialized before use; a null info pointer is allowed; no kick pending is fine.
+    // SAFETY: `set` is initialized before use; a null info pointer is allowed; no pending kick is
+    // fine.
     unsafe {
         let mut set = std::mem::zeroed();
         libc::sigemptyset(&mut set);
@@ -154,7 +116,7 @@ pub fn take_kick() {
     }
 }
 
-/// Kicks a thread. A thread that already ended, but was not joined, is left alone.
+/// Kicks a thread. A thread that has ended, but was not joined, is left alone.
 pub fn kick<T>(thread: &JoinHandle<T>) {
     if !thread.is_finished() {
         // SAFETY: the thread was not joined, for the handle still exists, so its id is valid.
@@ -162,22 +124,20 @@ pub fn kick<T>(thread: &JoinHandle<T>) {
     }
 }
 
-/// How much processor time a thread has used.
+/// Returns the processor time that a thread has used.
 pub fn cpu_time<T>(thread: &JoinHandle<T>) -> Duration {
     let mut clock = 0;
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the thread was not joined, for the handle still exists; both places outlive the calls.
+    // SAFETY: the thread was not joined, for the handle still exists; both variables outlive the
+    // calls.
     let told = unsafe {
         libc::pthread_getcpuclockid(thread.as_pthread_t(), &mut clock) == 0
             && libc::clock_gettime(clock, &mut time) == 0
     };
-    match told {
-        true => Duration::new(time.tv_sec as u64, time.tv_nsec as u32),
-        false => Duration::ZERO,
-    }
+    if told { Duration::new(time.tv_sec as u64, time.tv_nsec as u32) } else { Duration::ZERO }
 }
 
-/// Waits until `fd` is readable; false when `timeout` passed first.
+/// Waits until `fd` is readable; returns false when `timeout` passes first.
 pub fn wait_readable(
     fd: &impl std::os::fd::AsRawFd,
     timeout: Option<Duration>,
@@ -203,7 +163,8 @@ pub fn wait_readable(
     }
 }
 
-/// Waits until one of two descriptors is readable or has ended; says which. Neither is, when `timeout` passed.
+/// Waits until one of two descriptors is readable or has ended, and returns which. Both are false
+/// when `timeout` has passed.
 pub fn wait_either(
     one: &impl AsRawFd,
     two: &impl AsRawFd,
@@ -220,25 +181,27 @@ pub fn wait_either(
     }
 }
 
-/// Opens a folder, to open its files beneath it.
+/// Opens a folder, to open files beneath it.
 pub fn open_dir(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_CLOEXEC).open(path)
 }
 
-/// Opens a file of a folder for reading: never through a link, and without waiting for a FIFO's writer.
+/// Opens a file of a folder for reading: never through a link, and without waiting for a FIFO's
+/// writer.
 pub fn open_beneath(dir: &File, name: &str) -> io::Result<File> {
     let name = CString::new(name)?;
     let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
     // SAFETY: the name ends in NUL and outlives the call; the descriptor is borrowed.
     let fd = unsafe { libc::openat(dir.as_raw_fd(), name.as_ptr(), flags) };
-    match fd < 0 {
-        true => Err(io::Error::last_os_error()),
-        // SAFETY: a fresh descriptor that nobody else has.
-        false => Ok(unsafe { File::from_raw_fd(fd) }),
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
     }
+    // SAFETY: a new descriptor that nobody else has.
+    Ok(unsafe { File::from_raw_fd(fd) })
 }
 
-/// Opens a file or folder for reading if no link lies on the way to it, without waiting for a FIFO's writer.
+/// Opens a file or folder for reading if its path contains no link, without waiting for a FIFO's
+/// writer.
 pub fn open_without_links(path: &Path, flags: i32) -> io::Result<File> {
     let path = CString::new(path.as_os_str().as_bytes())?;
     let flags = flags | libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
@@ -246,7 +209,8 @@ pub fn open_without_links(path: &Path, flags: i32) -> io::Result<File> {
     let mut how: libc::open_how = unsafe { std::mem::zeroed() };
     how.flags = flags as u64;
     how.resolve = libc::RESOLVE_NO_SYMLINKS;
-    // SAFETY: the path ends in NUL, and both it and the structure, whose size is told, outlive the call.
+    // SAFETY: the path ends in NUL, and both it and the structure, whose size is passed, outlive
+    // the call.
     let fd = unsafe {
         libc::syscall(
             libc::SYS_openat2,
@@ -257,13 +221,13 @@ pub fn open_without_links(path: &Path, flags: i32) -> io::Result<File> {
         )
     };
     match i32::try_from(fd) {
-        // SAFETY: a fresh descriptor that nobody else has.
+        // SAFETY: a new descriptor that nobody else has.
         Ok(fd) if fd >= 0 => Ok(unsafe { File::from_raw_fd(fd) }),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Takes a lock that lives as long as the open file, or fails at once.
+/// Takes a lock that lasts as long as the file is open, or fails at once.
 pub fn lock_file(file: &File) -> io::Result<()> {
     // SAFETY: no memory is passed.
     check(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) })
@@ -274,12 +238,12 @@ pub fn set_mode(file: &File, mode: u32) -> io::Result<()> {
     check(unsafe { libc::fchmod(file.as_raw_fd(), mode) })
 }
 
-/// Renames, and fails if the new name is taken.
+/// Renames a file or folder, and fails if the new name exists.
 pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
     rename(from, to, libc::RENAME_NOREPLACE)
 }
 
-/// Makes two names change places.
+/// Exchanges two names atomically.
 pub fn rename_exchange(from: &Path, to: &Path) -> io::Result<()> {
     rename(from, to, libc::RENAME_EXCHANGE)
 }
@@ -299,12 +263,12 @@ fn check(result: i32) -> io::Result<()> {
     }
 }
 
-/// Where the next data of a file begins; none where only a hole is left.
+/// Returns where the next data of a file begins; `None` if only a hole is left.
 pub fn next_data(file: &std::fs::File, from: u64) -> io::Result<Option<u64>> {
     seek_for(file, from, libc::SEEK_DATA)
 }
 
-/// Where the next hole of a file begins; its end counts as one.
+/// Returns where the next hole of a file begins; the end of the file counts as a hole.
 pub fn next_hole(file: &std::fs::File, from: u64) -> io::Result<Option<u64>> {
     seek_for(file, from, libc::SEEK_HOLE)
 }
@@ -319,38 +283,5 @@ fn seek_for(file: &std::fs::File, from: u64, whence: libc::c_int) -> io::Result<
             e if e.raw_os_error() == Some(libc::ENXIO) => Ok(None),
             e => Err(e),
         },
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::os::unix::fs::FileExt;
-
-    use super::*;
-
-    /// Leaves sevens in a quarter of a mebibyte of stack, and says where.
-    #[inline(never)]
-    fn deep_call() -> u64 {
-        let used = std::hint::black_box([7u8; 256 << 10]);
-        used.as_ptr() as u64
-    }
-
-    fn byte_at(address: u64) -> u8 {
-        let (memory, mut byte) = (File::open("/proc/self/mem").unwrap(), [0]);
-        memory.read_exact_at(&mut byte, address).unwrap();
-        byte[0]
-    }
-
-    #[test]
-    fn stack_that_is_trimmed_is_given_back_and_goes_on() {
-        let thread = thread::Builder::new().stack_size(1 << 20);
-        let calls = thread.spawn(|| {
-            let used = deep_call();
-            let before = byte_at(used);
-            trim_stack();
-            let after = byte_at(used);
-            (before, after, byte_at(deep_call()))
-        });
-        assert_eq!(calls.unwrap().join().unwrap(), (7, 0, 7));
     }
 }

@@ -1,4 +1,4 @@
-//! vCPU threads: how they are driven, and what each exit from the guest means.
+//! vCPU threads: their control by the owner, and the handling of VM exits.
 
 pub mod run;
 pub mod thread;

@@ -1,4 +1,4 @@
-//! Runs the guest and answers its exits, until something ends the run.
+//! Runs the guest and handles its exits, until the run is kicked or the guest ends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,28 +8,9 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 use log::error;
 use pvmm_devices::bus::Bus;
 
-/// How a machine ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// The guest switched itself off.
-    Poweroff,
-    /// The guest asked for a reset.
-    Reboot,
-    /// A fault that no handler took: a kernel that crashed beyond its own help, or never was one.
-    TripleFault,
-    /// KVM could not go on with the guest.
-    InternalError { suberror: u32 },
-    /// The processor refused the guest's state.
-    EntryFailed { reason: u64 },
-    /// The process that supplied the guest's memory is gone.
-    MemoryLost,
-    /// The host failed in the middle of a change of the whole machine, such as a rollback.
-    Broken { why: String },
-    /// KVM gave up on the vCPU for a reason that this machine never asks for.
-    UnexpectedExit { exit: String },
-}
+use crate::outcome::Outcome;
 
-/// The devices that a vCPU reaches, shared by all of them.
+/// The device buses, shared by all vCPUs.
 #[derive(Default)]
 pub struct Buses {
     pub mmio: Bus,
@@ -39,7 +20,7 @@ pub struct Buses {
 
 /// Why a run stopped.
 pub enum Stop {
-    /// Somebody wants the thread's attention.
+    /// The thread was kicked to look at its commands.
     Kicked,
     Ended(Outcome),
 }
@@ -64,7 +45,7 @@ pub fn run(vcpu: &mut VcpuFd, buses: &Arc<Buses>) -> Stop {
                 buses.count(buses.ports.write(port.into(), data));
                 continue;
             }
-            // Only level interrupts need to hear of their end, and there are none.
+            // Only level-triggered interrupts need their EOI, and there are none.
             Ok(VcpuExit::IoapicEoi(_)) => continue,
             Ok(VcpuExit::Intr) => return Stop::Kicked,
             Ok(VcpuExit::Shutdown) => Outcome::TripleFault,
@@ -90,7 +71,7 @@ impl Buses {
         self.missed.load(Ordering::Relaxed)
     }
 
-    /// Counts accesses to addresses where nothing is.
+    /// Counts accesses to addresses without a device.
     fn count(&self, found: bool) {
         if !found {
             self.missed.fetch_add(1, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! A vCPU thread: parked or running, told which by messages.
+//! A vCPU thread, parked or running, controlled by commands.
 //!
 //! ```text
 //!           resume           resume            pause (kick)
@@ -7,7 +7,7 @@
 //!                       └───────────────┘ (reported once to the owner)
 //! ```
 //!
-//! A machine that is made ready and never runs costs no thread.
+//! A VM that is prepared and never runs costs no thread.
 
 use std::io;
 use std::sync::mpsc::{self, Receiver, Sender};
@@ -17,13 +17,15 @@ use std::time::Duration;
 
 use kvm_ioctls::VcpuFd;
 
-use super::run::{self, Buses, Outcome, Stop};
+use super::run::{self, Buses, Stop};
+use crate::error::{Error, ErrorKind};
 use crate::kvm::state::{self, ClockMark, StateShape, VcpuStateV1};
 use crate::kvm::vcpu::unblock_while_running;
 use crate::kvm::vm::KvmError;
+use crate::outcome::Report;
 use crate::sys;
 
-/// How long a kicked vCPU may take to answer. It only ever waits for the device thread.
+/// The time limit of a kicked vCPU. It only ever waits for the device thread.
 const ANSWER: Duration = Duration::from_secs(10);
 
 enum Command {
@@ -35,10 +37,10 @@ enum Command {
     MarkClock(Sender<Result<ClockMark, KvmError>>),
 }
 
-/// What a vCPU does once, before it first runs.
+/// A step that a vCPU does once, before it first runs.
 pub type Preparation = Box<dyn FnOnce(&VcpuFd) + Send + Sync>;
 
-/// What went wrong with a vCPU thread.
+/// Errors of a vCPU thread.
 #[derive(Debug, thiserror::Error)]
 pub enum ThreadError {
     #[error("cannot start a vCPU thread")]
@@ -51,27 +53,45 @@ pub enum ThreadError {
     State(#[from] KvmError),
 }
 
-/// The owner's end of a vCPU thread. Dropping it stops the thread.
+impl ThreadError {
+    /// Whose fault the error is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Start(_) => ErrorKind::HostResource,
+            Self::Gone => ErrorKind::Bug,
+            Self::Stuck => ErrorKind::Timeout,
+            Self::State(error) => error.kind(),
+        }
+    }
+}
+
+impl From<ThreadError> for Error {
+    fn from(error: ThreadError) -> Self {
+        match error {
+            ThreadError::State(error) => error.into(),
+            error => Self::new(error.kind(), "vCPU", error),
+        }
+    }
+}
+
+/// The owner's handle of a vCPU thread. Dropping it stops the thread.
 pub struct VcpuThread {
-    /// There until the thread starts.
-    unborn: Option<Unborn>,
+    /// The vCPU, until the thread starts.
+    unstarted: Option<UnstartedVcpu>,
     commands: Option<Sender<Command>>,
     thread: Option<JoinHandle<()>>,
 }
 
 /// A vCPU that has not run yet.
-struct Unborn {
-    own: Own,
+struct UnstartedVcpu {
+    own: OwnedVcpu,
     name: String,
     buses: Arc<Buses>,
     report: Report,
 }
 
-/// Told once about every machine that ended, by whichever vCPU saw it.
-pub type Report = Arc<dyn Fn(Outcome) + Send + Sync>;
-
 impl VcpuThread {
-    /// A vCPU without a thread; that starts when the guest first runs.
+    /// Creates a vCPU without a thread, which starts when the guest first runs.
     pub fn new(
         id: u32,
         name: String,
@@ -81,23 +101,24 @@ impl VcpuThread {
         report: Report,
     ) -> Result<Self, ThreadError> {
         unblock_while_running(&vcpu, sys::kick_signal()).map_err(ThreadError::Start)?;
-        let unborn = Unborn { own: Own { id, vcpu, shape }, name, buses, report };
-        Ok(Self { unborn: Some(unborn), commands: None, thread: None })
+        let unstarted = UnstartedVcpu { own: OwnedVcpu { id, vcpu, shape }, name, buses, report };
+        Ok(Self { unstarted: Some(unstarted), commands: None, thread: None })
     }
 
-    /// Starts the thread, parked, if there is none. It is born with all signals blocked, which are for the
-    /// process's other threads: a kick that comes before it runs waits until it looks.
+    /// Starts the thread, parked, if there is none. It starts with all signals blocked, which are
+    /// left to the other threads of the process: a kick that comes before it runs stays pending.
     pub fn start(&mut self) -> Result<(), ThreadError> {
-        let Some(unborn) = self.unborn.take() else { return Ok(()) };
+        let Some(unstarted) = self.unstarted.take() else { return Ok(()) };
         let (commands, mailbox) = mpsc::channel();
-        let thread =
-            thread::Builder::new().name(unborn.name.clone()).stack_size(pvmm_devices::STACK_BYTES);
-        // A thread that cannot be started must not take the vCPU with it.
-        let cradle = Arc::new(Mutex::new(Some(unborn)));
-        let theirs = cradle.clone();
+        let thread = thread::Builder::new()
+            .name(unstarted.name.clone())
+            .stack_size(pvmm_devices::STACK_BYTES);
+        // A thread that cannot be started must not drop the vCPU.
+        let slot = Arc::new(Mutex::new(Some(unstarted)));
+        let slot_of_thread = slot.clone();
         let live = move || {
-            if let Some(unborn) = take(&theirs) {
-                work(unborn, &mailbox);
+            if let Some(unstarted) = take(&slot_of_thread) {
+                work(unstarted, &mailbox);
             }
         };
         match sys::BlockedSignals::new().and_then(|_blocked| thread.spawn(live)) {
@@ -106,14 +127,14 @@ impl VcpuThread {
                 Ok(())
             }
             Err(error) => {
-                self.unborn = take(&cradle);
+                self.unstarted = take(&slot);
                 Err(ThreadError::Start(error))
             }
         }
     }
 
-    /// Lets the guest run, after `preparation` if there is one; the owner goes on meanwhile. The thread must have
-    /// been started.
+    /// Lets the guest run, after `preparation` if there is one, and returns without waiting. The
+    /// thread must have been started.
     pub fn resume(&self, preparation: Option<Preparation>) -> Result<(), ThreadError> {
         if let Some(preparation) = preparation {
             self.send(Command::Prepare(preparation))?;
@@ -121,7 +142,8 @@ impl VcpuThread {
         self.send(Command::Resume)
     }
 
-    /// Asks the thread to park; wait for it with the receiver, so that all vCPUs can stop at once.
+    /// Asks the thread to park. The caller waits with the returned value, so that all vCPUs can
+    /// stop at once.
     pub fn pause(&self) -> Result<Paused, ThreadError> {
         let (done, parked) = mpsc::channel();
         self.send(Command::Pause(done))?;
@@ -129,35 +151,35 @@ impl VcpuThread {
         Ok(Paused(parked))
     }
 
-    /// Asks a parked vCPU for its state.
+    /// Requests the state of a parked vCPU.
     pub fn save(&self) -> Result<Answer<Box<VcpuStateV1>>, ThreadError> {
         let (answer, reply) = mpsc::channel();
         self.send(Command::Save(answer))?;
         Ok(Answer(reply))
     }
 
-    /// Puts a parked vCPU into a state that it, or another one with the same features, was in.
+    /// Loads a state into a parked vCPU. The state must come from a vCPU with equal features.
     pub fn load(&self, state: Arc<VcpuStateV1>) -> Result<Answer<()>, ThreadError> {
         let (answer, reply) = mpsc::channel();
         self.send(Command::Load(state, answer))?;
         Ok(Answer(reply))
     }
 
-    /// Asks a parked vCPU what its time stamp counter shows.
+    /// Requests the time stamp counter of a parked vCPU.
     pub fn mark_clock(&self) -> Result<Answer<ClockMark>, ThreadError> {
         let (answer, reply) = mpsc::channel();
         self.send(Command::MarkClock(answer))?;
         Ok(Answer(reply))
     }
 
-    /// How much processor time the vCPU has used so far.
+    /// Returns the processor time that the vCPU has used so far.
     pub fn cpu_time(&self) -> Duration {
         self.thread.as_ref().map_or(Duration::ZERO, sys::cpu_time)
     }
 
     fn send(&self, command: Command) -> Result<(), ThreadError> {
-        if let Some(unborn) = &self.unborn {
-            unborn.own.obey(command, false);
+        if let Some(unstarted) = &self.unstarted {
+            unstarted.own.obey(command, false);
             return Ok(());
         }
         let commands = self.commands.as_ref().ok_or(ThreadError::Gone)?;
@@ -171,7 +193,7 @@ impl VcpuThread {
     }
 }
 
-/// A pause that was asked for.
+/// A requested pause.
 pub struct Paused(Receiver<()>);
 
 impl Paused {
@@ -180,7 +202,7 @@ impl Paused {
     }
 }
 
-/// What a vCPU was asked for.
+/// A requested answer of a vCPU.
 pub struct Answer<T>(Receiver<Result<T, KvmError>>);
 
 impl<T> Answer<T> {
@@ -198,7 +220,7 @@ fn receive<T>(answers: &Receiver<T>) -> Result<T, ThreadError> {
 
 impl Drop for VcpuThread {
     fn drop(&mut self) {
-        // A closed mailbox means stop; the kick makes the thread look.
+        // A closed call queue means stop; the kick makes the thread look.
         self.commands = None;
         self.kick();
         if let Some(thread) = self.thread.take() {
@@ -207,21 +229,22 @@ impl Drop for VcpuThread {
     }
 }
 
-fn take(cradle: &Mutex<Option<Unborn>>) -> Option<Unborn> {
-    cradle.lock().unwrap_or_else(PoisonError::into_inner).take()
+fn take(slot: &Mutex<Option<UnstartedVcpu>>) -> Option<UnstartedVcpu> {
+    slot.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
-/// What the thread owns.
-struct Own {
+/// The state that the thread owns.
+struct OwnedVcpu {
     id: u32,
     vcpu: VcpuFd,
     shape: Arc<StateShape>,
 }
 
-impl Own {
-    /// Does what a vCPU can do while it does not run; whether it shall run afterwards, who was `running` before.
+impl OwnedVcpu {
+    /// Carries out a command while the vCPU does not run. Returns whether the vCPU shall run
+    /// afterwards; `running` is whether it ran before.
     fn obey(&self, command: Command, running: bool) -> bool {
-        // Whoever asked may have gone, and then needs no answer.
+        // The requester may have gone, and then needs no answer.
         match command {
             Command::Prepare(preparation) => preparation(&self.vcpu),
             Command::Resume => return true,
@@ -244,14 +267,15 @@ impl Own {
     }
 }
 
-fn work(unborn: Unborn, mailbox: &Receiver<Command>) {
-    let Unborn { mut own, buses, report, .. } = unborn;
+fn work(unstarted: UnstartedVcpu, mailbox: &Receiver<Command>) {
+    let UnstartedVcpu { mut own, buses, report, .. } = unstarted;
     let mut running = false;
     loop {
-        // A parked thread sleeps here; a running one only looks whether anything came.
-        let command = match running {
-            false => mailbox.recv().map_err(|_| mpsc::TryRecvError::Disconnected),
-            true => mailbox.try_recv(),
+        // A parked thread sleeps here; a running one only polls for commands.
+        let command = if running {
+            mailbox.try_recv()
+        } else {
+            mailbox.recv().map_err(|_| mpsc::TryRecvError::Disconnected)
         };
         match command {
             Ok(command) => running = own.obey(command, running),

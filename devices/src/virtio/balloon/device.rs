@@ -1,9 +1,10 @@
-//! A balloon that no driver uses: what it offers, what the host may change, how it becomes a worker.
+//! A balloon that no driver uses: what it offers, what the host may change, how it becomes a
+//! worker.
 
 use std::sync::mpsc::SyncSender;
 
 use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
-use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
+use super::super::{Rings, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, BalloonConfig};
 use super::hint::Hinting;
 use super::state::{BalloonError, BalloonStateV1};
@@ -21,16 +22,17 @@ pub(super) mod feature {
     pub const REPORTING: u64 = 1 << 5;
 }
 
-/// What the host may change or ask while the machine runs.
+/// A change or request of the host while the machine runs.
 #[derive(Debug)]
 pub enum BalloonUpdate {
-    /// How many pages the guest is to give up.
+    /// Sets how many pages the guest is to give up.
     Target(u32),
-    /// Asks the guest for statistics; they are sent when they come.
+    /// Asks the guest for statistics; they are sent when they arrive.
     Stats(SyncSender<BalloonStats>),
-    /// Asks the guest for its free pages; how many bytes were released is sent when it is through.
+    /// Asks the guest for its free pages; the number of released bytes is sent when the guest has
+    /// finished.
     Hint(SyncSender<u64>),
-    /// The pages that were hinted may be used again, whether the guest was through or not.
+    /// Lets the guest use the hinted pages again, whether it has finished or not.
     HintDone,
 }
 
@@ -39,10 +41,10 @@ pub enum BalloonUpdate {
 pub struct Balloon {
     pub(super) config: BalloonConfig,
     pub(super) actual_pages: u32,
-    /// What the guest reads as the command of hinting, and the last one that began a run.
+    /// The hinting command that the guest reads, and the last one that began a run.
     pub(super) hint_command: u32,
     pub(super) hint_last: u32,
-    /// Things that went wrong on the host, for the log.
+    /// Counts errors of the host, for the log.
     pub(super) host_errors: u64,
 }
 
@@ -51,7 +53,8 @@ impl Balloon {
         Self { config, actual_pages: 0, hint_command: 0, hint_last: 0, host_errors: 0 }
     }
 
-    /// The balloon of a snapshot. What was offered then is offered still, for the guest counts on it.
+    /// Creates the balloon of a snapshot. It offers the saved features, because the guest has
+    /// negotiated them.
     pub fn restore(state: &BalloonStateV1) -> Result<Self, BalloonError> {
         state.check()?;
         let config = BalloonConfig {
@@ -96,7 +99,8 @@ impl Balloon {
         Ok(Updated { config: Some(self.space()) })
     }
 
-    /// Counts what went wrong on the host and says whether to log it: the first, second, fourth and so on.
+    /// Counts an error of the host and returns whether to log it: the first, second, fourth and so
+    /// on.
     pub(super) fn add_host_error(&mut self) -> bool {
         self.host_errors = self.host_errors.saturating_add(1);
         self.host_errors.is_power_of_two()
@@ -109,7 +113,7 @@ impl VirtioDevice for Balloon {
     }
 
     fn features(&self) -> u64 {
-        let offer = |wished: bool, bit: u64| if wished { bit } else { 0 };
+        let offer = |enabled: bool, bit: u64| if enabled { bit } else { 0 };
         feature::STATS
             | offer(self.config.deflate_on_oom, feature::DEFLATE_ON_OOM)
             | offer(self.config.free_page_hinting, feature::HINTING)
@@ -118,12 +122,12 @@ impl VirtioDevice for Balloon {
 
     fn queue_sizes(&self) -> &'static [u16] {
         let optional = [self.config.free_page_hinting, self.config.free_page_reporting];
-        let count = 3 + optional.iter().filter(|wished| **wished).count();
+        let count = 3 + optional.iter().filter(|enabled| **enabled).count();
         QUEUE_SIZES.get(..count).unwrap_or(&QUEUE_SIZES)
     }
 
-    /// A driver that leaves out a feature leaves out its queue, and numbers the others as if it had never
-    /// been: that is how Linux does it.
+    /// A driver that does not accept a feature does not set up its queue either, and numbers the
+    /// other queues without a gap, as Linux does.
     fn optional_queues(&self) -> usize {
         self.queue_sizes().len() - 2
     }
@@ -132,8 +136,8 @@ impl VirtioDevice for Balloon {
         self.space()
     }
 
-    fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
-        Box::new(BalloonWorker::new(*self, activation))
+    fn activate(self: Box<Self>, rings: &mut Rings, features: u64) -> Box<dyn Worker> {
+        Box::new(BalloonWorker::new(*self, rings, features))
     }
 
     fn save(&self) -> DeviceState {
@@ -141,7 +145,8 @@ impl VirtioDevice for Balloon {
     }
 
     fn rewind(&mut self, state: &DeviceState) {
-        // Target and command are the host's wish and stay; what the guest had given up is the guest's.
+        // Target and command are set by the host and stay; the given-up pages are state of the
+        // guest.
         if let DeviceState::Balloon(state) = state {
             self.actual_pages = state.actual_pages;
         }

@@ -1,7 +1,8 @@
-//! One run of free-page hinting (virtio 1.2 section 5.5.6.6): from the host's question to the guest's end.
+//! One run of free-page hinting (virtio 1.2 section 5.5.6.6): from the host's request to the
+//! guest's end.
 //!
-//! The guest repeats the command that it answers to, then offers free pages, then says stop. It keeps the
-//! pages to itself until the host is done with them.
+//! The guest repeats the command that it answers, then offers free pages, then sends stop. It does
+//! not use the pages until the host is done with them.
 
 use std::sync::mpsc::SyncSender;
 
@@ -11,30 +12,31 @@ use super::device::Balloon;
 use super::pages;
 use crate::GuestMemory;
 
-/// The run that is under way, if there is one.
+/// The current run, if there is one.
 #[derive(Debug, Default)]
 pub struct Hinting {
-    /// The guest has repeated the present command and not stopped yet.
+    /// The guest has repeated the current command and not stopped yet.
     active: bool,
     released: u64,
     waiter: Option<SyncSender<u64>>,
 }
 
 impl Hinting {
-    /// Begins a run under a command that the last one did not have, or the driver would not see a new one.
+    /// Begins a run with a command that differs from the last one, or the driver would not notice
+    /// it.
     pub fn begin(&mut self, balloon: &mut Balloon, waiter: SyncSender<u64>) {
         balloon.hint_last = balloon.hint_last.wrapping_add(1).max(HINT_DONE + 1);
         balloon.hint_command = balloon.hint_last;
         *self = Self { active: false, released: 0, waiter: Some(waiter) };
     }
 
-    /// Ends the run for the guest as well.
+    /// Ends the run and lets the guest use the pages again.
     pub fn done(&mut self, balloon: &mut Balloon) {
         balloon.hint_command = HINT_DONE;
         *self = Self::default();
     }
 
-    /// Takes one chain of the guest; false if it makes no sense now.
+    /// Handles one chain of the guest. Returns false if it is not valid in this state.
     pub fn take(&mut self, balloon: &mut Balloon, memory: &GuestMemory, chain: &Chain) -> bool {
         let mut command = [0; 4];
         if chain::read_at(memory, chain.readable(), 0, &mut command) == command.len() {
@@ -43,7 +45,7 @@ impl Hinting {
                 if std::mem::take(&mut self.active)
                     && let Some(waiter) = self.waiter.take()
                 {
-                    // Whoever asked may have gone.
+                    // The caller may have stopped waiting.
                     let _ = waiter.try_send(self.released);
                 }
             } else {

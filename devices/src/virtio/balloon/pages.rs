@@ -1,4 +1,4 @@
-//! Which pages the guest gives away, however it names them: checked, joined, released.
+//! Checks, joins and releases the pages that the guest gives away, however it names them.
 
 use vm_memory::{GuestAddress, GuestMemory as _, Permissions};
 
@@ -8,10 +8,11 @@ use super::device::Balloon;
 use super::sys;
 use crate::GuestMemory;
 
-/// The most pages that one chain may name. Linux names 256.
+/// The maximum number of pages that one chain may name. Linux names 256.
 pub const PAGES_MAX: usize = 4096;
 
-/// The page numbers of a chain, ascending and each once; and whether some of them could not be used.
+/// Returns the page numbers of a chain, ascending and without duplicates, and whether some of them
+/// could not be used.
 pub fn numbers(memory: &GuestMemory, chain: &Chain) -> (Vec<u32>, bool) {
     let offered = chain::total_len(chain.readable());
     let wanted = offered.min(PAGES_MAX as u64 * 4) as usize;
@@ -31,7 +32,7 @@ pub fn numbers(memory: &GuestMemory, chain: &Chain) -> (Vec<u32>, bool) {
     (numbers, bad || offered == 0)
 }
 
-/// Releases pages, as few calls as they have gaps.
+/// Releases pages, with one call for each contiguous run.
 pub fn release_numbers(balloon: &mut Balloon, memory: &GuestMemory, numbers: &[u32]) {
     for run in numbers.chunk_by(|one, next| one.checked_add(1) == Some(*next)) {
         let address = run.first().map_or(0, |first| u64::from(*first) * PAGE_SIZE);
@@ -39,11 +40,11 @@ pub fn release_numbers(balloon: &mut Balloon, memory: &GuestMemory, numbers: &[u
     }
 }
 
-/// Releases the whole pages of these buffers; returns how many bytes that was.
+/// Releases the whole pages of these buffers. Returns how many bytes were released.
 pub fn release_buffers(balloon: &mut Balloon, memory: &GuestMemory, buffers: &[Segment]) -> u64 {
     let mut released = 0;
     for buffer in buffers {
-        // It lies in memory, so its end is an address too.
+        // The buffer is in guest memory, so its end does not overflow.
         let start = buffer.address.0.next_multiple_of(PAGE_SIZE);
         let end = (buffer.address.0 + u64::from(buffer.len)) / PAGE_SIZE * PAGE_SIZE;
         if start < end && release(balloon, memory, start, end - start) {
@@ -57,7 +58,7 @@ fn release(balloon: &mut Balloon, memory: &GuestMemory, address: u64, len: u64) 
     match sys::release(memory, GuestAddress(address), len) {
         Ok(()) => true,
         Err(error) => {
-            // Then the host keeps the page, which does the guest no harm.
+            // The host then keeps the page, which does the guest no harm.
             if balloon.add_host_error() {
                 log::warn!("balloon: cannot release {len:#x} bytes at {address:#x}: {error}");
             }

@@ -1,10 +1,10 @@
-//! What a snapshot keeps of a balloon, beyond its queues.
+//! The state that a snapshot keeps of a balloon, in addition to its queues.
 //!
-//! Which pages are given up is the guest's knowledge and lies in its memory.
+//! The list of given-up pages is the guest's and is in its memory.
 
 use serde::{Deserialize, Serialize};
 
-/// A balloon at the moment of a snapshot.
+/// The state of a balloon at the time of a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BalloonStateV1 {
     pub limit_pages: u32,
@@ -17,7 +17,7 @@ pub struct BalloonStateV1 {
     pub free_page_hinting: bool,
 }
 
-/// Why a saved balloon cannot be.
+/// Why a saved balloon is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BalloonError {
     #[error("saved balloon has a hinting command, but was never offered hinting")]
@@ -32,9 +32,10 @@ impl BalloonStateV1 {
             let (target, limit) = (self.target_pages, self.limit_pages);
             return Err(BalloonError::Target { target, limit });
         }
-        match self.hint_command != 0 && !self.free_page_hinting {
-            true => Err(BalloonError::Hinting),
-            false => Ok(()),
+        if self.hint_command != 0 && !self.free_page_hinting {
+            Err(BalloonError::Hinting)
+        } else {
+            Ok(())
         }
     }
 }

@@ -1,16 +1,18 @@
-//! What the guest says about its memory (virtio 1.2 section 5.5.6.3): told to whoever asks, never believed.
+//! The guest's statistics of its memory (virtio 1.2 section 5.5.6.3): reported to the host, never
+//! trusted.
 
 use super::super::chain::{self, Chain};
 use crate::GuestMemory;
 
 const ENTRY: usize = 10;
-/// More than any driver sends, for it may repeat itself.
+/// More than any driver sends, even with repeated entries.
 const BYTES_MAX: u64 = 64 * ENTRY as u64;
 
-/// The guest's own account of its memory. What it does not say is `None`; sizes are in bytes.
+/// The guest's statistics of its memory. A value that it did not send is `None`; sizes are in
+/// bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BalloonStats {
-    /// What the host asked the guest to give up, and what it has, as counted by the host.
+    /// The target of the host, and the memory given up so far, as counted by the host.
     pub target_bytes: u64,
     pub actual_bytes: u64,
     pub swapped_in: Option<u64>,
@@ -26,7 +28,7 @@ pub struct BalloonStats {
     pub oom_kills: Option<u64>,
 }
 
-/// Reads the entries of a chain: a tag and a value each. Unknown tags are left out.
+/// Reads the entries of a chain: a tag and a value each. Unknown tags are ignored.
 pub fn read(memory: &GuestMemory, chain: &Chain) -> BalloonStats {
     let len = chain::total_len(chain.readable()).min(BYTES_MAX);
     let mut bytes = vec![0; len as usize];

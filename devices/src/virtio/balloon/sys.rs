@@ -1,4 +1,4 @@
-//! The one call that gives guest memory back; the unsafe file of this device.
+//! The one call that gives guest memory back to the host; the unsafe file of this device.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -8,10 +8,11 @@ use vm_memory::{GuestAddress, GuestMemory as _, Permissions};
 use super::config::PAGE_SIZE;
 use crate::GuestMemory;
 
-/// Drops whole pages of guest memory: they read as what lies under the private mapping.
+/// Drops whole pages of guest memory. They then read as the content below the private mapping, or
+/// as zeros in a shared file.
 pub fn release(memory: &GuestMemory, address: GuestAddress, len: u64) -> io::Result<()> {
     let len = usize::try_from(len).map_err(io::Error::other)?;
-    // One slice per region of memory, each of them checked to be inside it.
+    // One slice per memory region, each checked to be inside it.
     let slices = memory.get_slices(address, len, Permissions::Write).map_err(io::Error::other)?;
     for slice in slices {
         let slice = slice.map_err(io::Error::other)?;
@@ -20,10 +21,11 @@ pub fn release(memory: &GuestMemory, address: GuestAddress, len: u64) -> io::Res
         if !(start as u64 | len as u64).is_multiple_of(PAGE_SIZE) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // A page of a file that is shared goes only with its place in the file; elsewhere that is refused.
-        // SAFETY: the range lies in one mapping of guest memory, which stays mapped while `memory` is
-        // borrowed. Its content may change at any time anyway, for the guest owns it, and nobody holds a
-        // reference into it.
+        // A page of a shared file is only freed by a hole in the file; MADV_REMOVE is refused
+        // elsewhere.
+        // SAFETY: the range lies in one mapping of guest memory, which stays mapped while `memory`
+        // is borrowed. Its content may change at any time anyway, because the guest owns it, and no
+        // reference into it exists.
         let advise = |advice| unsafe { libc::madvise(start.cast(), len, advice) };
         if advise(libc::MADV_REMOVE) != 0 && advise(libc::MADV_DONTNEED) != 0 {
             return Err(io::Error::last_os_error());

@@ -1,4 +1,4 @@
-//! The balloon, driven by a mock driver whose memory really goes away.
+//! The balloon, driven by a mock driver whose memory is really released.
 
 use std::sync::mpsc::{Receiver, sync_channel};
 
@@ -42,7 +42,7 @@ fn fill(driver: &MockDriver, pages: std::ops::Range<u32>) {
     }
 }
 
-/// Which of these pages still hold what `fill` wrote.
+/// Returns the pages that still hold what `fill` wrote.
 fn kept(driver: &MockDriver, pages: std::ops::Range<u32>) -> Vec<u32> {
     let is_kept = |page: &u32| {
         let mut bytes = [0; PAGE_SIZE as usize];
@@ -62,7 +62,7 @@ fn update(driver: &MockDriver, update: BalloonUpdate) {
     driver.transport.update(DeviceUpdate::Balloon(update)).unwrap();
 }
 
-/// The words of the configuration space: target, actual, command of hinting.
+/// Returns the words of the configuration space: target, actual, hinting command.
 fn space(driver: &MockDriver) -> [u32; 3] {
     [0, 4, 8].map(|at| driver.read(offset::CONFIG + at))
 }
@@ -248,7 +248,7 @@ fn stats_asked_for_before_there_is_a_buffer_come_later() {
     driver.send(STATS, &[Readable(&entry(4, 2))]);
     driver.run();
     assert_eq!(answer.try_recv().unwrap().free, Some(2));
-    // Buffers that nobody asked for stay where they are.
+    // Buffers that were not requested are not used.
     (0..9).for_each(|_| drop(driver.send(STATS, &[Readable(&entry(4, 3))])));
     driver.run();
     assert_eq!(driver.used(STATS), None);
@@ -270,7 +270,7 @@ fn stats_buffer_is_back_in_the_ring_for_a_snapshot() {
     assert_eq!(answer.try_recv().unwrap().free, Some(2));
 }
 
-/// Offers a range of guest memory to be written, as drivers name free blocks.
+/// Offers a writable range of guest memory, as drivers name free blocks.
 fn offer_range(driver: &mut MockDriver, queue: usize, start: u64, len: u32) {
     let head = driver.place(queue, &[Writable(16)]).head;
     driver.descriptor(queue, head, start, len, super::super::testing::WRITE, 0);
@@ -291,7 +291,7 @@ fn reported_blocks_are_released_up_to_their_whole_pages() {
     offer_range(&mut driver, REPORTING, address(FIRST + 6).0 + 1, 100);
     assert_eq!(kept(&driver, FIRST + 6..FIRST + 8).len(), 2);
     assert_eq!(driver.transport.counters().refused, 1);
-    // What is reported is not what was asked for.
+    // Reported pages do not count as inflated.
     assert_eq!(space(&driver)[1], 0);
 }
 
@@ -304,7 +304,7 @@ fn hinting_releases_pages_from_command_to_stop() {
         update(&driver, BalloonUpdate::Hint(sender));
         assert!(driver.take_interrupt());
         assert_eq!(space(&driver)[2], run);
-        // Pages of no run, or of another, are left alone.
+        // Pages outside a run, or of another run, are kept.
         offer_range(&mut driver, HINTING, address(FIRST).0, PAGE_SIZE as u32);
         driver.request(HINTING, &[Readable(&(run - 1).to_le_bytes())]);
         offer_range(&mut driver, HINTING, address(FIRST).0, PAGE_SIZE as u32);

@@ -1,6 +1,7 @@
-//! What the host asks of a disk, and the configuration space that the guest reads.
+//! The host's configuration of a disk, and the configuration space that the guest reads.
 //!
-//! A wish is checked here as far as it can be without opening anything; `io/` checks the file itself.
+//! The configuration is checked here as far as possible without opening anything; `io/` checks the
+//! file itself.
 
 use std::fs::File;
 use std::path::PathBuf;
@@ -9,26 +10,27 @@ use super::io::{EngineKind, LayeredDisk, OpenError};
 use super::wire::{ID_LEN, SECTOR_SIZE};
 use crate::rate_limiter::{RateLimiterConfig, RateLimiterError};
 
-/// The most buffers of one request: what fits in a queue with header and status.
+/// The maximum number of buffers of one request: what fits in a queue with header and status.
 pub const SEGMENTS_MAX: u32 = super::device::QUEUE_SIZE as u32 - 2;
-/// The most ranges of one discard or write-zeroes request.
+/// The maximum number of ranges of one discard or write-zeroes request.
 pub const RANGES_MAX: u32 = 16;
-/// The most sectors of one discarded range, 1 GiB.
+/// The maximum number of sectors of one discarded range, 1 GiB.
 pub const DISCARD_SECTORS_MAX: u32 = 1 << 21;
-/// The most sectors of one zeroed range, 32 MiB: a host file system may make us write them.
+/// The maximum number of sectors of one zeroed range, 32 MiB: on some host file systems the zeros
+/// have to be written.
 pub const ZERO_SECTORS_MAX: u32 = 1 << 16;
 
 /// Whether a flush of the guest reaches the host's disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheMode {
-    /// The guest is told of a volatile cache, and its flushes are carried out.
+    /// The guest sees a volatile cache, and its flushes are carried out.
     #[default]
     Writeback,
-    /// Flushes are not offered. For disks that are thrown away with their machine.
+    /// Flushes are not offered. For disks that are discarded with their machine.
     Unsafe,
 }
 
-/// Why a disk could not be made.
+/// Why a disk could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
     #[error("disk id {id:?} is longer than {ID_LEN} bytes or not printable ASCII")]
@@ -57,22 +59,22 @@ pub enum BlockError {
     Access { saved_read_only: bool },
 }
 
-/// Where the bytes of a disk are.
+/// The image of a disk: a path, an open file, or layers.
 #[derive(Debug)]
 pub enum Source {
     Path(PathBuf),
-    /// Opened by somebody else, with the access that the disk needs.
+    /// A file that the caller has opened, with the access that the disk needs.
     File(File),
-    /// Layers that the owner of the disk can freeze, fork and take back.
+    /// Copy-on-write layers that the owner of the disk can freeze, fork and roll back.
     Layers(LayeredDisk),
-    /// Nowhere yet: replaced before the machine runs.
+    /// No image yet: it is set before the machine runs.
     Later {
         size: u64,
     },
 }
 
 impl Source {
-    /// How errors name the image of disk `id`.
+    /// Returns the name of disk `id`'s image for error messages.
     pub fn name(&self, id: &str) -> String {
         match self {
             Self::Path(path) => path.display().to_string(),
@@ -81,32 +83,32 @@ impl Source {
     }
 }
 
-/// A disk as the host wishes it.
+/// The host's configuration of a disk.
 #[derive(Debug)]
 pub struct BlockConfig {
     pub source: Source,
     pub read_only: bool,
     pub cache: CacheMode,
-    /// What the guest reads as the serial number, at most 20 bytes.
+    /// The serial number that the guest reads, at most 20 bytes.
     pub id: String,
     pub engine: EngineKind,
-    /// Past the host's page cache.
+    /// Bypass the host's page cache.
     pub direct: bool,
     pub limits: RateLimiterConfig,
 }
 
 impl BlockConfig {
-    /// A writable disk on the file at `path`.
+    /// Configures a writable disk on the file at `path`.
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self::from_source(Source::Path(path.into()))
     }
 
-    /// A writable disk on a file that is already open.
+    /// Configures a writable disk on a file that is already open.
     pub fn from_file(file: File) -> Self {
         Self::from_source(Source::File(file))
     }
 
-    /// A disk of layers.
+    /// Configures a writable disk of copy-on-write layers.
     pub fn from_layers(layers: LayeredDisk) -> Self {
         Self::from_source(Source::Layers(layers))
     }
@@ -147,7 +149,7 @@ impl BlockConfig {
         self
     }
 
-    /// Checks what can be checked without the file.
+    /// Checks everything that does not require the file.
     pub fn validate(&self) -> Result<(), BlockError> {
         let printable = self.id.bytes().all(|byte| (0x20..0x7f).contains(&byte));
         if self.id.len() > ID_LEN || !printable {
@@ -157,12 +159,12 @@ impl BlockConfig {
         self.limits.validate().map_err(|source| BlockError::Limits { name: name(), source })
     }
 
-    /// How errors name the disk.
+    /// Returns the name of the disk's image for error messages.
     pub fn name(&self) -> String {
         self.source.name(&self.id)
     }
 
-    /// A writable disk whose bytes are in `source`.
+    /// Configures a writable disk whose bytes are in `source`.
     pub fn from_source(source: Source) -> Self {
         Self {
             source,
@@ -176,7 +178,7 @@ impl BlockConfig {
     }
 }
 
-/// The configuration space of virtio 1.2 section 5.2.4, up to the write-zeroes fields.
+/// Returns the configuration space of virtio 1.2 section 5.2.4, up to the write-zeroes fields.
 pub fn space(capacity_sectors: u64, block_size: u32) -> Vec<u8> {
     let mut space = vec![0; 60];
     let mut put = |offset: usize, bytes: &[u8]| {
@@ -187,11 +189,11 @@ pub fn space(capacity_sectors: u64, block_size: u32) -> Vec<u8> {
     put(20, &block_size.to_le_bytes());
     put(36, &DISCARD_SECTORS_MAX.to_le_bytes());
     put(40, &RANGES_MAX.to_le_bytes());
-    // Discards need not be aligned to more than a block.
+    // Discards need no larger alignment than a block.
     put(44, &(block_size / SECTOR_SIZE as u32).to_le_bytes());
     put(48, &ZERO_SECTORS_MAX.to_le_bytes());
     put(52, &RANGES_MAX.to_le_bytes());
-    // Write-zeroes may give blocks back where the guest allows it.
+    // Write-zeroes may deallocate blocks where the guest allows it.
     put(56, &[1]);
     space
 }

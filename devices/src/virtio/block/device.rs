@@ -1,15 +1,16 @@
-//! A disk that no driver uses: what it offers, and how it becomes a worker.
+//! A disk that no driver uses: the features it offers, and how it becomes a worker.
 //!
-//! The image is opened and locked here, before the machine starts, and stays open across resets. What the
-//! host may change later is opened by its caller too, so that the device thread opens nothing.
+//! The image is opened and locked here, before the machine starts, and stays open across resets. An
+//! image that replaces it later is opened by the caller of the update, so that the device thread
+//! opens nothing.
 
 use std::io;
 use std::sync::Arc;
 
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
-use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
-use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
+use super::super::registry::{BackendHandle, DeviceKind, DeviceState, DeviceUpdate};
+use super::super::{Rings, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, BlockConfig, BlockError, CacheMode, Source};
 use super::io::{
     Absent, Access, Changes, Engine, EngineKind, FileDisk, Finished, OpenError, Plain, engine,
@@ -21,7 +22,7 @@ use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
 
 pub const QUEUE_SIZE: u16 = 256;
 
-/// The largest unit that direct I/O may ask for.
+/// The largest alignment that direct I/O may require.
 const PAGE_SIZE: u32 = 4096;
 
 const SEG_MAX: u64 = 1 << 2;
@@ -31,12 +32,12 @@ const FLUSH: u64 = 1 << 9;
 const DISCARD: u64 = 1 << 13;
 const WRITE_ZEROES: u64 = 1 << 14;
 
-/// What requests are checked against.
+/// The properties of a disk that requests are checked against.
 pub(super) struct Facts {
     pub capacity_sectors: u64,
-    /// What positions and lengths must be multiples of: a sector, or what direct I/O asks for.
+    /// Positions and lengths must be multiples of this: a sector, or the alignment of direct I/O.
     pub block_size: u32,
-    /// Whether buffers must be aligned to that too.
+    /// Whether buffers must be aligned to `block_size` too.
     pub direct: bool,
     pub read_only: bool,
     pub cache: CacheMode,
@@ -54,24 +55,24 @@ impl Facts {
 pub struct Block {
     pub(super) facts: Facts,
     pub(super) engine: Box<dyn Engine>,
-    // Written by the engine when an operation ends by itself, if it has such.
+    // Written by the engine when an operation completes in the background, if the engine does that.
     pub(super) ended: Option<Arc<EventFd>>,
     pub(super) limiter: RateLimiter,
     pub(super) flush_failed: bool,
     pub(super) host_errors: u64,
-    /// Told of every write, while somebody copies the image.
+    /// Records every write while the image is being copied.
     pub(super) changes: Option<Changes>,
     mode: Mode,
 }
 
-/// How the images of a disk are opened, the first and those that replace it.
+/// How the images of a disk are opened: the first one and its replacements.
 #[derive(Clone, Copy, Debug)]
 struct Mode {
     access: Access,
     engine: EngineKind,
 }
 
-/// Another image for a disk, open and locked.
+/// A replacement image for a disk, open and locked.
 pub struct Backend {
     engine: Box<dyn Engine>,
     block_size: u32,
@@ -84,20 +85,20 @@ impl std::fmt::Debug for Backend {
     }
 }
 
-/// What the host may change about a disk while the machine lives.
+/// A change of a disk that the host may make while the machine lives.
 #[derive(Debug)]
 pub enum BlockUpdate {
-    /// The image has another size than before; look again.
+    /// The size of the image has changed: measure it again.
     Resize,
-    /// The bytes are elsewhere from now on.
+    /// Use this image instead.
     Replace(Backend),
-    /// Other limits.
+    /// Use these limits instead.
     Limits(RateLimiterConfig),
-    /// Note what is written from now on, or stop to.
+    /// Start to record what is written, or stop with None.
     Note(Option<Changes>),
 }
 
-/// What the owner of a machine keeps of a disk, to open other images for it.
+/// A handle to a disk with which the owner of a machine opens other images for it.
 #[derive(Clone, Debug)]
 pub struct BlockHandle {
     ended: Option<Arc<EventFd>>,
@@ -106,7 +107,7 @@ pub struct BlockHandle {
 }
 
 impl BlockHandle {
-    /// Opens and locks another image, the way the disk's first one was.
+    /// Opens and locks another image in the way the disk's first one was opened.
     pub fn open(&self, source: Source) -> Result<BlockUpdate, BlockError> {
         let name = source.name(&self.id);
         Ok(BlockUpdate::Replace(open(source, name, self.mode, self.ended.as_ref())?))
@@ -169,7 +170,7 @@ impl Block {
         Ok(Self { facts, engine, ended, limiter, flush_failed, host_errors, changes, mode })
     }
 
-    /// Opens the image of a saved disk, and refuses one that the guest would not recognise.
+    /// Opens the image of a saved disk, and refuses one that differs from what the guest saw.
     pub fn restore(config: BlockConfig, state: &BlockStateV1) -> Result<Self, BlockError> {
         let mut block = Self::new(BlockConfig { id: state.id.clone(), ..config })?;
         state.check(block.facts.capacity_sectors, block.facts.read_only)?;
@@ -177,12 +178,12 @@ impl Block {
         Ok(block)
     }
 
-    /// What the owner keeps.
+    /// Returns the handle that the owner of the machine keeps.
     pub fn handle(&self) -> BlockHandle {
         BlockHandle { ended: self.ended.clone(), mode: self.mode, id: self.facts.id.clone() }
     }
 
-    /// A disk on storage that a test supplies.
+    /// Creates a disk on storage that a test supplies.
     #[cfg(test)]
     pub(super) fn on(disk: Box<dyn super::io::MeasuredDisk>, capacity_sectors: u64) -> Self {
         let (block_size, direct, read_only) = (SECTOR_SIZE as u32, false, false);
@@ -209,7 +210,7 @@ impl Block {
         }
     }
 
-    /// An operation that has ended.
+    /// Returns an operation that has completed, if any.
     pub(super) fn finished(&mut self) -> Option<Finished> {
         let finished = self.engine.finished()?;
         if let (Some(changes), Some(bytes)) = (&self.changes, finished.op.changed()) {
@@ -218,7 +219,7 @@ impl Block {
         Some(finished)
     }
 
-    /// Counts an error of the host and logs it ever more rarely.
+    /// Counts an error of the host, and logs the first, second, fourth and so on.
     pub(super) fn host_error(&mut self, error: &io::Error) {
         self.host_errors += 1;
         if self.host_errors.is_power_of_two() {
@@ -227,7 +228,7 @@ impl Block {
         }
     }
 
-    /// Carries out a change. Nothing is out with the engine.
+    /// Carries out a change. No operation may be in flight in the engine.
     pub(super) fn change(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
         let DeviceUpdate::Block(update) = update else { return Err(UpdateError::NotOfThisDevice) };
         match update {
@@ -252,7 +253,7 @@ impl Block {
                     return Err(UpdateError::Refused(why));
                 }
                 self.engine = engine;
-                // They were of the image of before.
+                // The recorded writes were of the previous image.
                 self.changes = None;
                 self.flush_failed = false;
                 self.facts.set_size(size);
@@ -285,8 +286,12 @@ impl VirtioDevice for Block {
         self.space()
     }
 
-    fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
-        Box::new(BlockWorker::new(*self, activation))
+    fn backend(&self) -> BackendHandle {
+        BackendHandle::Disk(self.handle())
+    }
+
+    fn activate(self: Box<Self>, _rings: &mut Rings, _features: u64) -> Box<dyn Worker> {
+        Box::new(BlockWorker::new(*self))
     }
 
     fn save(&self) -> DeviceState {

@@ -1,17 +1,17 @@
 //! A virtio disk over a raw file or block device of the host (virtio 1.2 section 5.2).
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
-//! | `config.rs` | what the host may ask for, and what the guest reads of it |
+//! | `config.rs` | the host's configuration of a disk, and the configuration space of the guest |
 //! | `device.rs` | the disk while no driver uses it |
 //! | `worker.rs` | how requests are served |
-//! | `request.rs` | what operations one request takes |
+//! | `request.rs` | the operations that one request takes |
 //! | `state.rs` | what a snapshot keeps |
 //! | `wire.rs` | the bytes of a request |
-//! | `io/` | the host file and the engines, which know nothing of rings |
+//! | `io/` | the host file and the engines, which do not depend on rings |
 //!
-//! Images are raw and nothing looks inside them: a format that the guest could forge a header of would
-//! let it name host files.
+//! Images are raw and nothing interprets their content: with a format that has a header, a guest
+//! could forge one that names host files.
 
 mod config;
 mod device;

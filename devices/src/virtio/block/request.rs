@@ -1,7 +1,7 @@
-//! One request, from the latched chain over the operations it takes to a status.
+//! One request: from the parsed chain through its operations to a status.
 //!
-//! Apart from the worker so that the worker is about rings and this is about disks. Everything is
-//! checked before the first operation, so a refused write changes nothing.
+//! This is separate from the worker, which handles the rings. Everything is checked before the
+//! first operation, so a refused write changes nothing.
 
 use std::io;
 
@@ -13,16 +13,16 @@ use super::wire::{self, HEADER_LEN, Header, Kind, RANGE_LEN, Range, RangeLimits,
 use crate::GuestMemory;
 use crate::rate_limiter::Cost;
 
-// For a file system that cannot zero a range by itself.
+// Bytes written at once on a file system that cannot zero a range by itself.
 const ZEROES_LEN: u64 = 64 << 10;
-// What is copied at once where direct I/O cannot use the guest's buffers as they are.
+// Bytes copied at once where direct I/O cannot use the guest's buffers.
 const BOUNCE_LEN: u64 = 256 << 10;
 
-/// A request that is being carried out.
+/// A request in progress.
 #[derive(Debug)]
-pub struct Request {
+pub struct BlockRequest {
     chain: Chain,
-    // Bytes that the driver's buffers hold before the status.
+    // Bytes of the driver's writable buffers before the status.
     room: u64,
     work: Work,
 }
@@ -39,7 +39,7 @@ enum Work {
 #[derive(Debug)]
 struct Transfer {
     is_write: bool,
-    // Where in the file, where in the chain's buffers, how much, and how much of it is done.
+    // Offset in the file, offset in the chain's buffers, length, and bytes done so far.
     offset: u64,
     skip: u64,
     len: u64,
@@ -50,18 +50,18 @@ struct Transfer {
 struct Clearing {
     is_discard: bool,
     ranges: Vec<Range>,
-    // The range that is being cleared, the way that is tried, and how much of it has been overwritten.
+    // The current range, the method that is tried, and the bytes overwritten so far.
     index: usize,
     way: usize,
     done: u64,
 }
 
-/// What comes next for a request.
+/// The next step of a request.
 pub enum Next {
     Op(Op),
     Done {
         status: Status,
-        /// Bytes put into the driver's buffers, without the status.
+        /// Bytes written to the driver's buffers, without the status.
         written: u32,
     },
 }
@@ -72,8 +72,8 @@ impl Next {
     }
 }
 
-impl Request {
-    /// Latches what a chain asks for; None if it has no room for a status.
+impl BlockRequest {
+    /// Reads a request from a chain. Returns None if the chain has no room for a status.
     pub fn parse(facts: &Facts, memory: &GuestMemory, chain: Chain) -> Option<Self> {
         let writable = chain.writable();
         if writable.last().is_none_or(|last| last.len == 0) {
@@ -92,7 +92,7 @@ impl Request {
         self.chain
     }
 
-    /// What the request takes out of the disk's limits.
+    /// Returns the cost of the request for the disk's rate limits.
     pub fn cost(&self) -> Cost {
         Cost::op(match &self.work {
             Work::Transfer(transfer) => transfer.len,
@@ -103,8 +103,8 @@ impl Request {
         })
     }
 
-    /// What the request takes out of one turn's share of the device thread. A discard moves no bytes and is not
-    /// limited, but freeing a range takes time by its length.
+    /// Returns the bytes that the request counts against the limit of one turn. A discard moves no
+    /// bytes and has no rate limit, but freeing a range takes time in proportion to its length.
     pub fn turn_bytes(&self) -> u64 {
         match &self.work {
             Work::Clear(clearing) => clearing.ranges.iter().map(|range| range.len).sum(),
@@ -112,19 +112,19 @@ impl Request {
         }
     }
 
-    /// Writes the status where the driver looks for it; false if that is no longer possible.
+    /// Writes the status to the last byte of the buffers. Returns false if that is not possible.
     pub fn write_status(&self, memory: &GuestMemory, status: Status) -> bool {
         chain::write_at(memory, self.chain.writable(), self.room, &[status as u8]) == 1
     }
 
-    /// The first operation, or the next one after `last` ended.
+    /// Returns the first operation, or the next one after `last` has completed.
     pub fn next(
         &mut self,
         block: &mut Block,
         memory: &GuestMemory,
         last: Option<(Op, io::Result<usize>)>,
     ) -> Next {
-        // An interruption is no answer: the same again.
+        // An interrupted operation is repeated.
         let last = match last {
             Some((op, Err(error))) if is_temporary(&error) => return Next::Op(op),
             last => last,
@@ -154,7 +154,7 @@ fn parse(facts: &Facts, memory: &GuestMemory, chain: &Chain, room: u64) -> Resul
     let payload = chain::total_len(chain.readable()) - HEADER_LEN as u64;
     let changes = matches!(header.kind, Kind::Write | Kind::Discard | Kind::WriteZeroes);
     if changes && facts.read_only {
-        // Whether or not the driver accepted that the disk is read-only.
+        // Whether or not the driver accepted VIRTIO_BLK_F_RO.
         return Err(Status::IoError);
     }
     let capacity_sectors = facts.capacity_sectors;
@@ -182,7 +182,7 @@ fn parse(facts: &Facts, memory: &GuestMemory, chain: &Chain, room: u64) -> Resul
     }
 }
 
-/// All ranges of a request, checked before the first is acted on.
+/// Reads all ranges of a request, and checks them before the first is acted on.
 fn ranges(
     memory: &GuestMemory,
     chain: &Chain,
@@ -213,7 +213,7 @@ fn flush(block: &mut Block, last: Option<(Op, io::Result<usize>)>) -> Next {
             failed(block, &error)
         }
         None if block.facts.cache == CacheMode::Unsafe => Next::done(Status::Ok),
-        // The kernel reports a lost write once and then forgets it: no later flush can be believed.
+        // The kernel reports a lost write once and then forgets it: no later flush can be trusted.
         None if block.flush_failed => Next::done(Status::IoError),
         None => Next::Op(Op::Sync),
     }
@@ -259,16 +259,18 @@ impl Transfer {
         match self.target(&block.facts, memory, chain) {
             Ok(target) => {
                 let offset = self.offset + self.done;
-                Next::Op(match self.is_write {
-                    true => Op::Write { from: target, offset },
-                    false => Op::Read { into: target, offset },
+                Next::Op(if self.is_write {
+                    Op::Write { from: target, offset }
+                } else {
+                    Op::Read { into: target, offset }
                 })
             }
             Err(error) => failed(block, &error),
         }
     }
 
-    /// The rest of the guest's buffers, or a copy of some of it where direct I/O cannot use those.
+    /// Returns the rest of the guest's buffers, or a bounce buffer for some of it where direct I/O
+    /// cannot use them.
     fn target(&self, facts: &Facts, memory: &GuestMemory, chain: &Chain) -> io::Result<Target> {
         let segments = if self.is_write { chain.readable() } else { chain.writable() };
         let (at, left) = (self.skip + self.done, self.len - self.done);
@@ -278,7 +280,7 @@ impl Transfer {
             return Ok(Target::Guest { memory: memory.clone(), segments: rest });
         }
         if !(self.offset + self.done).is_multiple_of(align as u64) {
-            // Direct I/O that stopped in the middle of a block.
+            // Direct I/O stopped in the middle of a block.
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
         let mut bounce = Bounce::new(left.min(BOUNCE_LEN) as usize, align);
@@ -289,7 +291,7 @@ impl Transfer {
     }
 }
 
-/// Whether direct I/O can use these buffers as they are.
+/// Returns whether direct I/O can use these buffers without a copy.
 fn is_aligned(memory: &GuestMemory, segments: &[Segment], align: usize) -> io::Result<bool> {
     let slices = guest_slices(memory, segments)?;
     Ok(slices.iter().all(|slice| {
@@ -319,7 +321,7 @@ impl Clearing {
             let Some(range) = self.ranges.get(self.index).copied() else {
                 return Next::done(Status::Ok);
             };
-            // To the guest an empty range is nothing to do; the kernel would take it for a mistake.
+            // An empty range is valid for the guest, but the kernel would refuse it.
             if self.done >= range.len {
                 self.next_range();
                 continue;

@@ -1,23 +1,24 @@
-//! What a snapshot keeps of a disk, beyond its queues.
+//! The state that a snapshot keeps of a disk, in addition to its queues.
 //!
-//! The content of a disk is not here; these are the facts by which a restore notices a wrong one.
+//! The content of the disk is not part of it; it holds the properties by which a restore detects a
+//! wrong disk.
 
 use serde::{Deserialize, Serialize};
 
 use super::config::BlockError;
 
-/// A disk at the moment of a snapshot.
+/// The state of a disk at the time of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockStateV1 {
     pub capacity_sectors: u64,
     pub read_only: bool,
     pub id: String,
-    /// A flush has failed, so the guest must not believe in later ones.
+    /// A flush has failed, so all later flushes must fail too.
     pub flush_failed: bool,
 }
 
 impl BlockStateV1 {
-    /// Refuses a disk that the guest would not recognise.
+    /// Refuses a disk whose size or access differs from what the guest saw.
     pub(super) fn check(&self, capacity_sectors: u64, read_only: bool) -> Result<(), BlockError> {
         if self.capacity_sectors != capacity_sectors {
             let (saved, here) = (self.capacity_sectors, capacity_sectors);

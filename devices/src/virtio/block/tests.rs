@@ -1,4 +1,4 @@
-//! A disk as a driver meets it, with the cases of the bad-input catalogue by their numbers.
+//! A disk from a driver's side, with the cases of the bad-input catalogue by their numbers.
 
 use std::fs::{self, File};
 use std::io::{self, Write as _};
@@ -52,7 +52,7 @@ fn range(sector: u64, count: u32, flags: u32) -> Vec<u8> {
     [&sector.to_le_bytes()[..], &count.to_le_bytes(), &flags.to_le_bytes()].concat()
 }
 
-/// Sends buffers with room for a status behind them; gives back status, used length and contents.
+/// Sends buffers followed by room for a status. Returns status, used length and contents.
 fn send(driver: &mut MockDriver, buffers: &[Buffer]) -> (u8, u32, Vec<Vec<u8>>) {
     let with_status = [buffers, &[Writable(1)]].concat();
     let (used, bytes) = driver.request(0, &with_status);
@@ -77,13 +77,13 @@ fn clear(driver: &mut MockDriver, kind: u32, ranges: &[u8]) -> u8 {
     send(driver, &[Readable(&header(kind, 0)), Readable(ranges)]).0
 }
 
-/// A host disk that a test can break.
+/// A host disk with injected errors.
 #[derive(Clone, Default)]
 struct Fragile {
     bytes: Arc<Mutex<Vec<u8>>>,
-    // Errors to answer with, last one first; when there are none, requests work.
+    // Errors to return, last one first; without any, requests succeed.
     errors: Arc<Mutex<Vec<i32>>>,
-    // The most that one call moves, if not zero.
+    // The maximum number of bytes that one call moves, if not zero.
     step: usize,
     calls: Arc<AtomicU32>,
 }
@@ -272,7 +272,7 @@ fn one_turn_serves_a_bounded_share() {
     let mut driver = host.driver();
     driver.run();
     let request = driver.place(0, &[Readable(&header(IN, 0)), Writable(512), Writable(1)]);
-    // The same head again and again: the device returns it before it takes it anew.
+    // One head again and again: the device returns it before it takes it again.
     (0..256).for_each(|_| driver.offer(0, request.head));
     driver.kick(0);
     driver.devices.run(1);
@@ -303,7 +303,7 @@ fn a9_request_longer_than_the_cap_is_an_error_of_length_zero() {
     image.as_file().set_len(1 << 30).unwrap();
     let mut driver = MockDriver::ready(disk(&image));
     let head = driver.place(0, &[Readable(&header(IN, 0))]).head;
-    // The same megabyte 65 times.
+    // One megabyte of memory, 65 times.
     let buffer = driver.allocate(1 << 20).0;
     let status = driver.allocate(1);
     driver.descriptor(0, head, buffer, 16, 1, 1);
@@ -409,7 +409,7 @@ fn c6_unknown_kind_is_unsupported() {
 fn c7_write_to_a_read_only_disk_is_an_error_whatever_the_driver_accepted() {
     let image = image();
     let before = fs::read(image.path()).unwrap();
-    // Writable by descriptor, so that only the device stands between guest and file.
+    // The descriptor is writable, so that only the device protects the file.
     let file = File::options().read(true).write(true).open(image.path()).unwrap();
     let config = BlockConfig::from_file(file).read_only(true);
     let mut driver = MockDriver::new(Block::new(config).unwrap());
@@ -457,7 +457,7 @@ fn c9_bad_ranges_are_errors_and_clear_nothing() {
         for ranges in &cases {
             assert_eq!(clear(&mut driver, kind, ranges), IOERR, "{ranges:?}");
         }
-        // A bad range after a good one spoils both, and so does a flag that does not exist.
+        // A bad range after a good one fails both, and so does an unknown flag.
         let second = [good.clone(), range(SECTORS, 1, 0)].concat();
         assert_eq!(clear(&mut driver, kind, &second), IOERR);
         assert_eq!(clear(&mut driver, kind, &range(0, 1, 2)), UNSUPP);

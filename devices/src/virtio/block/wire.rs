@@ -1,19 +1,20 @@
-//! The bytes of a block request (virtio 1.2 section 5.2.6), and the arithmetic on what they say.
+//! The bytes of a block request (virtio 1.2 section 5.2.6), and the arithmetic on their values.
 //!
-//! Pure: guest bytes in, checked values out. A request that this file accepts lies within the disk.
+//! The functions are pure: guest bytes in, checked values out. A request that this file accepts
+//! lies within the disk.
 
 /// The unit of all positions on the wire.
 pub const SECTOR_SIZE: u64 = 512;
-/// The header that opens every request.
+/// The length of the header at the start of every request.
 pub const HEADER_LEN: usize = 16;
-/// The longest serial number.
+/// The maximum length of a serial number.
 pub const ID_LEN: usize = 20;
-/// One range of a discard or write-zeroes request.
+/// The length of one range of a discard or write-zeroes request.
 pub const RANGE_LEN: usize = 16;
-/// The most bytes that one read or write moves.
+/// The maximum number of bytes that one read or write moves.
 pub const TRANSFER_MAX: u64 = 64 << 20;
 
-/// What the last byte of a request tells the driver.
+/// The status in the last byte of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Status {
@@ -22,7 +23,7 @@ pub enum Status {
     Unsupported = 2,
 }
 
-/// What a request asks for.
+/// The type of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     Read,
@@ -33,7 +34,7 @@ pub enum Kind {
     WriteZeroes,
 }
 
-/// The header of a request, with a kind that exists.
+/// The header of a request of a known type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
     pub kind: Kind,
@@ -41,7 +42,7 @@ pub struct Header {
 }
 
 impl Header {
-    /// None for a kind that does not exist.
+    /// Returns None for an unknown type.
     pub fn parse(raw: [u8; HEADER_LEN]) -> Option<Self> {
         let raw = u128::from_le_bytes(raw);
         let kind = match raw as u32 {
@@ -57,8 +58,8 @@ impl Header {
     }
 }
 
-/// Where a read or write of `len` bytes at `sector` starts in the file; None if it is not whole sectors
-/// that all lie within the disk, or more than one request may move.
+/// Returns the file offset of a read or write of `len` bytes at `sector`. Returns None if it is not
+/// whole sectors within the disk, or is longer than one request may be.
 pub fn transfer_offset(sector: u64, len: u64, capacity_sectors: u64) -> Option<u64> {
     let whole = len.is_multiple_of(SECTOR_SIZE) && len <= TRANSFER_MAX;
     let end = sector.checked_add(len / SECTOR_SIZE)?;
@@ -66,7 +67,7 @@ pub fn transfer_offset(sector: u64, len: u64, capacity_sectors: u64) -> Option<u
     sector.checked_mul(SECTOR_SIZE)
 }
 
-/// Sectors to free or clear, in bytes of the file.
+/// A range of sectors to discard or zero, in bytes of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     pub offset: u64,
@@ -74,18 +75,18 @@ pub struct Range {
     pub unmap: bool,
 }
 
-/// What a range of a discard or write-zeroes request must keep to.
+/// The limits of a range of a discard or write-zeroes request.
 #[derive(Clone, Copy, Debug)]
 pub struct RangeLimits {
     pub capacity_sectors: u64,
     pub sectors_max: u32,
-    /// Only write-zeroes has the flag.
+    /// Only write-zeroes has the unmap flag.
     pub may_unmap: bool,
 }
 
 impl Range {
-    /// Refused with `IoError` if it leaves the disk or is too long, with `Unsupported` if it has flags
-    /// that do not exist.
+    /// Parses a range. Refuses it with `IoError` if it leaves the disk or is too long, and with
+    /// `Unsupported` if it has unknown flags.
     pub fn parse(raw: [u8; RANGE_LEN], limits: RangeLimits) -> Result<Self, Status> {
         let raw = u128::from_le_bytes(raw);
         let (sector, count, flags) = (raw as u64, (raw >> 64) as u32, (raw >> 96) as u32);
@@ -103,7 +104,7 @@ impl Range {
     }
 }
 
-/// The serial number as the guest reads it.
+/// Returns the serial number as the guest reads it.
 pub fn id_bytes(id: &str) -> [u8; ID_LEN] {
     let mut bytes = [0; ID_LEN];
     for (to, from) in bytes.iter_mut().zip(id.bytes()) {

@@ -1,6 +1,6 @@
 //! Virtio over memory-mapped registers (virtio 1.2 section 4.2).
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
 //! | `registers.rs` | what a register write means in each state of the device |
 //! | `transport.rs` | how guest loads and stores reach registers, device thread and interrupt |

@@ -1,7 +1,7 @@
 //! The register file of one device and the state machine behind its status register.
 //!
-//! It is the only thing that vCPUs share by lock, so it never calls anything: a write returns the
-//! `Action` that is to run once the lock is released.
+//! The register file is the only lock that vCPUs share, so it never calls anything: a write returns
+//! the `Action` to run once the lock is released.
 
 use super::super::{DeviceKind, QueueConfig};
 
@@ -56,21 +56,21 @@ const MAGIC_VALUE: u32 = u32::from_le_bytes(*b"virt");
 const VERSION_VALUE: u32 = 2;
 const VENDOR_VALUE: u32 = u32::from_le_bytes(*b"pvmm");
 
-/// What to do once the register file is unlocked.
+/// The action to run once the register file is unlocked.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Action {
     Nothing,
     /// Kick a queue that exists.
     Notify(usize),
-    /// The driver is ready: activate the device with these features and queues.
+    /// The driver has set DRIVER_OK: activate the device with these features and queues.
     Activate(Setup),
-    /// Stop the device, then call `finish_reset` with the same epoch.
+    /// Stop the device, then call `finish_reset` with this epoch.
     Reset {
         epoch: u64,
     },
 }
 
-/// What the driver negotiated, as it stood when it set DRIVER_OK.
+/// The negotiated features and queues at the time when the driver set DRIVER_OK.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Setup {
     pub epoch: u64,
@@ -78,7 +78,7 @@ pub struct Setup {
     pub queues: Vec<QueueConfig>,
 }
 
-/// Everything that a snapshot keeps of the registers, and nothing that is fixed by the device.
+/// The registers that a snapshot keeps: all that the driver can change.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Negotiation {
     pub status: u32,
@@ -97,10 +97,10 @@ pub struct Registers {
     config: Vec<u8>,
     config_generation: u32,
     now: Negotiation,
-    // Counts resets, so that an activation that a reset overtook can be told from a new one.
+    // Counts resets, to recognise an activation that was overtaken by a reset.
     epoch: u64,
-    // From the write of zero until the device has stopped: the status still reads as before, and
-    // nothing but another reset is taken.
+    // Set from the write of zero until the device has stopped. Meanwhile the status reads as
+    // before, and only another reset is accepted.
     resetting: bool,
 }
 
@@ -139,13 +139,14 @@ impl Registers {
         self.config_generation = config_generation;
     }
 
-    /// Replaces the configuration space, so that a driver that reads it in parts can tell.
+    /// Replaces the configuration space and counts up its generation, so that a driver that reads
+    /// it in parts notices the change.
     pub fn set_config(&mut self, config: Vec<u8>) {
         self.config = config;
         self.config_generation = self.config_generation.wrapping_add(1);
     }
 
-    /// Copies configuration bytes; what lies past the end reads as zero.
+    /// Copies configuration bytes. Past the end `data` keeps the zeros that the caller put there.
     pub fn read_config(&self, offset: u64, data: &mut [u8]) {
         let start = usize::try_from(offset).unwrap_or(usize::MAX).min(self.config.len());
         for (to, from) in data.iter_mut().zip(&self.config[start..]) {
@@ -153,7 +154,7 @@ impl Registers {
         }
     }
 
-    /// One register, except those that the interrupt answers.
+    /// Reads one register, except the interrupt status, which `Interrupt` holds.
     pub fn read(&self, register: u64) -> u32 {
         let queue = self.selected();
         match register {
@@ -172,7 +173,7 @@ impl Registers {
         }
     }
 
-    /// A store to one register.
+    /// Stores to one register, and returns the action to run once the lock is released.
     pub fn write(&mut self, register: u64, value: u32) -> Action {
         if register == offset::STATUS {
             return self.write_status(value);
@@ -191,8 +192,8 @@ impl Registers {
         Action::Nothing
     }
 
-    /// The device has stopped: everything is as after power-on, unless yet another reset has begun.
-    /// True if it was this reset that ended it.
+    /// Sets all registers to their power-on state once the device has stopped, unless another reset
+    /// has begun. Returns true if `epoch` is that of the current reset.
     pub fn finish_reset(&mut self, epoch: u64) -> bool {
         let current = self.resetting && epoch == self.epoch;
         if current {
@@ -208,7 +209,7 @@ impl Registers {
             self.resetting = true;
             return Action::Reset { epoch: self.epoch };
         }
-        // Drivers write back what they read, including the bit that is the device's own.
+        // Drivers write back what they read, including NEEDS_RESET, which only the device sets.
         let (old, new) = (self.now.status, value & !NEEDS_RESET);
         if self.resetting || old & FAILED != 0 {
             return Action::Nothing;
@@ -223,7 +224,7 @@ impl Registers {
             return Action::Nothing;
         }
         if added & FEATURES_OK != 0 && !self.acceptable_features() {
-            // The driver reads the bit back and finds it missing: that is the refusal.
+            // The driver reads the status back and finds FEATURES_OK missing: that is the refusal.
             self.now.status = new & !FEATURES_OK;
             return Action::Nothing;
         }
@@ -248,7 +249,7 @@ impl Registers {
         match self.now.driver_features_select {
             0 => *features = *features & !0xffff_ffff | value,
             1 => *features = *features & 0xffff_ffff | value << 32,
-            // Nothing is offered there; whatever is accepted is an unoffered feature.
+            // No feature is offered there; accepting one is recorded as an unoffered feature.
             _ if value != 0 => *features |= !self.offered,
             _ => {}
         }
@@ -263,8 +264,8 @@ impl Registers {
     }
 
     fn write_queue(&mut self, register: u64, value: u32) {
-        // Queues are set up between FEATURES_OK and DRIVER_OK and are frozen from then on: a running
-        // worker relies on what was validated.
+        // Queues are set up between FEATURES_OK and DRIVER_OK and frozen afterwards: a running
+        // worker relies on the validated configuration.
         let phase = self.now.status & (FEATURES_OK | DRIVER_OK | FAILED);
         let Some((index, _)) = self.selected() else { return };
         let max = self.max_size(index);
@@ -302,7 +303,7 @@ fn fresh(queues: usize) -> Negotiation {
     Negotiation { queues: vec![QueueConfig::default(); queues], ..Negotiation::default() }
 }
 
-/// The 32 feature bits that `select` asks for.
+/// Returns the 32 feature bits that `select` asks for.
 fn page(features: u64, select: u32) -> u32 {
     match select {
         0 => features as u32,

@@ -1,7 +1,7 @@
-//! What a snapshot keeps of a transport, for all devices alike.
+//! The state that a snapshot keeps of a transport, common to all devices.
 //!
-//! Plain data that may come from a hostile file: `check` compares it with the device it is meant for
-//! before any of it reaches the registers.
+//! It is plain data that may come from a hostile file: `check` compares it with the device that it
+//! is meant for before any of it reaches the registers.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +10,7 @@ use super::super::{DeviceError, QueueConfig, QueueFault};
 use super::registers::status::{ACKNOWLEDGE, DRIVER, DRIVER_OK, FAILED, FEATURES_OK};
 use super::registers::{Negotiation, VERSION_1};
 
-/// A transport with its queues and its device.
+/// The state of a transport, its queues and its device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TransportStateV1 {
     pub kind: DeviceKind,
@@ -54,7 +54,7 @@ pub enum RestoreError {
 }
 
 impl TransportStateV1 {
-    /// Whether a driver was using the device.
+    /// Returns whether a driver was using the device.
     pub fn is_active(&self) -> bool {
         self.status & (DRIVER_OK | FAILED) == DRIVER_OK
     }
@@ -70,7 +70,7 @@ impl TransportStateV1 {
         }
     }
 
-    /// Refuses whatever the registers of this device could not have been in.
+    /// Refuses a state that the registers of this device cannot have reached.
     pub(super) fn check(
         &self,
         kind: DeviceKind,

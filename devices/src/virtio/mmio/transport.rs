@@ -1,7 +1,7 @@
-//! The door between vCPUs and one device: guest loads and stores in, interrupts out.
+//! The virtio-mmio transport of one device: guest loads and stores in, interrupts out.
 //!
-//! It decides nothing about requests. Registers are under one leaf lock, the device is on its own
-//! thread, and this file connects the two after the lock is released.
+//! The transport decides nothing about requests. The registers are under one leaf lock and the
+//! device is on the device thread; this file connects the two after the lock is released.
 
 use std::io;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -21,20 +21,20 @@ use crate::GuestMemory;
 use crate::bus::BusDevice;
 use crate::lines::Line;
 
-/// How much guest address space one transport takes.
+/// The size of the guest address range of one transport.
 pub const WINDOW_SIZE: u64 = 0x1000;
 
-/// Kicks of a queue that take the long way through the vCPU's thread before they get a short one. Making that takes
-/// longer than a few kicks, and most queues of most machines never see so many.
+/// The number of kicks that a queue handles on the vCPU thread before it gets a shortcut. Making
+/// one takes longer than a few kicks, and most queues of most machines never see so many.
 const KICKS_BEFORE_SHORTCUT: u32 = 8;
 
-/// A way past the vCPU's thread for a guest's kicks.
+/// Connects a guest's kicks to an eventfd without an exit to the vCPU thread.
 pub trait KickShortcut: Send + Sync {
-    /// Lets a store of `queue` at `QUEUE_NOTIFY` become an event on `kick` by itself from now on.
+    /// Makes a store of `queue` at `QUEUE_NOTIFY` signal `kick` directly from now on.
     fn connect(&self, queue: u32, kick: &EventFd) -> io::Result<()>;
 }
 
-/// No way but the long one.
+/// No shortcut: every kick goes through the vCPU thread.
 #[cfg(any(test, feature = "testing"))]
 impl KickShortcut for () {
     fn connect(&self, _queue: u32, _kick: &EventFd) -> io::Result<()> {
@@ -45,7 +45,7 @@ impl KickShortcut for () {
 /// The kicks of one queue.
 struct Kicks {
     event: Arc<EventFd>,
-    /// Those that came the long way.
+    /// Kicks that went through the vCPU thread.
     seen: AtomicU32,
 }
 
@@ -64,7 +64,7 @@ pub struct MmioTransport {
 }
 
 impl MmioTransport {
-    /// Hands `device` to the device thread and puts registers before it.
+    /// Hands `device` to the device thread and creates its registers.
     pub fn new(
         device: Box<dyn VirtioDevice>,
         memory: GuestMemory,
@@ -106,24 +106,24 @@ impl MmioTransport {
         &self.interrupt
     }
 
-    /// What is written when the guest kicks a queue.
+    /// Returns the eventfd that is written when the guest kicks a queue.
     #[cfg(test)]
     pub(super) fn kick(&self, queue: usize) -> &EventFd {
         &self.kicks[queue].event
     }
 
-    /// What the device and its queues have counted.
+    /// Returns the counters of the device and its queues.
     pub fn counters(&self) -> CounterValues {
         self.interrupt.counters().values()
     }
 
-    /// Shows the guest a new configuration space and tells its driver.
+    /// Replaces the configuration space and notifies the driver.
     pub fn set_config(&self, config: Vec<u8>) {
         self.registers().set_config(config);
         self.interrupt.config_changed();
     }
 
-    /// Changes a setting of the device, and tells the driver if that changed its configuration.
+    /// Changes a setting of the device, and notifies the driver if that changed its configuration.
     pub fn update(&self, update: DeviceUpdate) -> Result<(), DeviceError> {
         if let Some(config) = self.thread.update(self.id, update)?.config {
             self.set_config(config);
@@ -131,11 +131,13 @@ impl MmioTransport {
         Ok(())
     }
 
-    /// Copies out registers, queues and device. The vCPUs must be paused and the devices quiet.
+    /// Copies out the state of registers, queues and device. The vCPUs must be paused and the
+    /// devices quiesced.
     pub fn save(&self) -> Result<TransportStateV1, DeviceError> {
         let saved = self.thread.save(self.id)?;
-        // A chain that is out would be lost: the restored worker does not know of it, and the ring no
-        // longer offers it. A device that gave up will not be restored to work, so there it is no loss.
+        // A chain in flight would be lost: the restored worker does not know of it, and the ring no
+        // longer offers it. A device that needs a reset is not restored to work, so there it is no
+        // loss.
         if saved.in_flight > 0 && !self.interrupt.is_reset_needed() {
             return Err(DeviceError::InFlight { count: saved.in_flight });
         }
@@ -151,14 +153,14 @@ impl MmioTransport {
             config_generation: registers.config_generation(),
             interrupt_status: self.interrupt.status(),
             needs_reset: self.interrupt.is_reset_needed(),
-            // A running worker knows the positions, the registers only where the rings are.
+            // A running worker knows the positions; the registers only know where the rings are.
             queues: positions(saved.queues.unwrap_or_default(), &now.queues),
             device: saved.state,
         })
     }
 
-    /// Puts a saved transport back, before the guest runs. If a driver was using the device, its worker
-    /// starts; quiesce the devices first to hold it until the machine resumes.
+    /// Restores a saved transport, before the guest runs. If a driver was using the device, its
+    /// worker starts; quiesce the devices first to hold it until the machine resumes.
     pub fn restore(&self, state: &TransportStateV1) -> Result<(), RestoreError> {
         let (offered, epoch) = {
             let registers = self.registers();
@@ -168,7 +170,7 @@ impl MmioTransport {
             (registers.offered(), registers.epoch())
         };
         state.check(self.kind, offered, self.kicks.len())?;
-        // The queues of a device that had already given up are not looked at again before a reset.
+        // The queues of a device that needs a reset are not used before that reset.
         if state.is_active() && !state.needs_reset {
             let features = state.driver_features;
             let queues = self
@@ -182,16 +184,16 @@ impl MmioTransport {
         Ok(())
     }
 
-    /// Takes a transport in use back to a state that it was saved in. The vCPUs must be paused and the
-    /// devices quiet.
+    /// Restores a saved state of a transport in use, for a rollback. The vCPUs must be paused and
+    /// the devices quiesced.
     pub fn rewind(&self, state: &TransportStateV1) -> Result<(), RestoreError> {
         self.abandon();
         self.thread.rewind(self.id, state.device.clone()).map_err(RestoreError::Device)?;
         self.restore(state)
     }
 
-    /// Resets the device as its driver would: the worker ends, the registers are as new. For a guest that
-    /// is no more, so that whoever is connected to it learns of it.
+    /// Resets the device as its driver would: the worker ends and the registers are in their
+    /// power-on state. For a guest that has ended, so that peers connected to it are notified.
     pub fn abandon(&self) {
         let action = self.registers().write(offset::STATUS, 0);
         self.run(action);
@@ -209,7 +211,7 @@ impl MmioTransport {
                 if let Some(kicks) = self.kicks.get(index) {
                     // Only a counter at its maximum refuses, and then a kick is pending anyway.
                     let _ = kicks.event.write(1);
-                    self.shorten(index, kicks);
+                    self.count_kick(index, kicks);
                 }
             }
             Action::Activate(setup) => self.activate(setup),
@@ -217,12 +219,13 @@ impl MmioTransport {
         }
     }
 
-    fn shorten(&self, index: usize, kicks: &Kicks) {
+    /// Counts a kick through the vCPU thread, and asks for the shortcut once there were many.
+    fn count_kick(&self, index: usize, kicks: &Kicks) {
         if kicks.seen.fetch_add(1, Ordering::Relaxed) == KICKS_BEFORE_SHORTCUT
             && let Err(error) = self.shortcut.connect(index as u32, &kicks.event)
         {
-            // The long way goes on to work.
-            log::warn!("{}: queue {index} has no short way: {error}", self.kind.name());
+            // Kicks still work through the vCPU thread.
+            log::warn!("{}: queue {index}: no kick shortcut: {error}", self.kind.name());
         }
     }
 
@@ -235,7 +238,7 @@ impl MmioTransport {
         };
         let activation = self.activation(setup.features, queues);
         match self.thread.activate(self.id, setup.epoch, activation) {
-            // Overtaken by a reset from another vCPU: that reset is what the guest gets.
+            // A reset from another vCPU overtook the activation, and the guest gets that reset.
             Ok(()) | Err(DeviceError::Superseded) => {}
             Err(error) => self.give_up(&format!("activation failed: {error}")),
         }
@@ -243,7 +246,7 @@ impl MmioTransport {
 
     fn reset(&self, epoch: u64) {
         if let Err(error) = self.thread.reset(self.id, epoch) {
-            // The status stays as it was, so the driver can tell that the device did not reset.
+            // The status stays unchanged, so the driver can tell that the device did not reset.
             return self.give_up(&format!("reset failed: {error}"));
         }
         let mut registers = self.registers();
@@ -269,7 +272,8 @@ impl MmioTransport {
         parts.map(build).collect()
     }
 
-    /// How many queues the driver uses: all but the optional ones at the end that it left alone.
+    /// Returns the number of queues that the driver uses: all but the optional ones at the end that
+    /// it did not make ready.
     fn queues_in_use(&self, configs: &[QueueConfig]) -> usize {
         let needed = configs.len().saturating_sub(self.optional_queues);
         let left = configs.iter().skip(needed).rev().take_while(|config| !config.ready).count();
@@ -288,7 +292,8 @@ impl MmioTransport {
     }
 }
 
-/// The positions that a worker knows, and what the registers say of queues that it does not have.
+/// Returns the positions that a worker knows, and the register values of the queues that it does
+/// not have.
 fn positions(mut known: Vec<QueueConfig>, registers: &[QueueConfig]) -> Vec<QueueConfig> {
     known.extend(registers.iter().skip(known.len()));
     known
@@ -300,14 +305,15 @@ impl BusDevice for MmioTransport {
         if register >= offset::CONFIG {
             return self.registers().read_config(register - offset::CONFIG, data);
         }
-        // Registers are read whole, as the specification demands of drivers.
+        // Only whole registers can be read, as the specification requires of drivers.
         let Ok(word) = <&mut [u8; 4]>::try_from(data) else { return };
         let value = match register {
             offset::INTERRUPT_STATUS => self.interrupt.status(),
             offset::STATUS => {
                 let registers = self.registers();
-                let plea = if self.interrupt.is_reset_needed() { status::NEEDS_RESET } else { 0 };
-                registers.read(register) | plea
+                let needs_reset =
+                    if self.interrupt.is_reset_needed() { status::NEEDS_RESET } else { 0 };
+                registers.read(register) | needs_reset
             }
             _ => self.registers().read(register),
         };

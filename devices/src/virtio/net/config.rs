@@ -1,6 +1,7 @@
-//! What the host asks of a network card, and the configuration space that the guest reads.
+//! The host's configuration of a network card, and the configuration space that the guest reads.
 //!
-//! A wish is checked here as far as it can be without opening anything; `tap.rs` checks the tap itself.
+//! The configuration is checked here as far as possible without opening anything; `tap.rs` checks
+//! the tap itself.
 
 use std::fmt;
 use std::fs::File;
@@ -15,7 +16,7 @@ use super::tap::{self, TapError};
 use crate::rate_limiter::{RateLimiterConfig, RateLimiterError};
 use crate::sys;
 
-/// The least MTU that IPv4 allows, and the most that a frame can carry.
+/// The minimum MTU of IPv4, and the maximum that a frame can carry.
 pub const MTU_MIN: u16 = 68;
 pub const MTU_MAX: u16 = 65535;
 
@@ -23,12 +24,12 @@ pub const MTU_MAX: u16 = 65535;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Mac(pub [u8; 6]);
 
-/// Text that is no hardware address.
+/// The error for text that is not a hardware address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("write six pairs of hexadecimal digits, such as 02:00:00:00:00:01")]
 pub struct MacError;
 
-/// Why a network card could not be made.
+/// Why a network card could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum NetError {
     #[error("mac {mac} is a group address or all zero; use one such as 02:00:00:00:00:01")]
@@ -55,27 +56,27 @@ pub enum NetError {
     SavedMtu { saved: Option<u16>, here: u16 },
 }
 
-/// Which tap a card uses.
+/// The tap that a card uses.
 #[derive(Debug)]
 pub enum TapSource {
-    /// The tap of this name. One that is there is used if it is free; otherwise it is made, brought up,
-    /// and gone with the machine.
+    /// The tap of this name. An existing one is used if it is free; otherwise the tap is created,
+    /// brought up, and removed with the machine.
     Name(String),
     /// A new tap with a name that the kernel picks.
     Auto,
-    /// Opened by somebody else: a tap without packet information and with virtio headers.
+    /// A tap that the caller has opened, without packet information and with virtio headers.
     File(File),
 }
 
-/// A network card as the host wishes it.
+/// The host's configuration of a network card.
 #[derive(Debug)]
 pub struct NetConfig {
     pub tap: TapSource,
-    /// Random if left out.
+    /// Random if None.
     pub mac: Option<Mac>,
-    /// Told to the guest, and to a tap that is made for it.
+    /// Reported to the guest, and set on a tap that is created for it.
     pub mtu: Option<u16>,
-    /// What the guest may receive and send.
+    /// The limits of what the guest may receive and send.
     pub rx_limit: RateLimiterConfig,
     pub tx_limit: RateLimiterConfig,
     /// A metadata service that the guest reaches through this card.
@@ -88,7 +89,7 @@ impl NetConfig {
         Self { tap, mac: None, mtu: None, rx_limit, tx_limit, mmds: None }
     }
 
-    /// Checks what can be checked without the tap.
+    /// Checks everything that does not require the tap.
     pub fn validate(&self) -> Result<(), NetError> {
         check_mac(self.mac)?;
         check_mtu(self.mtu)?;
@@ -130,13 +131,13 @@ fn show_mtu(mtu: Option<u16>) -> String {
 }
 
 impl Mac {
-    /// A random address that nobody was assigned.
+    /// Creates a random, locally administered address.
     pub fn random() -> io::Result<Self> {
         let mut bytes = [0; 6];
         if sys::random(&mut bytes)? != bytes.len() {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }
-        // Locally administered, not a group.
+        // Locally administered, not a group address.
         bytes[0] = bytes[0] & !1 | 2;
         Ok(Self(bytes))
     }
@@ -167,10 +168,10 @@ impl FromStr for Mac {
     }
 }
 
-/// The configuration space of virtio 1.2 section 5.1.4, up to the MTU.
+/// Returns the configuration space of virtio 1.2 section 5.1.4, up to the MTU.
 pub fn space(mac: Mac, mtu: Option<u16>) -> Vec<u8> {
     let mut space = mac.0.to_vec();
-    // No status and one pair of queues: neither is offered, so neither is read.
+    // Status and number of queue pairs: neither feature is offered, so neither is read.
     space.extend([0; 4]);
     space.extend(mtu.unwrap_or(0).to_le_bytes());
     space

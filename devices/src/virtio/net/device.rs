@@ -1,4 +1,4 @@
-//! A network card that no driver uses: what it offers, and how it becomes a worker.
+//! A network card that no driver uses: the features it offers, and how it becomes a worker.
 //!
 //! The tap is opened here, before the machine starts, and stays open across resets.
 
@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use super::super::registry::{DeviceKind, DeviceState, DeviceUpdate};
-use super::super::{Activation, UpdateError, Updated, VirtioDevice, Worker};
+use super::super::registry::{BackendHandle, DeviceKind, DeviceState, DeviceUpdate};
+use super::super::{Rings, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, Mac, NetConfig, NetError, TapSource};
 use super::mmds::Mmds;
-use super::state::NetStateV2;
+use super::state::NetStateV1;
 use super::tap::{Link, Tap};
 use super::worker::NetWorker;
 use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
@@ -35,12 +35,12 @@ pub(super) mod feature {
     pub const HOST: u64 = CSUM | HOST_TSO4 | HOST_TSO6 | HOST_ECN;
 }
 
-/// What the host may change about a card while the machine lives.
+/// A change of a card that the host may make while the machine lives.
 #[derive(Clone, Debug)]
 pub enum NetUpdate {
-    /// What its metadata service tells the guest from now on.
+    /// The content that the metadata service serves from now on.
     Metadata(Arc<Value>),
-    /// What the guest may receive or send; a direction that is left out keeps its limit.
+    /// New limits for receiving and sending; a direction that is None keeps its limit.
     Limits { rx: Option<RateLimiterConfig>, tx: Option<RateLimiterConfig> },
 }
 
@@ -56,7 +56,7 @@ pub struct Net {
 }
 
 impl Net {
-    /// Opens or makes the tap.
+    /// Opens or creates the tap.
     pub fn new(config: NetConfig) -> Result<Self, NetError> {
         config.validate()?;
         let mac = config.mac.map_or_else(Mac::random, Ok).map_err(NetError::Host)?;
@@ -78,27 +78,19 @@ impl Net {
         })
     }
 
-    /// The card of a snapshot on a tap of this host. It keeps its address and its metadata service unless the
-    /// wish names others; of another address the guest has to be told.
-    pub fn restore(config: NetConfig, state: &NetStateV2) -> Result<Self, NetError> {
+    /// Creates the card of a snapshot on a tap of this host. It keeps its address and its metadata
+    /// service unless the configuration names others; the caller must notify the guest of another
+    /// address.
+    pub fn restore(config: NetConfig, state: &NetStateV1) -> Result<Self, NetError> {
         state.check(config.mtu)?;
         let (mac, mtu) = (config.mac.or(Some(state.mac)), state.mtu);
         let mmds = config.mmds.or(state.mmds);
         Self::new(NetConfig { mac, mtu, mmds, ..config })
     }
 
-    /// The name of the host's interface.
-    pub fn tap_name(&self) -> &str {
-        self.link.name()
-    }
-
-    pub fn mac(&self) -> Mac {
-        self.mac
-    }
-
-    pub(super) fn state(&self) -> NetStateV2 {
+    pub(super) fn state(&self) -> NetStateV1 {
         let mmds = self.mmds.as_ref().map(Mmds::config);
-        NetStateV2 { mac: self.mac, mtu: self.mtu, mmds }
+        NetStateV1 { mac: self.mac, mtu: self.mtu, mmds }
     }
 
     pub(super) fn change(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
@@ -119,7 +111,8 @@ impl Net {
         Ok(Updated::default())
     }
 
-    /// Counts what went wrong with the tap and says whether to log it: the first, second, fourth and so on.
+    /// Counts an error of the tap and returns whether to log it: the first, second, fourth and so
+    /// on.
     pub(super) fn add_host_error(&mut self) -> bool {
         self.host_errors = self.host_errors.saturating_add(1);
         self.host_errors.is_power_of_two()
@@ -144,16 +137,20 @@ impl VirtioDevice for Net {
         config::space(self.mac, self.mtu)
     }
 
-    fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
-        Box::new(NetWorker::new(*self, activation))
+    fn backend(&self) -> BackendHandle {
+        BackendHandle::Tap(self.link.name().to_owned())
+    }
+
+    fn activate(self: Box<Self>, rings: &mut Rings, features: u64) -> Box<dyn Worker> {
+        Box::new(NetWorker::new(*self, rings, features))
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::NetV2(self.state())
+        DeviceState::Net(self.state())
     }
 
     fn rewind(&mut self, _state: &DeviceState) {
-        // Its address and size never change.
+        // Address and MTU never change.
     }
 
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {

@@ -1,21 +1,21 @@
 //! A virtio network card over a tap of the host (virtio 1.2 section 5.1).
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
-//! | `config.rs` | what the host may ask for, and what the guest reads of it |
+//! | `config.rs` | the host's configuration of a card, and the configuration space of the guest |
 //! | `device.rs` | the card while no driver uses it |
-//! | `worker.rs` | what wakes it up, and whose turn it is |
+//! | `worker.rs` | which events are served, and in which order |
 //! | `rx.rs`, `tx.rs` | how a frame gets into the guest's buffers, and out of them |
 //! | `state.rs` | what a snapshot keeps |
-//! | `wire.rs` | the bytes before a frame, and which of them are accepted |
-//! | `tap.rs` | the host's interface, which knows nothing of rings |
+//! | `wire.rs` | the header before a frame, and which headers are accepted |
+//! | `tap.rs` | the host's interface, which does not depend on rings |
 //! | `mmds/` | the metadata service, which answers in place of the network |
-//! | `testing.rs` | a card on a wire instead of a tap |
+//! | `testing.rs` | a card on a socket instead of a tap |
 //!
-//! There is one pair of queues and no control queue. Checksums and TCP segmentation are left to the host's
-//! kernel in both directions; UDP fragmentation is obsolete, and USO would tie a snapshot to new hosts.
-//! A frame that cannot be sent or received is dropped and counted, as networks do: nothing that happens
-//! to a tap ends or blocks the machine.
+//! There is one pair of queues and no control queue. Checksums and TCP segmentation are left to the
+//! host's kernel in both directions; UDP fragmentation is obsolete, and USO would tie a snapshot to
+//! new hosts. A frame that cannot be sent or received is dropped and counted, as on any network:
+//! nothing that happens to a tap ends or blocks the machine.
 
 mod config;
 mod device;
@@ -36,5 +36,5 @@ mod tests;
 pub use config::{Mac, MacError, NetConfig, NetError, TapSource};
 pub use device::{Net, NetUpdate};
 pub use mmds::{MmdsConfig, MmdsVersion};
-pub use state::{NetStateV1, NetStateV2};
+pub use state::NetStateV1;
 pub use tap::TapError;

@@ -1,8 +1,8 @@
-//! A frame of the tap on its way into the guest's buffers.
+//! Moves frames from the tap into the guest's buffers.
 //!
-//! The kernel writes it straight into as many buffers as the longest frame needs, and what those cannot
-//! hold into a spare one of ours. With merged buffers such a frame waits, half delivered, until the driver
-//! adds more; without them it is dropped.
+//! The kernel writes a frame straight into as many buffers as the longest frame needs, and the rest
+//! of it into a spill buffer of the host. With mergeable buffers a partly delivered frame then
+//! waits until the driver adds more; without them it is dropped.
 
 use std::collections::VecDeque;
 use std::io;
@@ -17,31 +17,32 @@ use super::wire::{ETHERNET_LEN, FRAME_MAX, HEADER_LEN, NUM_BUFFERS_OFFSET};
 use crate::GuestMemory;
 use crate::rate_limiter::Cost;
 
-// The longest that a tap hands over at once.
+// The most bytes that a tap returns at once.
 const WHOLE: usize = HEADER_LEN + FRAME_MAX;
-// Half of what one call takes, for a buffer that crosses from one region into the next becomes two.
+// Half of what one call accepts, because a buffer that crosses from one memory region into the next
+// becomes two pieces.
 const PIECES_MAX: usize = sys::SEGMENTS_MAX / 2;
 const TURN_FRAMES: usize = 128;
 const TURN_BYTES: u64 = 2 << 20;
-/// What the limiter must have left before anybody knows how long the next frame is.
+/// The cost that the limiter must admit while the length of the next frame is unknown.
 const UNKNOWN: Cost = Cost { bytes: 1, ops: 1 };
 
-/// What the receiving half of a card keeps from turn to turn.
+/// The state that the receiving half of a card keeps between turns.
 pub struct Rx {
     mergeable: bool,
-    /// The tap has said that there is something, and not yet that there is no more.
+    /// The tap has signalled frames and not yet been read until empty.
     pub readable: bool,
-    // Popped and not used yet; kept from frame to frame, because one may need dozens.
+    // Popped and unused chains; kept between frames, because one frame may need dozens.
     chains: VecDeque<Chain>,
     capacity: u64,
-    // The next buffer on offer cannot be taken before those in `chains` are used.
+    // The next available chain cannot be used before those in `chains` are.
     blocked: bool,
     waiting: Option<Waiting>,
-    /// Made for the first frame: many a machine never sees one.
+    /// Allocated for the first frame: many machines never receive one.
     spill: Vec<u8>,
 }
 
-/// A frame whose first bytes are in `chains` and whose last ones are in `spill`.
+/// A frame whose first bytes are in `chains` and whose last bytes are in `spill`.
 struct Waiting {
     len: usize,
     spilled_from: usize,
@@ -50,9 +51,9 @@ struct Waiting {
 /// Why a turn ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Turn {
-    /// Nothing to do until an event says otherwise.
+    /// There is nothing to do until the next event.
     Idle,
-    /// There is more, but others want their turn.
+    /// There is more to do, but other devices are served first.
     More,
 }
 
@@ -69,7 +70,7 @@ impl Rx {
         }
     }
 
-    /// Delivers what the tap has and the guest has room for.
+    /// Delivers the frames that the tap has and the guest has room for.
     pub fn turn(
         &mut self,
         net: &mut Net,
@@ -85,10 +86,10 @@ impl Rx {
             }
             if !self.collect(queue)? || !self.complete(memory, queue)? {
                 if queue.enable_kicks()? {
-                    // Buffers came while nobody was told.
+                    // Buffers were added while kicks were disabled.
                     continue;
                 }
-                // A whole frame waits in the tap, a half one here, until the driver kicks.
+                // Until the driver kicks, whole frames wait in the tap and a partial one here.
                 return Ok(Turn::Idle);
             }
             if self.chains.is_empty() {
@@ -116,7 +117,7 @@ impl Rx {
         Ok(Turn::More)
     }
 
-    /// Gives every chain back, last one first, and drops a frame that waited for more.
+    /// Gives every chain back in reverse order, and drops a frame that waited for more buffers.
     pub fn put_back(&mut self, queue: &mut VirtQueue) {
         if self.waiting.take().is_some() {
             queue.counters().add_refused();
@@ -127,11 +128,12 @@ impl Rx {
         self.capacity = 0;
     }
 
-    /// Pops buffers until the longest frame has room, or there are no more; false if there are none.
+    /// Pops buffers until the longest frame has room, or there are no more. Returns false if there
+    /// are none.
     fn collect(&mut self, queue: &mut VirtQueue) -> Result<bool, QueueFault> {
         let mut pieces: usize = self.chains.iter().map(|chain| chain.writable().len()).sum();
         self.blocked = false;
-        // As many steps as the ring has entries, however fast the driver refills it.
+        // At most as many steps as the ring has entries, however fast the driver refills it.
         for _ in 0..queue.size() {
             if !self.wants_more() {
                 break;
@@ -143,11 +145,11 @@ impl Rx {
                 self.capacity += room;
                 self.chains.push_back(chain);
             } else if self.chains.is_empty() {
-                // Not even the header fits, or it comes in crumbs.
+                // The header does not fit, or the chain has too many pieces.
                 queue.counters().add_refused();
                 queue.push(chain.head(), 0)?;
             } else {
-                // Only the last one popped can go back; it is looked at again when it comes first.
+                // Only the last popped chain can be given back; it is used when it comes first.
                 queue.undo_pop(chain);
                 self.blocked = true;
                 break;
@@ -157,13 +159,10 @@ impl Rx {
     }
 
     fn wants_more(&self) -> bool {
-        match self.mergeable {
-            true => self.capacity < WHOLE as u64,
-            false => self.chains.is_empty(),
-        }
+        if self.mergeable { self.capacity < WHOLE as u64 } else { self.chains.is_empty() }
     }
 
-    /// Delivers the frame that waits, if there is one; false if it has to go on waiting.
+    /// Delivers the waiting frame, if there is one. Returns false if it needs more buffers.
     fn complete(
         &mut self,
         memory: &GuestMemory,
@@ -171,7 +170,8 @@ impl Rx {
     ) -> Result<bool, QueueFault> {
         let Some(Waiting { len, spilled_from }) = self.waiting else { return Ok(true) };
         if (len as u64) > self.capacity {
-            // A driver that has offered half a ring and has no room for one frame will not have it later.
+            // A driver that has offered half a ring without room for one frame will not have it
+            // later.
             if !self.blocked && self.chains.len() * 2 < usize::from(queue.size()) {
                 return Ok(false);
             }
@@ -187,7 +187,7 @@ impl Rx {
         Ok(true)
     }
 
-    /// Delivers a frame of the metadata service; false if it has to wait for more buffers.
+    /// Delivers a frame of the metadata service. Returns false if it has to wait for more buffers.
     fn deliver_metadata(
         &mut self,
         net: &mut Net,
@@ -201,10 +201,10 @@ impl Rx {
         let Some(frame) = net.mmds.as_mut().and_then(mmds::Mmds::take_frame) else {
             return Ok(true);
         };
-        // Nothing is left undone, so the header says nothing but the count of buffers.
+        // The frame uses no offload, so the header only has the count of buffers.
         let bytes = [&[0; HEADER_LEN][..], &frame].concat();
         if bytes.len() as u64 > self.capacity {
-            // There is no more room than this; TCP will try again, and then give up.
+            // There will be no more room than this. TCP retransmits, and then gives up.
             queue.counters().add_refused();
             return Ok(true);
         }
@@ -214,7 +214,7 @@ impl Rx {
         Ok(true)
     }
 
-    /// Takes one frame from the tap; returns how long it was.
+    /// Reads one frame from the tap and returns its length.
     fn receive(
         &mut self,
         net: &mut Net,
@@ -230,7 +230,7 @@ impl Rx {
                 return Ok(0);
             }
             other => {
-                // Nothing there, or the tap is down or gone: the next event says when to look again.
+                // The tap is empty, down or gone: the next event restarts reading.
                 self.readable = false;
                 net.rx_limiter.refund(UNKNOWN);
                 match other {
@@ -258,7 +258,7 @@ impl Rx {
         Ok(got as u64)
     }
 
-    /// Tells the driver of a frame of `len` bytes at the front of the chains.
+    /// Returns a frame of `len` bytes at the front of the chains to the driver.
     fn deliver(
         &mut self,
         len: usize,
@@ -276,7 +276,8 @@ impl Rx {
             used.push((chain, here as u32));
         }
         if let Some((first, _)) = used.first() {
-            // The kernel leaves the count to us; it stands in the first buffer.
+            // The kernel does not set the count of buffers; it is in the header, in the first
+            // buffer.
             let count = (used.len() as u16).to_le_bytes();
             chain::write_at(memory, first.writable(), NUM_BUFFERS_OFFSET, &count);
         }
@@ -292,8 +293,8 @@ impl Rx {
     }
 }
 
-/// Throws away what the tap holds; at most so much as taps queue by default. Of each frame only the start is
-/// read: the rest goes with it.
+/// Discards the frames that the tap holds, at most as many as taps queue by default. Only the start
+/// of each frame is read; the kernel discards the rest.
 pub fn drain(net: &mut Net, memory: &GuestMemory) {
     const QUEUED_MAX: usize = 1000;
     let mut scratch = [0; 2 * HEADER_LEN];

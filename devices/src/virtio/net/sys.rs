@@ -1,6 +1,7 @@
-//! The calls that a tap needs and the standard library lacks; the one unsafe file of this device.
+//! The system calls that a tap needs and the standard library lacks; the one unsafe file of this
+//! device.
 //!
-//! Frames move between guest memory and the tap in one call each, and never through a copy of ours.
+//! Each frame moves between guest memory and the tap in one call, without a copy in the host.
 #![allow(unsafe_code)]
 
 use std::ffi::{c_int, c_ulong};
@@ -23,19 +24,19 @@ const IFF_PERSIST: c_int = 0x0800;
 const IFF_NO_PI: c_int = 0x1000;
 const IFF_VNET_HDR: c_int = 0x4000;
 
-// The most pieces that one call takes on Linux.
+// The maximum number of pieces of one call on Linux.
 const PIECES_MAX: usize = 1024;
-/// The most pieces of guest memory for one frame; one is left for bytes of ours.
+/// The maximum number of pieces of guest memory for one frame; one is left for a host buffer.
 pub const SEGMENTS_MAX: usize = PIECES_MAX - 1;
 
-/// What kind of tap it is.
+/// The kind of a tap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TapFlags(c_int);
 
 impl TapFlags {
     /// Ethernet frames, no packet information, virtio headers.
     pub const OURS: Self = Self(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR);
-    /// It stays when its last user goes.
+    /// The tap stays when its last user closes it.
     pub const PERSISTENT: Self = Self(IFF_PERSIST);
 
     pub fn contains(self, other: Self) -> bool {
@@ -43,7 +44,7 @@ impl TapFlags {
     }
 }
 
-/// Attaches a freshly opened node to the tap called `name`, or to a new one if that is empty.
+/// Attaches a newly opened node to the tap called `name`, or to a new one if the name is empty.
 pub fn attach_tap(fd: BorrowedFd, name: &str) -> io::Result<()> {
     let mut request = request_for(name)?;
     request.ifr_ifru.ifru_flags = TapFlags::OURS.0 as i16;
@@ -51,7 +52,7 @@ pub fn attach_tap(fd: BorrowedFd, name: &str) -> io::Result<()> {
     check(unsafe { libc::ioctl(fd.as_raw_fd(), TUNSETIFF, &raw mut request) } as isize).map(drop)
 }
 
-/// The name and kind of the tap behind a descriptor; an error if it is none.
+/// Returns the name and kind of the tap behind a file descriptor, or an error if it is not a tap.
 pub fn tap_facts(fd: BorrowedFd) -> io::Result<(String, TapFlags)> {
     let mut request = request_for("")?;
     // SAFETY: the kernel writes one request, which outlives the call.
@@ -60,7 +61,7 @@ pub fn tap_facts(fd: BorrowedFd) -> io::Result<(String, TapFlags)> {
         request.ifr_name.iter().take_while(|byte| **byte != 0).map(|byte| *byte as u8).collect();
     // SAFETY: the request was zeroed and TUNGETIFF fills in the flags.
     let flags = unsafe { request.ifr_ifru.ifru_flags };
-    // The flags are 16 bits wide, and not a signed number.
+    // The flags are 16 bits wide, not a signed number.
     let flags = TapFlags(c_int::from(flags as u16));
     Ok((String::from_utf8_lossy(&name).into_owned(), flags))
 }
@@ -78,12 +79,12 @@ pub fn set_offload(fd: BorrowedFd, offload: u32) -> io::Result<()> {
     check(done as isize).map(drop)
 }
 
-/// Sets the MTU of an interface, if one is wished, and brings it up.
+/// Sets the MTU of an interface, if one is given, and brings it up.
 pub fn bring_up(name: &str, mtu: Option<u16>) -> io::Result<()> {
     // SAFETY: no memory is involved.
     let fd = unsafe { libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0) };
     check(fd as isize)?;
-    // SAFETY: the descriptor was just made and nobody else has it.
+    // SAFETY: the descriptor was just created and has no other owner.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     let mut request = request_for(name)?;
     if let Some(mtu) = mtu {
@@ -121,15 +122,16 @@ pub fn read_frame(
 ) -> io::Result<usize> {
     let mut pieces = pieces(memory, into, Permissions::Write)?;
     pieces.push(libc::iovec { iov_base: spill.as_mut_ptr().cast(), iov_len: spill.len() });
-    // SAFETY: every piece is guest memory, which stays mapped while `memory` is borrowed and which Rust
-    // holds no reference into, or `spill`, which is borrowed exclusively; `pieces` outlives the call.
+    // SAFETY: every piece is guest memory, which stays mapped while `memory` is borrowed and which
+    // Rust holds no reference into, or `spill`, which is borrowed exclusively; `pieces` outlives
+    // the call.
     let got = unsafe { libc::readv(fd.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) };
     let got = check(got)?;
     mark_dirty(memory, into, got);
     Ok(got)
 }
 
-/// Writes one frame: bytes of ours first, then guest memory.
+/// Writes one frame: `first`, then guest memory.
 pub fn write_frame(
     fd: BorrowedFd,
     first: &[u8],
@@ -139,12 +141,13 @@ pub fn write_frame(
     let mut pieces = pieces(memory, rest, Permissions::Read)?;
     let first = libc::iovec { iov_base: first.as_ptr().cast_mut().cast(), iov_len: first.len() };
     pieces.insert(0, first);
-    // SAFETY: every piece is valid for reads: `first`, which is borrowed, or guest memory, which stays
-    // mapped while `memory` is borrowed; the kernel only reads, and `pieces` outlives the call.
+    // SAFETY: every piece is valid for reads: `first`, which is borrowed, or guest memory, which
+    // stays mapped while `memory` is borrowed; the kernel only reads, and `pieces` outlives the
+    // call.
     check(unsafe { libc::writev(fd.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) })
 }
 
-/// Guest memory as the kernel wants it. Too many pieces are an error, never a frame cut short.
+/// Describes guest memory for the kernel. Too many pieces are an error, never a truncated frame.
 fn pieces(
     memory: &GuestMemory,
     segments: &[Segment],
@@ -167,7 +170,7 @@ fn pieces(
     Ok(pieces)
 }
 
-/// Tells whoever tracks guest memory which bytes the kernel wrote.
+/// Marks the bytes that the kernel wrote in the dirty bitmap of guest memory.
 fn mark_dirty(memory: &GuestMemory, segments: &[Segment], mut len: usize) {
     for segment in segments {
         let part = len.min(segment.len as usize);
@@ -182,11 +185,11 @@ fn mark_dirty(memory: &GuestMemory, segments: &[Segment], mut len: usize) {
     }
 }
 
-/// A request about the interface called `name`.
+/// Creates a request about the interface called `name`.
 fn request_for(name: &str) -> io::Result<libc::ifreq> {
     // SAFETY: all zeros is a request about an interface without a name.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // The last byte stays zero, as the kernel wants.
+    // The last byte stays zero, as the kernel requires.
     if name.len() >= request.ifr_name.len() {
         return Err(io::ErrorKind::InvalidInput.into());
     }

@@ -1,6 +1,7 @@
-//! The host's end of a network card: a tap that carries a virtio header before each frame.
+//! The host's end of a network card: a tap that has a virtio header before each frame.
 //!
-//! It knows nothing of rings. A test puts a socket in its place, which keeps frames apart just as well.
+//! It does not depend on rings. A test uses a socket in its place, which also keeps frame
+//! boundaries.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -12,16 +13,16 @@ use super::device::feature;
 use super::sys::{self, TapFlags};
 
 const NODE: &str = "/dev/net/tun";
-/// The kernel's limit, with the NUL that ends a name.
+/// The kernel's limit, without the NUL that ends a name.
 pub const NAME_MAX: usize = 15;
 
-/// What the tap may hand over with unfinished checksums or unsegmented, in the kernel's bits.
+/// The offloads with which the tap may deliver frames, as the kernel's `TUN_F_` bits.
 const TUN_F_CSUM: u32 = 0x01;
 const TUN_F_TSO4: u32 = 0x02;
 const TUN_F_TSO6: u32 = 0x04;
 const TUN_F_TSO_ECN: u32 = 0x08;
 
-/// What is wrong with a tap.
+/// Why a tap cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TapError {
     #[error("a name has 1 to {NAME_MAX} letters, digits, '-', '_' or '.', and is not a dot alone")]
@@ -38,15 +39,15 @@ pub enum TapError {
     SetUp(#[source] io::Error),
 }
 
-/// Where frames come from and go to, each with its header; no call waits.
+/// The source and destination of frames with their headers. No call blocks.
 pub trait Link: Send {
     fn fd(&self) -> BorrowedFd<'_>;
-    /// From now on frames may come with the `TUN_F_` work left undone.
+    /// Allows frames to be delivered with these `TUN_F_` offloads from now on.
     fn set_offload(&mut self, offload: u32) -> io::Result<()>;
     fn name(&self) -> &str;
 }
 
-/// A tap interface, attached.
+/// An attached tap interface.
 pub struct Tap {
     file: File,
     name: String,
@@ -68,7 +69,7 @@ impl Tap {
         }
         sys::set_header_len(file.as_fd()).map_err(TapError::SetUp)?;
         if !passed && !flags.contains(TapFlags::PERSISTENT) {
-            // It exists since just now, so nobody else can have brought it up.
+            // The tap was just created, so it is not up yet.
             sys::bring_up(&name, mtu).map_err(TapError::SetUp)?;
         }
         Ok(Self { file, name })
@@ -87,7 +88,7 @@ fn attach(name: &str) -> Result<File, TapError> {
     Ok(file)
 }
 
-/// A name that the kernel takes as it is: no pattern such as `tap%d`, nothing that is a path.
+/// Checks that the kernel takes a name literally: no pattern such as `tap%d`, and not a path.
 pub fn check_name(name: &str) -> Result<(), TapError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'.');
     let sane = (1..=NAME_MAX).contains(&name.len()) && name.bytes().all(plain);
@@ -117,8 +118,8 @@ impl AsRawFd for Tap {
     }
 }
 
-/// What the tap may leave undone for a driver that agreed to `features`. Without checksums there is no
-/// segmentation: the kernel would refuse it, and so does the specification.
+/// Returns the offloads that the tap may use for a driver that accepted `features`. Without
+/// checksum offload there is no segmentation: kernel and specification both refuse it.
 pub fn offload_for(features: u64) -> u32 {
     if features & feature::GUEST_CSUM == 0 {
         return 0;
@@ -130,7 +131,7 @@ pub fn offload_for(features: u64) -> u32 {
     ];
     let wanted = |(feature, bit): &(u64, u32)| if features & feature != 0 { *bit } else { 0 };
     let segmentation: u32 = bits.iter().map(wanted).sum();
-    // ECN alone means nothing.
+    // ECN without a TSO bit has no meaning.
     let segmentation = if segmentation == TUN_F_TSO_ECN { 0 } else { segmentation };
     TUN_F_CSUM | segmentation
 }

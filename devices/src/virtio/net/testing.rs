@@ -1,6 +1,7 @@
-//! A card on a wire: a datagram socket where the tap would be, whose other end a test or fuzz target keeps.
+//! A card on a wire: a datagram socket in place of the tap, whose other end a test or fuzz target
+//! keeps.
 //!
-//! A socket keeps frames apart as a tap does, needs no rights, and is gone with its test.
+//! A socket keeps frame boundaries as a tap does, needs no rights, and is gone with its test.
 #![allow(clippy::unwrap_used, reason = "a wire that cannot be laid should end its test")]
 
 use std::io;
@@ -20,7 +21,7 @@ pub const RX: usize = 0;
 pub const TX: usize = 1;
 /// The card's address.
 pub const MAC: Mac = Mac([2, 0, 0, 0, 0, 9]);
-/// The header of a frame that leaves nothing to be done.
+/// The header of a frame that uses no offload.
 pub const NO_HEADER: [u8; HEADER_LEN] = [0; HEADER_LEN];
 
 struct Wire {
@@ -50,22 +51,22 @@ pub struct Peer {
 }
 
 impl Peer {
-    /// What the card said that the tap may leave undone.
+    /// Returns the offloads that the card allowed the tap.
     pub fn offload(&self) -> u32 {
         self.offload.load(Ordering::SeqCst)
     }
 
-    /// Puts a frame on the wire; false if that is full.
+    /// Sends a frame. Returns false if the wire is full.
     pub fn offer(&self, frame: &[u8]) -> bool {
         self.socket.send(&[&NO_HEADER, frame].concat()).is_ok()
     }
 
-    /// Puts a frame on the wire, which must have room.
+    /// Sends a frame; the wire must have room.
     pub fn send(&self, frame: &[u8]) {
         assert!(self.offer(frame), "the wire is full");
     }
 
-    /// The next frame from the guest, with its header.
+    /// Receives the next frame from the guest, with its header.
     pub fn receive(&self) -> Option<Vec<u8>> {
         let mut bytes = vec![0; 70_000];
         let len = self.socket.recv(&mut bytes).ok()?;
@@ -74,12 +75,12 @@ impl Peer {
     }
 }
 
-/// A card and the other end of its wire.
+/// Creates a card and the other end of its wire.
 pub fn wired() -> (Net, Peer) {
     limited(RateLimiterConfig::default(), RateLimiterConfig::default())
 }
 
-/// The same, held to rates.
+/// Creates a card with rate limits and the other end of its wire.
 pub fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
     let (near, far) = UnixDatagram::pair().unwrap();
     near.set_nonblocking(true).unwrap();

@@ -1,4 +1,4 @@
-//! The network card, driven by a mock driver, with a socket where the tap would be.
+//! The network card, driven by a mock driver, with a socket in place of the tap.
 
 mod bad_frames;
 mod metadata;
@@ -12,12 +12,12 @@ use super::super::testing::Buffer::{Readable, Writable};
 use super::super::testing::{MockDriver, WRITE};
 use super::config::{Mac, NetConfig, TapSource};
 use super::device::{Net, feature};
-use super::state::NetStateV2;
+use super::state::NetStateV1;
 use super::testing::{MAC, NO_HEADER, Peer, RX, TX, limited, wired};
 use super::wire::{ETHERNET_LEN, HEADER_LEN, NUM_BUFFERS_OFFSET};
 use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
 
-/// A frame from the guest's own address, `len` bytes long.
+/// Returns a frame of `len` bytes from the guest's own address.
 fn frame(len: usize) -> Vec<u8> {
     let mut frame = vec![0xff; 6];
     frame.extend(MAC.0);
@@ -52,7 +52,7 @@ impl Specimen for OnWire {
     }
 
     fn restored(&self, state: &DeviceState) -> Net {
-        assert_eq!(*state, DeviceState::NetV2(NetStateV2 { mac: MAC, mtu: None, mmds: None }));
+        assert_eq!(*state, DeviceState::Net(NetStateV1 { mac: MAC, mtu: None, mmds: None }));
         self.card()
     }
 
@@ -72,7 +72,7 @@ impl Specimen for OnWire {
 
 conformance::suite!(OnWire(Default::default()));
 
-/// The same for the queue that receives.
+/// The conformance suite for the receive queue.
 mod receiving {
     use super::*;
 
@@ -124,7 +124,7 @@ fn frame_for_the_guest_is_spread_over_merged_buffers() {
     let bytes: Vec<u8> = buffers.iter().flat_map(|b| driver.contents(b).concat()).collect();
     assert_eq!(bytes[10..HEADER_LEN], 3u16.to_le_bytes());
     assert_eq!(bytes[HEADER_LEN..HEADER_LEN + 1400], frame(1400));
-    // The buffer that was not needed is still the device's, and is used next.
+    // The buffer that was not needed is still with the device, and is used next.
     peer.send(&frame(60));
     driver.run();
     assert_eq!(driver.used(RX).unwrap().len, 72);
@@ -157,7 +157,7 @@ fn frame_that_waits_is_dropped_by_a_snapshot_and_its_buffers_are_not() {
     refill(&mut driver, 2, 500);
     peer.send(&frame(2000));
     driver.run();
-    // Saving refuses a device that holds chains.
+    // Saving fails for a device that holds chains.
     let suspended = driver.suspend();
     let (net, peer) = wired();
     let mut driver = suspended.resume(net).unwrap();
@@ -170,7 +170,7 @@ fn frame_that_waits_is_dropped_by_a_snapshot_and_its_buffers_are_not() {
 fn header_is_complete_before_its_buffer_is_given_back() {
     let (net, peer) = wired();
     let mut driver = MockDriver::ready(net);
-    // The count of buffers lies where the used ring has its index, so whichever is written last stays.
+    // The count of buffers is at the address of the used ring's index, so the last write wins.
     let at = driver.used_ring(RX).0 + 2 - NUM_BUFFERS_OFFSET;
     for number in 1..=3 {
         driver.descriptor(RX, number, at, 72, WRITE, 0);
@@ -243,10 +243,10 @@ fn limit_holds_frames_back_in_the_ring_and_lets_them_go_in_time() {
 #[test]
 fn config_space_shows_mac_and_mtu() {
     let (mut net, _peer) = wired();
-    let told = feature::MAC | feature::MTU;
-    assert_eq!(super::super::VirtioDevice::features(&net) & told, feature::MAC);
+    let fields = feature::MAC | feature::MTU;
+    assert_eq!(super::super::VirtioDevice::features(&net) & fields, feature::MAC);
     net.mtu = Some(9000);
-    assert_eq!(super::super::VirtioDevice::features(&net) & told, told);
+    assert_eq!(super::super::VirtioDevice::features(&net) & fields, fields);
     let driver = MockDriver::new(net);
     assert_eq!(driver.read(0x100).to_le_bytes(), [2, 0, 0, 0]);
     assert_eq!(driver.read(0x104), 0x0000_0900);

@@ -1,4 +1,5 @@
-//! A frame of the guest on its way to the tap: latched, checked, sent, or dropped and counted.
+//! Moves frames from the guest's buffers to the tap: each is copied in part, checked, and sent, or
+//! dropped and counted.
 
 use std::io;
 use std::time::Instant;
@@ -11,22 +12,22 @@ use super::wire::{self, ETHERNET_LEN, HEADER_LEN, Refusal, TxOffloads};
 use crate::GuestMemory;
 
 const HEADERS: usize = HEADER_LEN + ETHERNET_LEN;
-// Both headers, and as much of the frame as tells whose it is.
+// Both headers, and the part of the frame that identifies its destination.
 const LATCHED: usize = HEADERS + mmds::PEEK_LEN;
-// An interrupted write is tried again, but not for ever.
+// An interrupted write is repeated, but not without limit.
 const ATTEMPTS: usize = 4;
 
-/// What became of a frame.
+/// The outcome of sending a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sent {
     Done,
-    /// The guest's fault.
+    /// Refused because of an error of the guest.
     Refused,
-    /// The host's: the tap is down, gone or full.
+    /// Dropped because the tap is down, gone or full.
     Dropped,
 }
 
-/// What the driver agreed to leave to the host.
+/// Returns the offloads that the driver negotiated.
 pub fn offloads(features: u64) -> TxOffloads {
     let has = |bit| features & bit != 0;
     TxOffloads {
@@ -37,12 +38,12 @@ pub fn offloads(features: u64) -> TxOffloads {
     }
 }
 
-/// How many bytes of frame a chain holds.
+/// Returns the length of the frame in a chain.
 pub fn frame_len(chain: &Chain) -> u64 {
     chain::total_len(chain.readable()).saturating_sub(HEADER_LEN as u64)
 }
 
-/// Sends the frame of one chain.
+/// Sends the frame in a chain.
 pub fn send(net: &mut Net, memory: &GuestMemory, chain: &Chain, offloads: TxOffloads) -> Sent {
     let Ok((first, rest)) = latch(net, memory, chain, offloads) else { return Sent::Refused };
     if let Some(mmds) = &mut net.mmds
@@ -54,7 +55,8 @@ pub fn send(net: &mut Net, memory: &GuestMemory, chain: &Chain, offloads: TxOffl
         match sys::write_frame(net.link.fd(), &first, memory, &rest) {
             Ok(_) => return Sent::Done,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            // What our checks let pass and the kernel does not is still the guest's.
+            // A frame that passes the checks here and not the kernel's is still an error of the
+            // guest.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => return Sent::Refused,
             Err(error) => {
                 if net.add_host_error() {
@@ -67,14 +69,14 @@ pub fn send(net: &mut Net, memory: &GuestMemory, chain: &Chain, offloads: TxOffl
     Sent::Dropped
 }
 
-/// Whether the metadata service answers a frame, by its first bytes.
+/// Returns whether the metadata service answers a frame, by its first bytes.
 fn is_for(mmds: &Mmds, first: &[u8]) -> bool {
     let Some((_, frame)) = first.split_at_checked(HEADER_LEN) else { return false };
     let Some((ethernet, payload)) = frame.split_first_chunk() else { return false };
     mmds.is_for_us(ethernet, payload)
 }
 
-/// Hands a frame to the metadata service, which may have something to say to the guest then.
+/// Passes a frame to the metadata service, which may then have a response for the guest.
 fn ask(mmds: &mut Mmds, memory: &GuestMemory, first: &[u8], rest: &[Segment]) -> Sent {
     let known = &first[HEADER_LEN..];
     let len = known.len() as u64 + chain::total_len(rest);
@@ -84,14 +86,11 @@ fn ask(mmds: &mut Mmds, memory: &GuestMemory, first: &[u8], rest: &[Segment]) ->
     let mut frame = vec![0; len as usize];
     frame[..known.len()].copy_from_slice(known);
     chain::read_at(memory, rest, 0, &mut frame[known.len()..]);
-    match mmds.receive(&frame, Instant::now()) {
-        true => Sent::Done,
-        false => Sent::Refused,
-    }
+    if mmds.receive(&frame, Instant::now()) { Sent::Done } else { Sent::Refused }
 }
 
-/// The first bytes, copied before they are looked at, so that what was checked is what is sent; and where
-/// the rest of the frame is.
+/// Copies the first bytes before they are checked, so that the checked bytes are the sent ones.
+/// Returns them and the segments of the rest of the frame.
 fn latch(
     net: &Net,
     memory: &GuestMemory,

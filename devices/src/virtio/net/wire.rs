@@ -1,15 +1,16 @@
-//! The header before each frame (virtio 1.2 section 5.1.6.1), and what is accepted of a guest.
+//! The header before each frame (virtio 1.2 section 5.1.6.1), and the checks of the guest's
+//! headers.
 //!
-//! Pure: bytes in, bytes or a refusal out. What passes is a header made here from checked fields, so the
-//! host's kernel never sees a bit that was not looked at.
+//! The functions are pure: bytes in, bytes or a refusal out. An accepted header is rebuilt from
+//! checked fields, so the host's kernel never sees an unchecked bit.
 
-/// Bytes of the header; the count of buffers is always part of it, as virtio 1 demands.
+/// The length of the header. It always has the count of buffers, as virtio 1 requires.
 pub const HEADER_LEN: usize = 12;
-/// Destination, source and type.
+/// The length of destination, source and type.
 pub const ETHERNET_LEN: usize = 14;
-/// The longest frame: a whole IP packet, segmented later, with its Ethernet header and a tag.
+/// The longest frame: a whole unsegmented IP packet with its Ethernet header and a tag.
 pub const FRAME_MAX: usize = ETHERNET_LEN + 4 + 65536;
-/// Where the count of buffers is.
+/// The offset of the count of buffers in the header.
 pub const NUM_BUFFERS_OFFSET: u64 = 10;
 
 const NEEDS_CSUM: u8 = 1;
@@ -18,10 +19,10 @@ const GSO_TCPV4: u8 = 1;
 const GSO_TCPV6: u8 = 4;
 const GSO_ECN: u8 = 0x80;
 
-/// Tagged frames: a guest has no business with VLANs of the host.
+/// The types of tagged frames: a guest may not send to VLANs of the host.
 const TAGGED: [[u8; 2]; 3] = [[0x81, 0x00], [0x88, 0xa8], [0x91, 0x00]];
 
-/// What the driver may leave to the host, as negotiated.
+/// The negotiated transmit offloads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TxOffloads {
     pub csum: bool,
@@ -79,7 +80,7 @@ pub fn check_header(
     Ok(clean)
 }
 
-/// Refuses frames that pretend to come from somebody else, or to be on another network.
+/// Refuses frames with the source address of another machine and frames with a VLAN tag.
 pub fn check_ethernet(header: &[u8; ETHERNET_LEN], mac: [u8; 6]) -> Result<(), Refusal> {
     if header[6..12] != mac {
         return Err(Refusal::Source);

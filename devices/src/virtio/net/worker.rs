@@ -1,17 +1,16 @@
-//! Runs the two queues of a network card: wakes up, lets each direction have its turn, tells the driver.
+//! Runs the two queues of a network card: receives events, serves each direction in turn, notifies
+//! the driver.
 //!
-//! The tap is watched edge-triggered, and what an edge said is kept as a flag: a tap with frames for a guest
-//! without buffers, or one that is down or gone, costs one wake-up and no spinning.
+//! The tap is watched edge-triggered, and each edge is kept as a flag: a tap with frames for a
+//! guest without buffers, or one that is down or gone, costs one wake-up and no spinning.
 
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::time::Instant;
 
-use event_manager::{EventOps, Events, MutEventSubscriber};
-use vmm_sys_util::epoll::EventSet;
-
 use super::super::registry::{DeviceState, DeviceUpdate};
+use super::super::worker::{Budget, Event, Fault, Served};
 use super::super::{
-    Activation, Interrupt, QueueFault, Stopped, UpdateError, Updated, VirtQueue, Worker,
+    Chain, QueueFault, Rings, UpdateError, Updated, VirtQueue, VirtioDevice, Worker,
 };
 use super::device::Net;
 use super::mmds::Mmds;
@@ -19,214 +18,121 @@ use super::rx::{self, Rx, Turn};
 use super::tap;
 use super::tx::{self, Sent};
 use super::wire::TxOffloads;
-use crate::GuestMemory;
 use crate::rate_limiter::Cost;
 
-// What an event is about.
-const TOKEN_RX: u32 = 0;
-const TOKEN_TX: u32 = 1;
-const TOKEN_TAP: u32 = 2;
+const RX: usize = 0;
+const TX: usize = 1;
 
-// What one turn sends before the other devices get theirs.
-const TURN_FRAMES: usize = 128;
-const TURN_BYTES: u64 = 2 << 20;
+const TX_TURN: Budget = Budget { chains: 128, bytes: 2 << 20 };
 
 /// A network card in use.
 pub struct NetWorker {
     net: Net,
-    memory: GuestMemory,
-    queues: Vec<VirtQueue>,
-    interrupt: Interrupt,
     rx: Rx,
     offloads: TxOffloads,
-    quiet: bool,
-    failed: bool,
 }
 
 impl NetWorker {
-    pub(super) fn new(mut net: Net, activation: Activation) -> Self {
-        let Activation { memory, queues, interrupt, features } = activation;
+    pub(super) fn new(mut net: Net, rings: &mut Rings, features: u64) -> Self {
         net.mmds.iter_mut().for_each(Mmds::reset);
-        let mut failed = queues.len() != 2;
         if let Err(error) = net.link.set_offload(tap::offload_for(features)) {
-            // A tap that is gone has nothing to hand over; one that refuses would hand over the wrong.
-            failed |= error.raw_os_error() != Some(libc::EBADFD);
-            if net.add_host_error() {
-                log::warn!(
-                    "net {}: cannot set what the tap may leave undone: {error}",
-                    net.link.name()
-                );
+            let name = format!("net {}", net.link.name());
+            let why = format!("cannot set the offloads of the tap: {error}");
+            // A tap that is gone delivers nothing; one that refuses would deliver frames that the
+            // driver cannot handle.
+            if error.raw_os_error() != Some(libc::EBADFD) {
+                rings.fail(&name, &why);
+            } else if net.add_host_error() {
+                log::warn!("{name}: {why}");
             }
         }
-        // What came before was for another driver, and may have work left undone that this one did not agree to.
-        rx::drain(&mut net, &memory);
-        if failed {
-            interrupt.needs_reset();
-        }
-        let (rx, offloads) = (Rx::new(features), tx::offloads(features));
-        Self { net, memory, queues, interrupt, rx, offloads, quiet: false, failed }
+        // Frames received earlier were for another driver, and may rely on offloads that this one
+        // did not negotiate.
+        rx::drain(&mut net, &rings.memory);
+        Self { net, rx: Rx::new(features), offloads: tx::offloads(features) }
     }
 
-    fn note(&mut self, events: Events) {
-        match events.data() {
-            TOKEN_RX => self.queues.iter().take(1).for_each(VirtQueue::clear_kick),
-            TOKEN_TX => self.queues.iter().skip(1).for_each(VirtQueue::clear_kick),
-            TOKEN_TAP => self.rx.readable = true,
-            _ => {}
-        }
-    }
-
-    /// Serves the direction that the event was about. What the guest sent may have been a question that is
-    /// answered here, and the answer is received like any other frame.
-    fn turn(&mut self, token: u32) -> Result<(), QueueFault> {
-        let sends = token == TOKEN_TX;
-        if sends {
-            self.send_turn()?;
-        }
-        let now = Instant::now();
-        let answers = self.net.mmds.as_mut().is_some_and(|mmds| mmds.is_ready(now));
-        if !sends || answers {
-            self.receive_turn()?;
-        }
-        Ok(())
-    }
-
-    fn send_turn(&mut self) -> Result<(), QueueFault> {
-        let [_, queue] = &mut self.queues[..] else { return Ok(()) };
-        if send_frames(&mut self.net, &self.memory, queue, self.offloads)? {
+    fn receive(&mut self, rings: &mut Rings) -> Result<(), Fault> {
+        let queue = rings.queues.get_mut(RX).ok_or(QueueFault::NotReady)?;
+        if self.rx.turn(&mut self.net, &rings.memory, queue)? == Turn::More {
             queue.kick_again();
         }
-        if queue.wants_interrupt()? {
-            self.interrupt.used_buffers();
-        }
         Ok(())
-    }
-
-    fn receive_turn(&mut self) -> Result<(), QueueFault> {
-        let [queue, _] = &mut self.queues[..] else { return Ok(()) };
-        if self.rx.turn(&mut self.net, &self.memory, queue)? == Turn::More {
-            queue.kick_again();
-        }
-        if queue.wants_interrupt()? {
-            self.interrupt.used_buffers();
-        }
-        Ok(())
-    }
-
-    fn fail(&mut self, why: &str) {
-        self.failed = true;
-        if self.interrupt.needs_reset() {
-            log::warn!("net {}: {why}", self.net.link.name());
-        }
-    }
-}
-
-/// Sends what the driver offers; true if there is more although nothing hinders.
-fn send_frames(
-    net: &mut Net,
-    memory: &GuestMemory,
-    queue: &mut VirtQueue,
-    offloads: TxOffloads,
-) -> Result<bool, QueueFault> {
-    let mut bytes = 0;
-    queue.disable_kicks()?;
-    for _ in 0..TURN_FRAMES {
-        let Some(chain) = queue.pop()? else {
-            if queue.enable_kicks()? {
-                queue.disable_kicks()?;
-                continue;
-            }
-            return Ok(false);
-        };
-        let len = tx::frame_len(&chain);
-        if !net.tx_limiter.admit(Cost::op(len)) {
-            // Goes on when the limiter says so; until then the driver need not kick.
-            queue.undo_pop(chain);
-            return Ok(false);
-        }
-        if tx::send(net, memory, &chain, offloads) == Sent::Refused {
-            queue.counters().add_refused();
-        }
-        queue.push(chain.head(), 0)?;
-        bytes += len;
-        if bytes >= TURN_BYTES {
-            break;
-        }
-    }
-    Ok(true)
-}
-
-impl MutEventSubscriber for NetWorker {
-    fn init(&mut self, ops: &mut EventOps) {
-        let edge = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        let mut watched = vec![(self.net.link.fd().as_raw_fd(), TOKEN_TAP, edge)];
-        let kicks = self.queues.iter().map(|queue| queue.kick().as_raw_fd());
-        watched
-            .extend(kicks.zip([TOKEN_RX, TOKEN_TX]).map(|(fd, token)| (fd, token, EventSet::IN)));
-        for (fd, token, set) in watched {
-            if let Err(error) = ops.add(Events::with_data_raw(fd, token, set)) {
-                return self.fail(&format!("cannot watch its descriptors: {error}"));
-            }
-        }
-    }
-
-    fn process(&mut self, events: Events, _ops: &mut EventOps) {
-        self.note(events);
-        if self.quiet || self.failed {
-            return;
-        }
-        if let Err(fault) = self.turn(events.data()) {
-            self.fail(&fault.to_string());
-        }
     }
 }
 
 impl Worker for NetWorker {
-    fn quiesce(&mut self) {
-        self.quiet = true;
-        // Sending holds nothing between turns; receiving holds buffers, and perhaps half a frame.
-        if let Some(queue) = self.queues.first_mut() {
-            self.rx.put_back(queue);
-        }
+    fn name(&self) -> String {
+        format!("net {}", self.net.link.name())
     }
 
-    fn resume(&mut self) {
-        self.quiet = false;
-        let [rx, tx] = &self.queues[..] else { return };
+    fn backend_fd(&self) -> Option<RawFd> {
+        Some(self.net.link.fd().as_raw_fd())
+    }
+
+    fn note(&mut self, event: Event) {
+        self.rx.readable |= event == Event::Backend;
+    }
+
+    /// Serves the direction of the event. A sent frame may be a request to the metadata service,
+    /// whose response is received like any other frame.
+    fn turn(&mut self, rings: &mut Rings, event: Event) -> Result<(), Fault> {
+        let sends = event == Event::Kick(TX);
+        if sends {
+            rings.serve_queue(TX, TX_TURN, self)?;
+        }
+        let now = Instant::now();
+        let answers = self.net.mmds.as_mut().is_some_and(|mmds| mmds.is_ready(now));
+        if sends && !answers { Ok(()) } else { self.receive(rings) }
+    }
+
+    fn serve_chain(
+        &mut self,
+        _index: usize,
+        queue: &mut VirtQueue,
+        chain: Chain,
+    ) -> Result<Served, Fault> {
+        let bytes = tx::frame_len(&chain);
+        if !self.net.tx_limiter.admit(Cost::op(bytes)) {
+            return Ok(Served::Later(chain));
+        }
+        if tx::send(&mut self.net, queue.memory(), &chain, self.offloads) == Sent::Refused {
+            queue.counters().add_refused();
+        }
+        queue.push(chain.head(), 0)?;
+        Ok(Served::Done { bytes })
+    }
+
+    fn quiesce(&mut self, rings: &mut Rings) {
+        // Sending holds nothing between turns; receiving holds buffers, and perhaps part of a
+        // frame.
+        rings.queues.iter_mut().take(RX + 1).for_each(|queue| self.rx.put_back(queue));
+    }
+
+    fn resume(&mut self, rings: &Rings) {
+        let [rx, tx] = &rings.queues[..] else { return };
         tx.kick_if_due();
-        // Buffers are of no use without a frame.
+        // A receive buffer needs no service before a frame arrives.
         if self.rx.readable || self.net.mmds.is_some() {
             rx.kick_again();
         }
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::NetV2(self.net.state())
+        DeviceState::Net(self.net.state())
     }
 
-    fn stop(self: Box<Self>) -> Stopped {
-        Stopped { device: Box::new(self.net), queues: self.queues }
-    }
-
-    fn queues(&self) -> &[VirtQueue] {
-        &self.queues
+    fn stop(self: Box<Self>) -> Box<dyn VirtioDevice> {
+        Box::new(self.net)
     }
 
     fn take_wake(&mut self) -> Option<Instant> {
         let Net { rx_limiter, tx_limiter, mmds, .. } = &mut self.net;
-        let limits = [rx_limiter.take_wake(), tx_limiter.take_wake()];
-        let mmds = mmds.as_ref().filter(|_| !self.quiet && !self.failed);
-        limits.into_iter().chain([mmds.and_then(Mmds::wakes_at)]).flatten().min()
-    }
-
-    fn wake(&mut self) {
-        self.queues.iter().for_each(VirtQueue::kick_again);
+        let mmds = mmds.as_ref().and_then(Mmds::wakes_at);
+        [rx_limiter.take_wake(), tx_limiter.take_wake(), mmds].into_iter().flatten().min()
     }
 
     fn update(&mut self, update: DeviceUpdate) -> Result<Updated, UpdateError> {
-        let updated = self.net.change(update);
-        // Frames that waited for the old limits get their turn.
-        self.queues.iter().for_each(VirtQueue::kick_again);
-        updated
+        self.net.change(update)
     }
 }

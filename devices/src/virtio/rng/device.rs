@@ -1,13 +1,13 @@
 //! The source of randomness while no driver uses it.
 //!
-//! It has no features, no configuration space, and no host descriptor.
+//! It has no features, no configuration space, and no host file descriptor.
 
 use super::super::registry::{DeviceKind, DeviceState};
-use super::super::{Activation, VirtioDevice, Worker};
+use super::super::{Rings, VirtioDevice, Worker};
 use super::config::RngConfig;
 use super::state::RngStateV1;
 use super::worker::RngWorker;
-use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
+use crate::rate_limiter::{RateLimiter, RateLimiterError};
 
 /// A virtio source of randomness.
 #[derive(Debug, Default)]
@@ -17,13 +17,11 @@ pub struct Rng {
 }
 
 impl Rng {
-    pub fn new(config: RngConfig) -> Self {
-        Self { config, limiter: None }
-    }
-
-    /// One that gives only so much per time.
-    pub fn limited(config: RngConfig, limits: &RateLimiterConfig) -> Self {
-        Self { config, limiter: limits.is_limited().then(|| RateLimiter::new(limits)) }
+    /// Opens a source. A saved one has no state, so a restore does the same.
+    pub fn new(config: RngConfig) -> Result<Self, RateLimiterError> {
+        config.validate()?;
+        let limits = &config.limits;
+        Ok(Self { config, limiter: limits.is_limited().then(|| RateLimiter::new(limits)) })
     }
 }
 
@@ -44,8 +42,8 @@ impl VirtioDevice for Rng {
         Vec::new()
     }
 
-    fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
-        Box::new(RngWorker::new(*self, activation))
+    fn activate(self: Box<Self>, _rings: &mut Rings, _features: u64) -> Box<dyn Worker> {
+        Box::new(RngWorker(*self))
     }
 
     fn save(&self) -> DeviceState {

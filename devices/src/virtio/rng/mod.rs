@@ -1,8 +1,8 @@
 //! A virtio source of randomness (virtio 1.2 section 5.4).
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
-//! | `config.rs` | how much one request may take |
+//! | `config.rs` | what the guest may take |
 //! | `device.rs` | the source while no driver uses it |
 //! | `worker.rs` | how requests are filled |
 //! | `state.rs` | what a snapshot keeps |

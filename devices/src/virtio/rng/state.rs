@@ -1,9 +1,9 @@
-//! What a snapshot keeps of a source of randomness: nothing, on purpose.
+//! The state that a snapshot keeps of a source of randomness: nothing, on purpose.
 //!
-//! Bytes that survived a snapshot would be the same in every fork of it.
+//! Bytes kept in a snapshot would be equal in every fork of it.
 
 use serde::{Deserialize, Serialize};
 
-/// Says that there was one.
+/// An empty state, which records that the device existed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RngStateV1 {}

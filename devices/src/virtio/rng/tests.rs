@@ -1,4 +1,4 @@
-//! The source of randomness as a driver meets it.
+//! The source of randomness from a driver's side.
 
 use vm_memory::{Address, Bytes};
 
@@ -49,7 +49,7 @@ fn request_beyond_the_cap_is_filled_up_to_the_cap() {
     let (used, bytes) = driver.request(0, &[Writable(40 << 10), Writable(40 << 10)]);
     assert_eq!(used.unwrap().len, 64 << 10);
     assert_eq!(bytes[1][24 << 10..], [0; 16 << 10]);
-    let mut driver = MockDriver::ready(Rng::new(RngConfig::default().request_bytes(16)));
+    let mut driver = MockDriver::ready(Rng::new(RngConfig::default().request_bytes(16)).unwrap());
     assert_eq!(driver.request(0, &[Writable(64)]).0.unwrap().len, 16);
 }
 
@@ -67,7 +67,7 @@ fn a10_request_without_writable_buffer_is_refused_and_counted() {
 fn request_beyond_the_limit_waits_until_the_bucket_has_filled() {
     let bytes = BucketConfig { size: 64, one_time_burst: 0, refill_time_ms: 300 };
     let limits = RateLimiterConfig { bytes: Some(bytes), ops: None };
-    let mut driver = MockDriver::ready(Rng::limited(RngConfig::default(), &limits));
+    let mut driver = MockDriver::ready(Rng::new(RngConfig::default().limits(limits)).unwrap());
     let begun = std::time::Instant::now();
     assert_eq!(driver.request(0, &[Writable(64)]).0.unwrap().len, 64);
     let mut second = driver.request(0, &[Writable(64)]).0;
@@ -79,7 +79,7 @@ fn request_beyond_the_limit_waits_until_the_bucket_has_filled() {
     assert!((300..5000).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
 }
 
-/// With and without event indices.
+/// Runs with and without event indices.
 #[test]
 fn resume_leaves_a_queue_alone_that_waits_for_its_driver_and_no_other() {
     for left_out in [0, RING_EVENT_IDX] {
@@ -93,7 +93,7 @@ fn resume_leaves_a_queue_alone_that_waits_for_its_driver_and_no_other() {
             driver.devices.run(9)
         };
         assert_eq!(pause(&driver), 0);
-        // As a worker leaves them that was stopped before it could ask for kicks again.
+        // As left by a worker that was stopped before it could ask for kicks again.
         let flags = driver.used_ring(0);
         let kick_at = flags.unchecked_add(4 + 8 * 256);
         let (off, asked) = if left_out == 0 { (kick_at, 1u16) } else { (flags, 0) };

@@ -1,29 +1,31 @@
-//! What the host wishes of a vsock device: the guest's address and where the Unix sockets are.
+//! The host's configuration of a vsock device: the guest's address and the path of the Unix
+//! sockets.
 //!
-//! Checked here, once; opening the socket is the device's part.
+//! It is checked here, once; the device opens the socket.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 use super::VsockError;
 
-/// The longest path of a Unix socket, without its final zero. Where the path leaves no room for a port after
-/// it, the sockets of ports are reached through their folder.
+/// The longest path of a Unix socket, without its final zero. Where the path leaves no room for a
+/// port after it, the sockets of ports are reached through their folder.
 pub const MAX_UDS_PATH: usize = 107;
 
-/// A vsock device as the host wants it.
+/// The host's configuration of a vsock device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VsockConfig {
     /// The guest's address: 3 or more, and below 2^32 - 1.
     pub guest_cid: u64,
-    /// The socket that host clients connect to; a guest's connection to port P goes to `<uds_path>_P`.
+    /// The socket that host clients connect to; a guest's connection to port P goes to
+    /// `<uds_path>_P`.
     pub uds_path: PathBuf,
-    /// The socket's file stays when the device ends.
+    /// Keep the socket's file when the device ends.
     pub keep_socket: bool,
 }
 
 impl VsockConfig {
-    /// Checks everything that can be checked without touching the file system.
+    /// Checks everything that does not require the file system.
     pub fn validate(&self) -> Result<(), VsockError> {
         check_cid(self.guest_cid)?;
         let path = self.uds_path.as_os_str().as_bytes();
@@ -38,7 +40,7 @@ impl VsockConfig {
     }
 }
 
-/// Refuses the reserved addresses: 0 to 2, and the one that means any.
+/// Refuses the reserved addresses: 0 to 2, and VMADDR_CID_ANY.
 pub(super) fn check_cid(guest_cid: u64) -> Result<(), VsockError> {
     if (3..u64::from(u32::MAX)).contains(&guest_cid) {
         Ok(())
@@ -47,7 +49,7 @@ pub(super) fn check_cid(guest_cid: u64) -> Result<(), VsockError> {
     }
 }
 
-/// The bytes that the guest reads: its own address.
+/// Returns the configuration space: the guest's address.
 pub(super) fn space(guest_cid: u64) -> Vec<u8> {
     guest_cid.to_le_bytes().to_vec()
 }

@@ -1,33 +1,33 @@
 //! One connection between a guest port and a host port, as a state machine without sockets.
 //!
-//! Packets and what the host socket did go in; a verdict and the next packet for the guest come out.
-//! What must be told to the guest is kept as flags, not as queued packets, so a connection can owe
-//! any amount of news in constant space.
+//! Packets and events of the host socket go in; a verdict and the next packet for the guest come
+//! out. What the guest must still be notified of is kept as flags, not as queued packets, so a
+//! connection takes constant space.
 
 use super::credit::{ReceiveWindow, SendCredit};
 use super::wire::{
     Header, MAX_PAYLOAD, Op, SHUTDOWN_BOTH, SHUTDOWN_RECEIVE, SHUTDOWN_SEND, TYPE_STREAM,
 };
 
-/// The two ports that name a connection.
+/// The two ports that identify a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Pair {
     pub host_port: u32,
     pub guest_port: u32,
 }
 
-/// How far a connection has come.
+/// How far a connection is established.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// A host client wants the guest; `told` once the guest has the request.
-    Requested { told: bool },
-    /// The guest wants a host socket, which is there; the guest does not know yet.
+    /// A host client connects to the guest; `sent` once the guest has the request.
+    Requested { sent: bool },
+    /// The guest connects to a host socket, which is connected; the guest has no response yet.
     Accepting,
-    /// Both sides know.
+    /// Both sides are connected.
     Open,
 }
 
-/// What a packet from the guest means for its connection.
+/// The effect of a guest's packet on its connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Nothing more to do.
@@ -36,13 +36,13 @@ pub enum Verdict {
     Opened,
     /// The payload is for the host.
     Deliver,
-    /// The guest shut down part of its side.
+    /// The guest shut down one direction.
     HalfClosed,
-    /// The guest wants no more in either direction: confirm with a reset, pass on what is held.
+    /// The guest shut down both directions: confirm with a reset, forward the backlog.
     Finish,
-    /// The guest dropped the connection: pass on what is held.
+    /// The guest reset the connection: forward the backlog.
     Vanish,
-    /// The guest broke the protocol: reset and drop everything.
+    /// The guest violated the protocol: reset and drop everything.
     Break,
 }
 
@@ -57,29 +57,30 @@ pub struct Connection {
     pub readable: bool,
     /// How many receive buffers the next read may use; grows while reads fill them.
     pub burst: usize,
-    // Shutdown flags: what the guest said, what the host socket did, what the guest was told of that.
+    // Shutdown flags: those of the guest, those of the host socket, and the latter as sent to the
+    // guest.
     guest_done: u32,
     host_done: u32,
-    told_done: u32,
+    sent_done: u32,
     owes_credit: bool,
     asked_credit: bool,
 }
 
 impl Connection {
-    /// A connection that a host client asks for.
+    /// Creates a connection that a host client requested.
     pub fn from_host(pair: Pair, window: u32) -> Self {
-        // The client's first bytes may have come with its request, before anyone watched for them.
-        Self { readable: true, ..Self::new(pair, Phase::Requested { told: false }, window) }
+        // The client's first bytes may have come with its request, before the socket was watched.
+        Self { readable: true, ..Self::new(pair, Phase::Requested { sent: false }, window) }
     }
 
-    /// A connection that the guest asks for with `request`.
+    /// Creates a connection that the guest requested with `request`.
     pub fn from_guest(pair: Pair, window: u32, request: &Header) -> Self {
         let mut connection = Self::new(pair, Phase::Accepting, window);
         connection.credit.update(request.buf_alloc, request.fwd_cnt);
         connection
     }
 
-    /// As if `start` bytes had gone in each direction.
+    /// Sets the counters as if `start` bytes had gone in each direction.
     #[cfg(test)]
     pub fn starting_at(self, start: u32) -> Self {
         let (credit, window) = (SendCredit::starting_at(start), self.window.starting_at(start));
@@ -96,13 +97,13 @@ impl Connection {
             burst: 1,
             guest_done: 0,
             host_done: 0,
-            told_done: 0,
+            sent_done: 0,
             owes_credit: false,
             asked_credit: false,
         }
     }
 
-    /// Judges a packet from the guest; `header.len` is known to be the length of its payload.
+    /// Handles a packet from the guest. `header.len` must be the length of its payload.
     pub fn take(&mut self, op: Op, header: &Header) -> Verdict {
         if header.len > 0 && op != Op::Data {
             return Verdict::Break;
@@ -113,7 +114,7 @@ impl Connection {
         }
         match (op, self.phase) {
             (Op::Reset, _) => Verdict::Vanish,
-            (Op::Response, Phase::Requested { told: true }) => {
+            (Op::Response, Phase::Requested { sent: true }) => {
                 self.phase = Phase::Open;
                 Verdict::Opened
             }
@@ -141,18 +142,18 @@ impl Connection {
         }
     }
 
-    /// The host socket came to its end: nothing more will be read from it.
+    /// Records that the host socket is at its end: nothing more will be read from it.
     pub fn host_ended(&mut self) {
         self.host_done |= SHUTDOWN_SEND;
     }
 
-    /// The host socket takes nothing any more.
+    /// Records that the host socket accepts no more bytes.
     pub fn host_deaf(&mut self) {
         self.host_done |= SHUTDOWN_RECEIVE;
     }
 
-    /// The host socket is closed at its other end. The guest hears of that once all was read, in the
-    /// packet that ends both directions.
+    /// Records that the peer closed the host socket. The guest is notified once everything is read,
+    /// with one packet that ends both directions.
     pub fn host_hung_up(&mut self) {
         if self.host_done & SHUTDOWN_SEND != 0 || self.is_guest_deaf() {
             self.host_done = SHUTDOWN_BOTH;
@@ -163,51 +164,51 @@ impl Connection {
         self.host_done & SHUTDOWN_RECEIVE != 0
     }
 
-    /// Whether the guest will send no more.
+    /// Returns whether the guest will send no more.
     pub fn is_guest_done_sending(&self) -> bool {
         self.guest_done & SHUTDOWN_SEND != 0
     }
 
-    /// Whether the guest will read no more.
+    /// Returns whether the guest will receive no more.
     pub fn is_guest_deaf(&self) -> bool {
         self.guest_done & SHUTDOWN_RECEIVE != 0
     }
 
-    /// Whether the guest was told that the host side is gone altogether, and should now reset.
+    /// Returns whether the guest was sent a shutdown of both directions and should now reset.
     pub fn awaits_reset(&self) -> bool {
-        self.told_done == SHUTDOWN_BOTH
+        self.sent_done == SHUTDOWN_BOTH
     }
 
-    /// Whether the guest knows of this connection, and so must hear of its end.
+    /// Returns whether the guest knows of this connection, and so must be notified of its end.
     pub fn is_known_to_guest(&self) -> bool {
-        self.phase != Phase::Requested { told: false }
+        self.phase != Phase::Requested { sent: false }
     }
 
-    /// Whether bytes may be read from the host socket and sent now.
+    /// Returns whether bytes may be read from the host socket and sent now.
     pub fn may_read(&self) -> bool {
         self.has_unread() && self.credit.available() > 0
     }
 
-    /// Whether there is a packet to send.
+    /// Returns whether there is a packet to send.
     pub fn wants_to_send(&self) -> bool {
         self.control().is_some() || self.may_read()
     }
 
-    /// Whether a packet without payload is to be sent, which goes before any data.
+    /// Returns whether a packet without payload is to be sent; it goes before any data.
     pub fn wants_control(&self) -> bool {
         self.control().is_some()
     }
 
-    /// The next packet without payload, which then counts as sent.
+    /// Returns the next packet without payload and marks it as sent.
     pub fn next_control(&mut self) -> Option<Header> {
         let op = self.control()?;
         let mut flags = 0;
         match op {
-            Op::Request => self.phase = Phase::Requested { told: true },
+            Op::Request => self.phase = Phase::Requested { sent: true },
             Op::Response => self.phase = Phase::Open,
             Op::Shutdown => {
-                self.told_done = self.host_done;
-                flags = self.told_done;
+                self.sent_done = self.host_done;
+                flags = self.sent_done;
             }
             Op::CreditRequest => self.asked_credit = true,
             _ => {}
@@ -215,7 +216,7 @@ impl Connection {
         Some(Header { flags, ..self.header(op, 0) })
     }
 
-    /// The header for `len` bytes read from the host.
+    /// Returns the header for `len` bytes read from the host, and consumes their credit.
     pub fn data_header(&mut self, len: u32) -> Header {
         self.credit.consume(len);
         self.header(Op::Data, len)
@@ -223,17 +224,17 @@ impl Connection {
 
     fn control(&self) -> Option<Op> {
         match self.phase {
-            Phase::Requested { told: true } => None,
-            Phase::Requested { told: false } => Some(Op::Request),
+            Phase::Requested { sent: true } => None,
+            Phase::Requested { sent: false } => Some(Op::Request),
             Phase::Accepting => Some(Op::Response),
             Phase::Open if self.owes_credit || self.window.wants_report() => Some(Op::CreditUpdate),
-            Phase::Open if self.host_done != self.told_done => Some(Op::Shutdown),
+            Phase::Open if self.host_done != self.sent_done => Some(Op::Shutdown),
             Phase::Open if self.is_starved() && !self.asked_credit => Some(Op::CreditRequest),
             Phase::Open => None,
         }
     }
 
-    /// Whether the host socket may have something that the guest would take.
+    /// Returns whether the host socket may have bytes that the guest would accept.
     pub fn has_unread(&self) -> bool {
         let done = self.host_done & SHUTDOWN_SEND != 0 || self.is_guest_deaf();
         self.phase == Phase::Open && self.readable && !done

@@ -1,9 +1,9 @@
 //! The arithmetic of credit: how much may be sent to the guest, and how much the guest may send.
 //!
-//! Pure and small, so that it can be checked exhaustively. All counters are free-running and wrap at
-//! 2^32, as on the wire; only differences mean anything.
+//! The code is pure and small, so that it can be checked exhaustively. All counters are
+//! free-running and wrap at 2^32, as on the wire; only differences have a meaning.
 
-/// What the guest lets the host send on one connection.
+/// The credit that the guest grants the host on one connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct SendCredit {
     sent: u32,
@@ -13,17 +13,17 @@ pub struct SendCredit {
 }
 
 impl SendCredit {
-    /// As if `start` bytes had come and gone.
+    /// Starts the counters as if `start` bytes had been sent and forwarded.
     #[cfg(test)]
     pub fn starting_at(start: u32) -> Self {
         Self { sent: start, peer_forwarded: start, ..Self::default() }
     }
 
-    /// Takes the credit fields of a packet from the guest.
+    /// Applies the credit fields of a packet from the guest.
     ///
-    /// A driver may queue packets in another order than it filled them in, so a count that went back
-    /// is old news and ignored. One that claims bytes never sent is a lie: nothing is sent until the
-    /// guest says something possible.
+    /// A driver may queue packets in another order than it filled them in, so a count that went
+    /// back is outdated and ignored. A count of bytes that were never sent is invalid: nothing is
+    /// sent until the guest sends a valid one.
     pub fn update(&mut self, buf_alloc: u32, fwd_cnt: u32) {
         let advance = fwd_cnt.wrapping_sub(self.peer_forwarded);
         if advance <= self.outstanding() {
@@ -35,21 +35,22 @@ impl SendCredit {
         }
     }
 
-    /// How many bytes may be sent now.
+    /// Returns how many bytes may be sent now.
     pub fn available(&self) -> u32 {
         if self.impossible {
             return 0;
         }
-        // The guest may shrink its buffer below what is on the way to it: that is no credit, not an error.
+        // The guest may shrink its buffer below the bytes in flight: that is zero credit, not an
+        // error.
         self.peer_alloc.saturating_sub(self.outstanding())
     }
 
-    /// Whether the guest's last word on credit cannot be true.
+    /// Returns whether the guest's last credit fields were invalid.
     pub fn is_impossible(&self) -> bool {
         self.impossible
     }
 
-    /// Counts bytes as sent; never more than `available`.
+    /// Counts bytes as sent. `len` must not exceed `available`.
     pub fn consume(&mut self, len: u32) {
         debug_assert!(len <= self.available());
         self.sent = self.sent.wrapping_add(len);
@@ -60,7 +61,7 @@ impl SendCredit {
     }
 }
 
-/// What the host lets the guest send on one connection.
+/// The credit that the host grants the guest on one connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ReceiveWindow {
     size: u32,
@@ -69,7 +70,7 @@ pub struct ReceiveWindow {
     reported: u32,
 }
 
-/// The guest sent more than it was allowed to.
+/// The error of a guest that sent more than its credit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overrun;
 
@@ -78,7 +79,7 @@ impl ReceiveWindow {
         Self { size, received: 0, forwarded: 0, reported: 0 }
     }
 
-    /// As if `start` bytes had come and gone.
+    /// Starts the counters as if `start` bytes had been received and forwarded.
     #[cfg(test)]
     pub fn starting_at(self, start: u32) -> Self {
         Self { received: start, forwarded: start, reported: start, ..self }
@@ -88,7 +89,7 @@ impl ReceiveWindow {
         self.size
     }
 
-    /// Counts bytes from the guest, if it was allowed to send them.
+    /// Counts bytes from the guest, or fails if they exceed its credit.
     pub fn receive(&mut self, len: u32) -> Result<(), Overrun> {
         if len > self.size - self.held() {
             return Err(Overrun);
@@ -97,27 +98,28 @@ impl ReceiveWindow {
         Ok(())
     }
 
-    /// Counts bytes as passed on to the host; never more than `held`.
+    /// Counts bytes as forwarded to the host. `len` must not exceed `held`.
     pub fn forward(&mut self, len: u32) {
         debug_assert!(len <= self.held());
         self.forwarded = self.forwarded.wrapping_add(len);
     }
 
-    /// Bytes received and not yet passed on.
+    /// Returns the number of bytes received and not yet forwarded.
     pub fn held(&self) -> u32 {
         self.received.wrapping_sub(self.forwarded)
     }
 
-    /// Whether the guest should be told of new room in a packet of its own.
+    /// Returns whether the guest should get a credit update in a packet of its own.
     ///
-    /// Half a window is rare enough to be cheap and soon enough: while less than that is unreported,
-    /// either the guest still has credit or bytes are held whose passing on will make it half.
+    /// Half a window is rare enough to be cheap and early enough: while less than that is
+    /// unreported, either the guest still has credit or bytes are held whose forwarding will make
+    /// it half.
     pub fn wants_report(&self) -> bool {
-        // Of a window of one byte, half is one too: news of nothing would never end.
+        // Rounded up: half of a window of one byte would be zero, and updates would never end.
         self.forwarded.wrapping_sub(self.reported) >= self.size.div_ceil(2)
     }
 
-    /// The credit fields for a packet to the guest, which thereby is told.
+    /// Returns the credit fields for a packet to the guest, and marks them as reported.
     pub fn report(&mut self) -> (u32, u32) {
         self.reported = self.forwarded;
         (self.size, self.forwarded)
@@ -132,7 +134,7 @@ mod tests {
 
     use super::*;
 
-    /// A peer that follows the protocol, as a driver sees it.
+    /// A peer that follows the protocol, from the driver's side.
     #[derive(Clone, Copy, PartialEq, Eq, Hash)]
     struct Driver {
         sent: u32,
@@ -199,9 +201,9 @@ mod tests {
         assert_eq!(window.report(), (8, 4));
     }
 
-    /// Walks every state that window, driver and the packets between them can reach.
+    /// Visits every state that window, driver and the packets between them can reach.
     fn explore(size: u32, start: u32) {
-        // Reports on the way to the driver arrive in order; two in flight show every race there is.
+        // Reports to the driver arrive in order; two in flight show every race there is.
         type State = (Driver, [u32; 4], Vec<u32>);
         let window = |f: &[u32; 4]| ReceiveWindow {
             size: f[0],
@@ -214,7 +216,7 @@ mod tests {
         let mut todo: Vec<State> = vec![(driver, [size, start, start, start], Vec::new())];
         let mut seen: HashSet<State> = HashSet::new();
         while let Some(state) = todo.pop() {
-            // Counters are compared from the start so that the walk is finite.
+            // Counters are compared relative to the start, so that the walk is finite.
             if state.0.sent.wrapping_sub(start) > 4 * size || !seen.insert(state.clone()) {
                 continue;
             }

@@ -1,7 +1,7 @@
-//! The vsock device while no driver uses it: it owns the listening socket and knows the guest's address.
+//! The vsock device while no driver uses it: it owns the listening socket and the guest's address.
 //!
-//! Everything that needs a descriptor is opened here, so that a device can be activated later in a
-//! process that may open nothing more.
+//! Everything that needs a file descriptor is opened here, so that a device can be activated later
+//! in a process that may open nothing more.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -12,16 +12,16 @@ use std::path::{Path, PathBuf};
 use super::config::{self, VsockConfig};
 use super::host::UnixHost;
 use super::mux::{FIRST_HOST_PORT, Limits};
-use super::state::{OwedReset, VsockStateV2};
+use super::state::{OwedReset, VsockStateV1};
 use super::worker::VsockWorker;
 use super::{VsockError, sys};
 use crate::listen_privately;
-use crate::virtio::registry::{DeviceKind, DeviceState};
-use crate::virtio::{Activation, VirtioDevice, Worker};
+use crate::virtio::registry::{BackendHandle, DeviceKind, DeviceState};
+use crate::virtio::{Rings, VirtioDevice, Worker};
 
-/// Receive, transmit, event.
+/// The sizes of the receive, transmit and event queues.
 const QUEUE_SIZES: [u16; 3] = [256, 256, 64];
-/// Stream sockets, said aloud; they are all there is.
+/// VIRTIO_VSOCK_F_STREAM. Only stream sockets are supported.
 const FEATURE_STREAM: u64 = 1;
 
 /// A vsock device without a driver.
@@ -30,19 +30,19 @@ pub struct Vsock {
     pub(super) host: UnixHost,
     pub(super) socket_file: Option<SocketFile>,
     pub(super) next_host_port: u32,
-    /// What a snapshot said the guest waits for in vain.
+    /// Resets from a snapshot for connections that the guest waits for in vain.
     pub(super) owed_resets: Vec<OwedReset>,
-    /// The guest must first drop the connections that it remembers, or learn its new address.
+    /// The guest must first drop the connections that it remembers, or read its new address.
     pub(super) out_of_date: bool,
     pub(super) limits: Limits,
 }
 
 impl Vsock {
-    /// Opens a device: binds the listening socket, and removes it again when the device is dropped unless
-    /// it is to be kept.
+    /// Opens a device: binds the listening socket. The socket file is removed when the device is
+    /// dropped, unless `keep_socket` is set.
     ///
-    /// A socket file left behind by a process that died is replaced; one that somebody listens on is
-    /// refused, and so is anything else at that path.
+    /// A socket file left by a process that died is replaced; one with a listener is refused, and
+    /// so is anything else at that path.
     pub fn open(config: &VsockConfig) -> Result<Self, VsockError> {
         config.validate()?;
         let path = &config.uds_path;
@@ -51,25 +51,25 @@ impl Vsock {
         Self::new(config, listener, file)
     }
 
-    /// Makes a device of a listening socket that somebody else bound and will remove. The path in `config`
-    /// is only used to reach `<uds_path>_P` when the guest connects.
+    /// Creates a device from a listening socket that the caller has bound and will remove. The path
+    /// in `config` is only used to reach `<uds_path>_P` when the guest connects.
     pub fn from_listener(config: &VsockConfig, listener: UnixListener) -> Result<Self, VsockError> {
         config.validate()?;
         Self::new(config, listener, None)
     }
 
-    /// Gives a device the past that a snapshot holds. Address and path are those it was opened with, so
-    /// copies of one snapshot can have their own; the guest will read its address again.
-    pub fn restore(mut self, state: &VsockStateV2) -> Result<Self, VsockError> {
+    /// Applies the state of a snapshot. Address and path stay those that the device was opened
+    /// with, so forks of one snapshot can have their own; the guest will read its address again.
+    pub fn restore(mut self, state: &VsockStateV1) -> Result<Self, VsockError> {
         state.validate()?;
         self.take_past(state);
         Ok(self)
     }
 
-    fn take_past(&mut self, state: &VsockStateV2) {
+    fn take_past(&mut self, state: &VsockStateV1) {
         self.next_host_port = state.next_host_port;
         self.owed_resets.clone_from(&state.owed_resets);
-        // A guest that remembers nothing is spared a way there and back before its first connection.
+        // A guest without connections is spared a round trip before its first connection.
         self.out_of_date = state.connected || state.guest_cid != self.guest_cid;
     }
 
@@ -109,12 +109,16 @@ impl VirtioDevice for Vsock {
         config::space(self.guest_cid)
     }
 
-    fn activate(self: Box<Self>, activation: Activation) -> Box<dyn Worker> {
-        Box::new(VsockWorker::new(*self, activation))
+    fn backend(&self) -> BackendHandle {
+        BackendHandle::Socket(self.host.path().to_owned())
+    }
+
+    fn activate(self: Box<Self>, _rings: &mut Rings, _features: u64) -> Box<dyn Worker> {
+        Box::new(VsockWorker::new(*self))
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::VsockV2(VsockStateV2 {
+        DeviceState::Vsock(VsockStateV1 {
             guest_cid: self.guest_cid,
             next_host_port: self.next_host_port,
             owed_resets: self.owed_resets.clone(),
@@ -123,10 +127,8 @@ impl VirtioDevice for Vsock {
     }
 
     fn rewind(&mut self, state: &DeviceState) {
-        match state {
-            DeviceState::VsockV2(state) => self.take_past(state),
-            DeviceState::Vsock(state) => self.take_past(&state.clone().into()),
-            _ => {}
+        if let DeviceState::Vsock(state) = state {
+            self.take_past(state);
         }
     }
 }
@@ -149,11 +151,12 @@ impl SocketFile {
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        // A forked copy of this process holds this value too, and the path may be somebody else's by now.
+        // A forked process holds this value too, and the path may have been bound by another
+        // process since.
         let current = fs::symlink_metadata(&self.path).map(|m| (m.dev(), m.ino()));
         let ours = current.is_ok_and(|current| current == self.device_and_inode);
         if ours && self.owner == std::process::id() {
-            // Nothing is left to report it to.
+            // An error cannot be reported from here.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -184,7 +187,7 @@ fn clear_stale(path: &Path) -> Result<(), VsockError> {
         Err(error) if error.kind() == ErrorKind::ConnectionRefused => {
             fs::remove_file(path).map_err(fail)
         }
-        // Whoever listens may also be too busy to take one more connection.
+        // A listener may also be too busy to accept another connection.
         _ => Err(VsockError::InUse { path: path.to_owned() }),
     }
 }

@@ -1,8 +1,8 @@
-//! The host side: Unix sockets, in the convention that Firecracker's clients speak.
+//! The host side: Unix sockets, with the protocol of Firecracker's clients.
 //!
-//! A client connects to the one listening socket and writes `CONNECT <port>\n`; a guest that connects
-//! to port P reaches whoever listens at `<that path>_P`. The traits stand between these sockets and
-//! the connection table so that tests can put scripted ones in their place.
+//! A client connects to the one listening socket and writes `CONNECT <port>\n`; a guest that
+//! connects to port P reaches the listener at `<that path>_P`. The traits separate these sockets
+//! from the connection table so that tests can use scripted ones.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -21,45 +21,45 @@ use crate::virtio::chain::Segment;
 /// The longest request line, newline included.
 pub const MAX_LINE: usize = 32;
 
-/// The most pieces of guest memory that one call takes.
+/// The maximum number of pieces of guest memory of one call.
 pub const MAX_PIECES: usize = 64;
 
-/// Where connections come from and go to.
+/// Accepts and opens the host's connections.
 pub trait Host: Send {
     type Stream: Stream;
 
-    /// The next waiting client; `None` if there is none.
+    /// Returns the next waiting client, or `None` if there is none.
     fn accept(&mut self) -> io::Result<Option<Self::Stream>>;
 
-    /// Connects to whoever serves `port`, without waiting.
+    /// Connects to the listener of `port`, without blocking.
     fn dial(&mut self, port: u32) -> io::Result<Self::Stream>;
 }
 
-/// One connection of the host; no call waits.
+/// One connection of the host. No call blocks.
 pub trait Stream: Send {
-    /// Copies what is there to read without taking it; zero is the end.
+    /// Copies the bytes that can be read without consuming them; zero is the end.
     fn peek(&mut self, buf: &mut [u8]) -> io::Result<usize>;
-    /// Takes exactly the bytes that a peek showed.
+    /// Consumes exactly the bytes that a peek showed.
     fn skip(&mut self, len: usize) -> io::Result<()>;
-    /// Reads into guest memory, at most `MAX_PIECES` of it; zero is the end. Less than was asked for means
+    /// Reads into guest memory, at most `MAX_PIECES` of it; zero is the end. A short read means
     /// that there is no more now.
     fn receive(&mut self, memory: &GuestMemory, into: &[Segment]) -> io::Result<usize>;
-    /// Writes from guest memory; returns how much was taken.
+    /// Writes from guest memory. Returns how many bytes were accepted.
     fn send_guest(&mut self, memory: &GuestMemory, from: &[Segment]) -> io::Result<usize>;
-    /// Writes two slices as one; returns how much was taken.
+    /// Writes two slices as one. Returns how many bytes were accepted.
     fn send(&mut self, first: &[u8], second: &[u8]) -> io::Result<usize>;
-    /// Ends one direction.
+    /// Shuts down one direction.
     fn shutdown(&mut self, how: Shutdown);
 }
 
-/// What the start of a client's bytes says.
+/// The result of parsing the first bytes of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Line {
-    /// No newline yet, and still room for one.
+    /// There is no newline yet, and still room for one.
     Partial,
     /// A request for `port` that ends after `len` bytes.
     Connect { port: u32, len: usize },
-    /// No request.
+    /// Not a request.
     Bad,
 }
 
@@ -75,7 +75,7 @@ pub fn parse_line(bytes: &[u8]) -> Line {
     let (Some(verb), Some(port), None) = (verb, port, rest) else {
         return Line::Bad;
     };
-    // `parse` alone would also take a sign.
+    // `parse` alone would also accept a sign.
     let port = str::from_utf8(port).ok().filter(|port| port.bytes().all(|b| b.is_ascii_digit()));
     match port.and_then(|port| port.parse().ok()) {
         Some(port) if verb.eq_ignore_ascii_case(b"connect") => Line::Connect { port, len: end + 1 },
@@ -87,22 +87,24 @@ pub fn parse_line(bytes: &[u8]) -> Line {
 pub struct UnixHost {
     listener: UnixListener,
     prefix: PathBuf,
-    /// The folder of the sockets, open, if some port's path is longer than a socket's address.
+    /// The open folder of the sockets, if some port's path is longer than a socket's address.
     folder: Option<File>,
 }
 
 impl UnixHost {
-    /// Serves clients of `listener`, and guests below `prefix`.
+    /// Serves clients of `listener`, and connects guests to the sockets below `prefix`.
     pub fn new(listener: UnixListener, prefix: PathBuf) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
-        let folder = match port_path(&prefix, u32::MAX).as_os_str().len() > MAX_UDS_PATH {
-            true => Some(open_folder(&prefix)?),
-            false => None,
+        let folder = if port_path(&prefix, u32::MAX).as_os_str().len() > MAX_UDS_PATH {
+            Some(open_folder(&prefix)?)
+        } else {
+            None
         };
         Ok(Self { listener, prefix, folder })
     }
 
-    /// The address of the socket that serves `port`, by way of the open folder where the path is too long.
+    /// Returns the address of the socket that serves `port`, through the open folder where the path
+    /// is too long.
     fn address(&self, port: u32) -> PathBuf {
         let path = port_path(&self.prefix, port);
         match (&self.folder, path.file_name()) {
@@ -111,6 +113,11 @@ impl UnixHost {
             }
             _ => path,
         }
+    }
+
+    /// Returns the path that host clients connect to.
+    pub fn path(&self) -> &Path {
+        &self.prefix
     }
 
     pub fn listener_fd(&self) -> RawFd {
@@ -125,7 +132,8 @@ fn open_folder(prefix: &Path) -> io::Result<File> {
     options.open(folder.unwrap_or(Path::new(".")))
 }
 
-/// The path that serves a port: the prefix and a number, so nothing the guest says can leave it.
+/// Returns the path that serves a port: the prefix and a number, so no port of the guest can leave
+/// it.
 pub fn port_path(prefix: &Path, port: u32) -> PathBuf {
     let mut path = OsString::from(prefix);
     path.push(format!("_{port}"));
@@ -176,7 +184,7 @@ impl Stream for UnixStream {
     }
 
     fn shutdown(&mut self, how: Shutdown) {
-        // It fails only for a socket whose other end is gone, which is as shut as it gets.
+        // It only fails for a socket whose peer is gone, which needs no shutdown.
         let _ = UnixStream::shutdown(self, how);
     }
 }
@@ -236,7 +244,7 @@ mod tests {
     #[test]
     fn port_below_a_path_that_leaves_no_room_for_it_is_reached() {
         let dir = tempfile::tempdir().unwrap();
-        // As long as a socket's path can be, so that no port fits behind it.
+        // As long as a socket's path can be, so that no port fits after it.
         let folder = dir.path().join("f".repeat(MAX_UDS_PATH - dir.path().as_os_str().len() - 3));
         std::fs::create_dir(&folder).unwrap();
         let prefix = folder.join("v");
@@ -244,7 +252,7 @@ mod tests {
         let listener = UnixListener::bind(&prefix).unwrap();
         let mut host = UnixHost::new(listener, prefix).unwrap();
         assert_eq!(host.dial(52).unwrap_err().kind(), io::ErrorKind::NotFound);
-        // Whoever serves the port has the same difficulty, and binds from within the folder.
+        // A server of the port cannot use the long path either, so it binds elsewhere and renames.
         let bound = dir.path().join("s");
         let served = UnixListener::bind(&bound).unwrap();
         std::fs::rename(bound, folder.join("v_52")).unwrap();

@@ -1,16 +1,16 @@
 //! virtio-vsock: streams between the guest and Unix sockets of the host, without kernel help.
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
-//! | `config.rs` | what the host may wish for |
+//! | `config.rs` | the host's configuration of the device |
 //! | `device.rs` | what is opened, offered and restored |
 //! | `worker.rs` | how queues, deadlines and sockets drive the multiplexer |
 //! | `mux.rs` | which streams exist and what packets do to them |
 //! | `connection.rs` | one connection as a state machine |
-//! | `resync.rs` | how a restored guest forgets its old connections |
+//! | `resync.rs` | how a restored guest drops its old connections |
 //! | `credit.rs` | how much either side may send |
-//! | `host.rs`, `sys.rs` | the Unix-socket side, and its system calls |
-//! | `wire.rs` | the guest's byte layouts |
+//! | `host.rs`, `sys.rs` | the Unix sockets, and their system calls |
+//! | `wire.rs` | the byte layout of packets and events |
 //! | `state.rs` | what a snapshot keeps |
 //! | `testing.rs` | a random walk with scripted sockets |
 
@@ -36,9 +36,9 @@ use std::path::PathBuf;
 
 pub use config::{MAX_UDS_PATH, VsockConfig};
 pub use device::Vsock;
-pub use state::{VsockStateV1, VsockStateV2};
+pub use state::VsockStateV1;
 
-/// Why a vsock device could not be made.
+/// Why a vsock device could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum VsockError {
     #[error("guest CID {guest_cid} is not between 3 and 4294967294")]

@@ -1,8 +1,9 @@
-//! The multiplexer: many host streams over one pair of queues, without queues and without descriptors.
+//! The multiplexer: many host streams over one pair of queues, independent of virtqueues and file
+//! descriptors.
 //!
-//! The worker feeds it packets, readiness and the time; it decides. `from_guest.rs` is what a packet
-//! does, `to_guest.rs` what goes into a receive buffer, `from_host.rs` what host sockets and deadlines
-//! do, `table.rs` what exists.
+//! The worker passes it packets, readiness and the time; the multiplexer decides. `from_guest.rs`
+//! handles packets of the guest, `to_guest.rs` fills receive buffers, `from_host.rs` handles host
+//! sockets and deadlines, `table.rs` holds the connections.
 
 mod from_guest;
 mod from_host;
@@ -19,28 +20,31 @@ pub use from_host::Readiness;
 use table::Table;
 pub use to_guest::{MAX_BURST, MIN_BUFFER};
 
-/// Host ports for clients are taken from here upwards, below the guest's own ephemeral ones.
+/// The first host port for clients; they are below the guest's own ephemeral ports.
 pub const FIRST_HOST_PORT: u32 = 1 << 30;
-/// One past the last port given to a client.
+/// One past the last host port for clients.
 pub const LAST_HOST_PORT: u32 = 1 << 31;
 
-/// Everything that a guest or a host client could otherwise make grow.
+/// Bounds on everything that a guest or a host client could make grow.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
-    /// Streams in all: clients, connections and those that only drain.
+    /// The number of streams: clients, connections and draining streams together.
     pub connections: usize,
-    /// Resets waiting for receive buffers before no more packets are taken from the guest.
+    /// The number of resets that may wait for receive buffers before no more packets are taken from
+    /// the guest.
     pub resets: usize,
-    /// For a client to say what it wants, for either side to answer, and for a hang-up to be confirmed.
+    /// The time for a client to send its request, for either side to answer, and for the guest to
+    /// confirm a hang-up.
     pub half_open: Duration,
-    /// For a host socket to take anything of what a finished connection left.
+    /// The time in which a host socket must accept some of the bytes that a finished connection
+    /// left.
     pub drain: Duration,
-    /// Pause before clients are accepted again after the host ran out of something.
+    /// The pause before clients are accepted again after the host ran out of a resource.
     pub accept_retry: Duration,
-    /// The receive window that every connection gets, and the one it gets while there is plenty.
+    /// The receive window that every connection gets, and the one it gets while the budget lasts.
     pub base_window: u32,
     pub full_window: u32,
-    /// What all connections together may hold beyond their base windows.
+    /// The bytes that all connections together may hold beyond their base windows.
     pub spare_window: u32,
 }
 
@@ -59,14 +63,14 @@ impl Default for Limits {
     }
 }
 
-/// What happened that should not, since the device was opened.
+/// Counts of unusual events since the device was opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     /// Packets without a header, or from or to a wrong address.
     pub dropped: u64,
     /// Packets answered with a reset.
     pub refused: u64,
-    /// Connections and clients turned away because the table was full.
+    /// Connections and clients refused because the table was full.
     pub capped: u64,
     /// Streams ended by a deadline.
     pub expired: u64,
@@ -112,7 +116,7 @@ impl<H: Host> Mux<H> {
         &self.host
     }
 
-    /// The host side and the next port for a client, when nobody needs connections any more.
+    /// Drops all connections and returns the host side and the next port for a client.
     pub fn into_parts(self) -> (H, u32) {
         (self.host, self.next_host_port)
     }
@@ -121,7 +125,7 @@ impl<H: Host> Mux<H> {
         self.counts
     }
 
-    /// How many streams there are.
+    /// Returns the number of streams.
     pub fn len(&self) -> usize {
         self.table.len()
     }
@@ -130,23 +134,23 @@ impl<H: Host> Mux<H> {
         self.len() == 0
     }
 
-    /// Bytes held for host sockets in all connections.
+    /// Returns the number of bytes held for host sockets in all connections.
     pub fn held(&self) -> usize {
         self.table.held()
     }
 
-    /// Ends every stream and forgets what was owed to the guest.
+    /// Ends every stream and drops the resets owed to the guest.
     pub fn clear(&mut self) {
         self.table.clear();
         self.resets.clear();
     }
 
-    /// When something must be done even if nothing happens.
+    /// Returns the time at which the multiplexer must run even if no event occurs.
     pub fn next_deadline(&self) -> Option<Instant> {
         self.table.next_deadline().into_iter().chain(self.accept_again).min()
     }
 
-    /// Makes up for time in which the guest could not answer.
+    /// Moves all deadlines by a time in which the guest could not answer.
     pub fn postpone(&mut self, by: Duration) {
         self.table.postpone(by);
     }
@@ -155,13 +159,13 @@ impl<H: Host> Mux<H> {
         self.next_host_port
     }
 
-    /// Whether the guest may believe itself connected to anything.
+    /// Returns whether the guest may have a connection that it believes open.
     pub fn has_connections(&self) -> bool {
         self.table.connections().next().is_some()
     }
 
-    /// The connections that a restored guest would wait for in vain, for a transport reset only reaches
-    /// those that it believes established.
+    /// Returns resets for the connections that a restored guest would wait for in vain. A transport
+    /// reset only reaches the connections that the guest believes established.
     pub fn owed_after_restore(&self) -> Vec<OwedReset> {
         let half_open =
             self.table.connections().filter(|c| c.phase == super::connection::Phase::Accepting);
@@ -169,18 +173,19 @@ impl<H: Host> Mux<H> {
         self.resets.iter().copied().chain(half_open).collect()
     }
 
-    /// Takes over what a saved device owed.
+    /// Adds the resets that a saved device owed.
     pub fn owe(&mut self, resets: impl IntoIterator<Item = OwedReset>) {
         self.resets.extend(resets);
     }
 
-    /// Streams whose descriptors the event loop must forget before they close.
+    /// Takes the streams that the event loop must stop watching before they are closed.
     pub fn take_retired(&mut self) -> Vec<H::Stream> {
         self.table.take_retired()
     }
 
-    /// Calls `watch` for each stream that is to be watched anew or differently: with its slot, itself, and
-    /// whether room to write matters; an error ends the stream.
+    /// Calls `watch` for each stream that is to be watched anew or differently. Its arguments are
+    /// the slot, the stream, whether it is watched already, and whether to watch for room to write.
+    /// An error ends the stream.
     pub fn rewatch<E>(
         &mut self,
         mut watch: impl FnMut(usize, &H::Stream, bool, bool) -> Result<(), E>,
@@ -199,7 +204,7 @@ impl<H: Host> Mux<H> {
         }
     }
 
-    /// Ends a connection from this side; the guest hears of it if it knew of it.
+    /// Ends a connection from this side, and owes the guest a reset if it knows of the connection.
     fn abort(&mut self, slot: usize) {
         let Some(entry) = self.table.get(slot) else { return };
         let known = entry.connection().filter(|connection| connection.is_known_to_guest());
@@ -210,7 +215,7 @@ impl<H: Host> Mux<H> {
         }
     }
 
-    /// A host port that makes a pair with `guest_port` which is not in use.
+    /// Returns an unused pair of a host port and `guest_port`.
     fn allocate_pair(&mut self, guest_port: u32) -> Pair {
         loop {
             let host_port = self.next_host_port;
@@ -227,7 +232,7 @@ impl<H: Host> Mux<H> {
     }
 }
 
-/// What tests look at to see that nothing is left lying.
+/// Accessors with which tests check that nothing is left over.
 #[cfg(any(test, feature = "testing"))]
 impl<H: Host> Mux<H> {
     pub fn host_mut(&mut self) -> &mut H {
@@ -238,7 +243,7 @@ impl<H: Host> Mux<H> {
         self.table.find(pair).is_some()
     }
 
-    /// Connections whose host socket has bytes that the guest could take.
+    /// Returns the connections whose host socket has bytes that the guest could take.
     pub fn unread_pairs(&self) -> Vec<Pair> {
         let unread = self.table.connections().filter(|connection| connection.has_unread());
         unread.map(|connection| connection.pair).collect()

@@ -1,28 +1,27 @@
-//! Tells the guest, after a restore, to drop the connections it remembers, and waits until it has.
+//! Makes a restored guest drop its old connections, and waits until it has.
 //!
-//! The event and a new connection travel in different queues, and a driver may look at them in either
-//! order: a connection made too early would be dropped with the old ones. The driver puts its event
-//! buffer back after it has acted on it, so nothing is sent before that is seen.
+//! The event and a new connection use different queues, and a driver may read them in either order:
+//! a connection opened too early would be dropped with the old ones. The driver returns its event
+//! buffer after it has acted on the event, so nothing is sent before that is seen.
 
 use std::time::{Duration, Instant};
 
 use super::wire::EVENT_TRANSPORT_RESET;
-use crate::GuestMemory;
 use crate::virtio::chain;
 use crate::virtio::{Chain, QueueFault, VirtQueue};
 
-/// How long a driver may leave the event queue empty or unanswered before it is not waited for.
+/// How long to wait for a driver that leaves the event queue empty or the event unanswered.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How far the guest is in dropping its connections.
+/// The progress of the guest in dropping its connections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resync {
     /// There is nothing to drop.
     Done,
-    /// The guest must be told.
+    /// The event must be sent.
     Owed { until: Option<Instant> },
-    /// The guest was told, and has acted once it offers so many event buffers.
-    Told { buffers: usize, until: Instant },
+    /// The event was sent. The guest has acted on it once it offers `buffers` event buffers.
+    Sent { buffers: usize, until: Instant },
 }
 
 impl Resync {
@@ -30,7 +29,7 @@ impl Resync {
         Self::Owed { until: None }
     }
 
-    /// Whether anything may be sent to the guest.
+    /// Returns whether anything may be sent to the guest.
     pub fn allows_rx(&self) -> bool {
         *self == Self::Done
     }
@@ -39,48 +38,44 @@ impl Resync {
         match self {
             Self::Done => None,
             Self::Owed { until } => *until,
-            Self::Told { until, .. } => Some(*until),
+            Self::Sent { until, .. } => Some(*until),
         }
     }
 
-    /// Makes up for time in which the guest did not run.
+    /// Moves the deadline by a time in which the guest did not run.
     pub fn postpone(&mut self, by: Duration) {
         match self {
-            Self::Owed { until: Some(until) } | Self::Told { until, .. } => *until += by,
+            Self::Owed { until: Some(until) } | Self::Sent { until, .. } => *until += by,
             Self::Done | Self::Owed { until: None } => {}
         }
     }
 
-    /// Does what can be done now; looks at the queue only while something is owed.
-    pub fn advance(
-        &mut self,
-        now: Instant,
-        queue: &mut VirtQueue,
-        memory: &GuestMemory,
-    ) -> Result<(), QueueFault> {
+    /// Makes as much progress as possible. It uses the queue only until the guest has acted.
+    pub fn advance(&mut self, now: Instant, queue: &mut VirtQueue) -> Result<(), QueueFault> {
         if let Self::Owed { until } = *self {
-            *self = match tell(queue, memory)? {
-                Some(buffers) => Self::Told { buffers, until: now + PATIENCE },
+            *self = match send_event(queue)? {
+                Some(buffers) => Self::Sent { buffers, until: now + PATIENCE },
                 None => Self::Owed { until: until.or(Some(now + PATIENCE)) },
             };
         }
-        if let Self::Told { buffers, .. } = *self
+        if let Self::Sent { buffers, .. } = *self
             && count_offered(queue)? >= buffers
         {
             *self = Self::Done;
         }
         if self.deadline().is_some_and(|until| until <= now) {
-            // It broke its own side; packets of old connections will be answered one by one.
+            // The driver does not comply; packets of old connections will be answered one by one.
             *self = Self::Done;
         }
         Ok(())
     }
 }
 
-/// Puts the event into the next buffer, if there is one: then says how many buffers were offered, which is how many
-/// will be when the driver has acted. Counted before it can act, for another vCPU may be quicker than we are.
-fn tell(queue: &mut VirtQueue, memory: &GuestMemory) -> Result<Option<usize>, QueueFault> {
-    // No more than the queue holds: another vCPU may offer buffers as quickly as they go back.
+/// Puts the event into the next buffer, if there is one. Returns the number of buffers that were
+/// offered, which is offered again once the driver has acted. They are counted before the event is
+/// returned, because another vCPU may act at once.
+fn send_event(queue: &mut VirtQueue) -> Result<Option<usize>, QueueFault> {
+    // At most the size of the queue: another vCPU may offer buffers as fast as they are returned.
     for _ in 0..=queue.size() {
         let Some(chain) = queue.pop()? else {
             if queue.enable_kicks()? {
@@ -94,17 +89,17 @@ fn tell(queue: &mut VirtQueue, memory: &GuestMemory) -> Result<Option<usize>, Qu
             continue;
         }
         let buffers = count_offered(queue)? + 1;
-        let written = chain::write_at(memory, chain.writable(), 0, &EVENT_TRANSPORT_RESET);
+        let written = chain::write_at(queue.memory(), chain.writable(), 0, &EVENT_TRANSPORT_RESET);
         queue.push(chain.head(), written as u32)?;
         return Ok(Some(buffers));
     }
-    // The rest has another turn, until the guest is no longer waited for.
+    // Continue in another turn, until the deadline.
     queue.kick_again();
     Ok(None)
 }
 
-/// How many buffers the driver offers, at most as many as the queue holds. Asks for a kick at the next one, which takes
-/// going through all.
+/// Returns how many buffers the driver offers, at most the size of the queue. It pops all of them,
+/// so that the driver kicks for the next one.
 fn count_offered(queue: &mut VirtQueue) -> Result<usize, QueueFault> {
     let mut offered: Vec<Chain> = Vec::new();
     for _ in 0..=queue.size() {
@@ -129,6 +124,7 @@ mod tests {
     use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
     use super::*;
+    use crate::GuestMemory;
     use crate::virtio::QueueConfig;
     use crate::virtio::testing::{WRITE, memory, raw_descriptor};
 
@@ -137,7 +133,8 @@ mod tests {
     const RINGS: u64 = 0x2_0000;
     const INDEX: GuestAddress = GuestAddress(RINGS + 2);
 
-    /// A full queue of buffers, each of them `len` bytes at the same place. The available ring is the used one.
+    /// Creates a full queue of buffers of `len` bytes, all at one address. Avail ring and used ring
+    /// are at one address too.
     fn full_queue(memory: &GuestMemory, len: u32) -> VirtQueue {
         for index in 0..SIZE {
             let raw = raw_descriptor(0x4_0000, len, WRITE, 0);
@@ -156,16 +153,17 @@ mod tests {
     #[test]
     fn buffers_that_another_vcpu_offers_again_and_again_take_one_turn_each_time() {
         let memory = memory();
-        // Too small for the event: each goes back unused. Both indices are one word, so that each is offered again.
+        // Too small for the event: each is returned unused. Both rings share one index, so that
+        // each is offered again.
         let mut queue = full_queue(&memory, 1);
         let (mut resync, now) = (Resync::owed(), Instant::now());
         for call in 1..=50 {
-            resync.advance(now, &mut queue, &memory).unwrap();
+            resync.advance(now, &mut queue).unwrap();
             let used: u16 = memory.read_obj(INDEX).unwrap();
             assert!(used - SIZE <= call * (SIZE + 1), "{used} after {call} calls");
             assert!(!resync.allows_rx());
         }
-        resync.advance(now + PATIENCE, &mut queue, &memory).unwrap();
+        resync.advance(now + PATIENCE, &mut queue).unwrap();
         assert!(resync.allows_rx());
     }
 }

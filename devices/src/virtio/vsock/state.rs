@@ -1,6 +1,6 @@
-//! What a snapshot keeps of a vsock device: who the guest is and where port numbers go on.
+//! The state that a snapshot keeps of a vsock device: the guest's address and the next port number.
 //!
-//! Connections are not kept: their host ends live in other processes. A restored guest is told to
+//! Connections are not kept: their host ends are in other processes. A restored guest is made to
 //! drop its own ends, and the few that it would not drop by itself are listed here.
 
 use serde::{Deserialize, Serialize};
@@ -11,31 +11,16 @@ use super::connection::Pair;
 use super::mux::{FIRST_HOST_PORT, LAST_HOST_PORT, Limits};
 use super::wire::TYPE_STREAM;
 
-/// Version 1 of the saved state. Read, no longer written.
+/// The saved state of a vsock device. Untrusted until `validate`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VsockStateV1 {
     pub guest_cid: u64,
-    /// Goes on where it stood, so that no port means two things in one guest's life.
+    /// Continues after a restore, so that no port is used for two connections in one guest's life.
     pub next_host_port: u32,
-    /// Ports that the guest is waiting for and that nobody will answer.
+    /// Resets for ports that the guest waits for in vain.
     pub owed_resets: Vec<OwedReset>,
-}
-
-/// Version 2 of the saved state. Untrusted until `validate`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct VsockStateV2 {
-    pub guest_cid: u64,
-    pub next_host_port: u32,
-    pub owed_resets: Vec<OwedReset>,
-    /// The guest may remember connections that are no more.
+    /// The guest may remember connections that no longer exist.
     pub connected: bool,
-}
-
-impl From<VsockStateV1> for VsockStateV2 {
-    fn from(old: VsockStateV1) -> Self {
-        let VsockStateV1 { guest_cid, next_host_port, owed_resets } = old;
-        Self { guest_cid, next_host_port, owed_resets, connected: true }
-    }
 }
 
 /// A reset that the guest has not received yet.
@@ -43,7 +28,7 @@ impl From<VsockStateV1> for VsockStateV2 {
 pub struct OwedReset {
     pub host_port: u32,
     pub guest_port: u32,
-    /// The socket type that the guest asked for, offered or not.
+    /// The socket type that the guest asked for, supported or not.
     pub kind: u16,
 }
 
@@ -57,7 +42,7 @@ impl OwedReset {
     }
 }
 
-impl VsockStateV2 {
+impl VsockStateV1 {
     /// Checks a state that came from a file.
     pub fn validate(&self) -> Result<(), VsockError> {
         check_cid(self.guest_cid)?;

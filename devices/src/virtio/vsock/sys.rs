@@ -1,8 +1,8 @@
 //! The socket calls that the standard library lacks: scattered guest memory, `MSG_NOSIGNAL`, and a
 //! connect that never blocks.
 //!
-//! The one unsafe file of this device. `read` and `write` through vm-memory would be safe, but cost
-//! one call per guest buffer and raise SIGPIPE when a host client hangs up.
+//! This is the one unsafe file of this device. `read` and `write` through vm-memory would be safe,
+//! but cost one call per guest buffer and raise SIGPIPE when a host client hangs up.
 #![allow(unsafe_code)]
 
 use std::io;
@@ -20,7 +20,8 @@ use super::host::MAX_PIECES;
 use crate::GuestMemory;
 use crate::virtio::chain::Segment;
 
-/// A piece that crosses from one region of memory into the next becomes two, which there is room for.
+/// The maximum number of slices of one call. A piece that crosses from one memory region into the
+/// next becomes two slices.
 const MAX_SLICES: usize = MAX_PIECES + 16;
 const NO_PIECE: libc::iovec = libc::iovec { iov_base: ptr::null_mut(), iov_len: 0 };
 
@@ -28,22 +29,22 @@ const NO_PIECE: libc::iovec = libc::iovec { iov_base: ptr::null_mut(), iov_len: 
 pub fn receive(fd: BorrowedFd, memory: &GuestMemory, into: &[Segment]) -> io::Result<usize> {
     let (mut pieces, count) = pieces(memory, into, Permissions::Write)?;
     let mut message = message(&mut pieces[..count]);
-    // SAFETY: every piece lies in guest memory, which stays mapped while `memory` is borrowed and which
-    // Rust holds no reference into; `message` and the pieces it points to outlive the call. Without a
-    // control buffer the kernel drops any descriptors that a client tries to pass.
+    // SAFETY: every piece lies in guest memory, which stays mapped while `memory` is borrowed and
+    // which Rust holds no reference into; `message` and the pieces it points to outlive the call.
+    // Without a control buffer the kernel drops any descriptors that a client tries to pass.
     let got =
         check(unsafe { libc::recvmsg(fd.as_raw_fd(), &raw mut message, libc::MSG_DONTWAIT) })?;
     mark_dirty(memory, into, got);
     Ok(got)
 }
 
-/// Writes guest memory to a socket; returns how much was taken.
+/// Writes guest memory to a socket. Returns how many bytes were accepted.
 pub fn send_guest(fd: BorrowedFd, memory: &GuestMemory, from: &[Segment]) -> io::Result<usize> {
     let (mut pieces, count) = pieces(memory, from, Permissions::Read)?;
     send_pieces(fd, &mut pieces[..count])
 }
 
-/// Writes two slices to a socket as one; returns how much was taken.
+/// Writes two slices to a socket as one. Returns how many bytes were accepted.
 pub fn send(fd: BorrowedFd, first: &[u8], second: &[u8]) -> io::Result<usize> {
     let piece = |bytes: &[u8]| libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
@@ -52,14 +53,14 @@ pub fn send(fd: BorrowedFd, first: &[u8], second: &[u8]) -> io::Result<usize> {
     send_pieces(fd, &mut [piece(first), piece(second)])
 }
 
-/// Copies what a socket holds without taking it; zero is the end of the stream.
+/// Copies the bytes that a socket holds without consuming them; zero is the end of the stream.
 pub fn peek(fd: BorrowedFd, buf: &mut [u8]) -> io::Result<usize> {
     let flags = libc::MSG_PEEK | libc::MSG_DONTWAIT;
     // SAFETY: the buffer is valid for writes of its length for the whole call.
     check(unsafe { libc::recv(fd.as_raw_fd(), buf.as_mut_ptr().cast(), buf.len(), flags) })
 }
 
-/// Connects to a Unix socket, or says at once why not; a full backlog is `WouldBlock`.
+/// Connects to a Unix socket without blocking; a full backlog is `WouldBlock`.
 pub fn connect(path: &Path) -> io::Result<UnixStream> {
     let kind = libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no memory is involved.
@@ -67,13 +68,13 @@ pub fn connect(path: &Path) -> io::Result<UnixStream> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the descriptor was just made and nobody else owns it.
+    // SAFETY: the descriptor was just created and has no other owner.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     // SAFETY: all zeros is a valid address of no family.
     let mut address: libc::sockaddr_un = unsafe { mem::zeroed() };
     address.sun_family = libc::AF_UNIX as libc::sa_family_t;
     let bytes = path.as_os_str().as_bytes();
-    // The last byte stays zero, as the kernel wants.
+    // The last byte stays zero, as the kernel requires.
     if bytes.len() >= address.sun_path.len() || bytes.contains(&0) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
@@ -92,8 +93,8 @@ pub fn connect(path: &Path) -> io::Result<UnixStream> {
 fn send_pieces(fd: BorrowedFd, pieces: &mut [libc::iovec]) -> io::Result<usize> {
     let message = message(pieces);
     let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
-    // SAFETY: every piece is valid for reads: a slice borrowed by the caller, or guest memory that stays
-    // mapped while the caller borrows it; the kernel only reads.
+    // SAFETY: every piece is valid for reads: a slice borrowed by the caller, or guest memory that
+    // stays mapped while the caller borrows it; the kernel only reads.
     check(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) })
 }
 
@@ -129,7 +130,7 @@ fn pieces(
     Ok((pieces, count))
 }
 
-/// Tells whoever tracks guest memory which bytes the kernel wrote.
+/// Marks the bytes that the kernel wrote in the dirty bitmap of guest memory.
 fn mark_dirty(memory: &GuestMemory, segments: &[Segment], mut len: usize) {
     for segment in segments {
         let part = len.min(segment.len as usize);

@@ -16,12 +16,12 @@ use super::host::{Host, Stream};
 use crate::GuestMemory;
 use crate::virtio::chain::{self, Segment};
 
-/// The far end of a host socket, and what the device did at the near one.
+/// The peer's end of a host socket, and what the device did at its own end.
 #[derive(Debug, Default)]
 struct Pipe {
     to_device: VecDeque<u8>,
     written: u64,
-    /// Bytes from the device that are not part of the answer to a client.
+    /// Bytes from the device without the answer to a client.
     heard: u64,
     answer_pending: bool,
     room: usize,
@@ -31,7 +31,7 @@ struct Pipe {
     watched_for_room: bool,
 }
 
-/// A host socket that does what the script says.
+/// A host socket that follows a script.
 #[derive(Clone, Debug)]
 pub struct ScriptedStream(Arc<Mutex<Pipe>>);
 
@@ -112,7 +112,7 @@ impl Stream for ScriptedStream {
     fn shutdown(&mut self, _how: Shutdown) {}
 }
 
-/// Clients that wait, ports that are served, and every stream there ever was.
+/// Waiting clients, served ports, and every stream that ever existed.
 #[derive(Debug, Default)]
 pub struct ScriptedHost {
     waiting: VecDeque<ScriptedStream>,
@@ -126,7 +126,7 @@ impl ScriptedHost {
         self.served.insert(port);
     }
 
-    /// A client that connects and writes `line`.
+    /// Adds a client that connects and writes `line`.
     pub fn client(&mut self, line: &[u8]) -> ScriptedStream {
         let to_device = line.iter().copied().collect();
         let pipe = Pipe { to_device, answer_pending: true, room: 100, ..Pipe::default() };
@@ -157,7 +157,7 @@ impl Host for ScriptedHost {
     }
 }
 
-/// The right byte at a place in a stream.
+/// Returns the expected byte at a position of a stream.
 fn pattern(at: u64) -> u8 {
     (at ^ (at >> 8)) as u8
 }

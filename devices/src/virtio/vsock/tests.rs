@@ -1,4 +1,5 @@
-//! The device as guests and host clients see it: a mock driver on one side, real Unix sockets on the other.
+//! The device as guests and host clients see it: a mock driver on one side, real Unix sockets on
+//! the other.
 //!
 //! `guest.rs` is the fixture; the cases of the bad-input catalogue carry their numbers.
 
@@ -21,7 +22,7 @@ use crate::virtio::registry::DeviceState;
 use crate::virtio::testing::Buffer::{Readable, Writable};
 use crate::virtio::testing::MockDriver;
 
-/// A device whose work is to refuse: a request for a port that nobody serves, and a reset in return.
+/// A device that refuses: it answers a request for an unserved port with a reset.
 struct Unserved(TempDir);
 
 impl conformance::Specimen for Unserved {
@@ -33,7 +34,7 @@ impl conformance::Specimen for Unserved {
     }
 
     fn restored(&self, state: &DeviceState) -> Vsock {
-        let DeviceState::VsockV2(state) = state else { panic!("not a vsock state") };
+        let DeviceState::Vsock(state) = state else { panic!("not a vsock state") };
         self.fresh().restore(state).unwrap()
     }
 
@@ -52,7 +53,7 @@ impl conformance::Specimen for Unserved {
         driver.run();
         assert_eq!(driver.used(TX).unwrap().len, 0);
         let used = driver.used(RX).or_else(|| {
-            // A restored device first wants to see that its driver dropped everything.
+            // A restored device first waits until its driver has dropped everything.
             (0..2).for_each(|_| {
                 driver.send(EVENT, &[Writable(4)]);
                 driver.run();

@@ -1,7 +1,7 @@
-//! The bytes of a vsock packet header and of an event, as virtio 1.2 section 5.10.6 lays them out.
+//! The bytes of a vsock packet header and of an event (virtio 1.2 section 5.10.6).
 //!
-//! Pure: no memory, no sockets. Decoding never fails, for every 44 bytes are a header; what a header
-//! may say is judged where the connection is known.
+//! The code is pure: no memory, no sockets. Decoding never fails, because any 44 bytes are a
+//! header; its values are checked where the connection is known.
 
 /// The length of a packet header.
 pub const HEADER_LEN: usize = 44;
@@ -20,7 +20,7 @@ pub const SHUTDOWN_BOTH: u32 = SHUTDOWN_RECEIVE | SHUTDOWN_SEND;
 /// The event that makes a driver drop its connections and read its address again.
 pub const EVENT_TRANSPORT_RESET: [u8; 4] = 0u32.to_le_bytes();
 
-/// What a packet asks for.
+/// The operation of a packet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Op {
@@ -34,7 +34,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// The operation of that number, if there is one.
+    /// Returns the operation of that number, if there is one.
     pub fn from_raw(raw: u16) -> Option<Self> {
         Some(match raw {
             1 => Self::Request,
@@ -49,7 +49,7 @@ impl Op {
     }
 }
 
-/// A packet header; `kind` and `op` are kept as numbers because the guest may invent some.
+/// A packet header. `kind` and `op` are numbers because the guest may send unknown ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Header {
     pub src_cid: u64,

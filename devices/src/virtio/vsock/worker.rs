@@ -1,142 +1,76 @@
-//! Runs the vsock queues: moves packets between rings and multiplexer, and wakes up for nothing else.
+//! Runs the vsock queues: moves packets between rings and multiplexer.
 //!
-//! Every descriptor is watched edge-triggered. What an edge said is kept as a flag until it can be
-//! acted upon, so a host socket with data for a guest without buffers, or a hang-up nobody can be told
-//! of, costs one wake-up and no spinning; and what arrives while the device is quiet is not lost.
+//! Every file descriptor is watched edge-triggered, and each edge is kept as a flag until it is
+//! acted upon. A host socket with data for a guest without buffers, or a hang-up that cannot be
+//! reported yet, therefore costs one wake-up and no spinning, and events that arrive while the
+//! device is quiesced are not lost.
 
-use std::os::fd::AsRawFd;
+use std::os::fd::RawFd;
 use std::time::Instant;
 
-use event_manager::{EventOps, Events, MutEventSubscriber};
+use event_manager::{EventOps, Events};
 use vmm_sys_util::epoll::EventSet;
 
 use super::device::{SocketFile, Vsock};
 use super::host::UnixHost;
 use super::mux::{Limits, MAX_BURST, MIN_BUFFER, Mux, Readiness};
 use super::resync::Resync;
-use super::state::VsockStateV2;
-use crate::GuestMemory;
+use super::state::VsockStateV1;
 use crate::virtio::chain::{self, Chain, Segment};
 use crate::virtio::registry::DeviceState;
-use crate::virtio::{Activation, Interrupt, QueueFault, Stopped, VirtQueue, Worker};
+use crate::virtio::worker::{Budget, Drained, Event, Fault, Served};
+use crate::virtio::{QueueFault, Rings, VirtQueue, VirtioDevice, Worker};
 
 const RX: usize = 0;
 const TX: usize = 1;
 const EVENT: usize = 2;
 
-// What an event is about. Below these are slots of the multiplexer.
-const TOKEN_RX: u32 = u32::MAX - 6;
-const TOKEN_TX: u32 = u32::MAX - 5;
-const TOKEN_EVENT: u32 = u32::MAX - 4;
-const TOKEN_CLIENTS: u32 = u32::MAX - 3;
-
-// What one turn may do before the other devices of the thread get theirs.
-const TURN_PACKETS: usize = 256;
-const TURN_BYTES: u64 = 1 << 20;
+/// The limits of one turn in each direction.
+const TURN: Budget = Budget { chains: 256, bytes: 1 << 20 };
 
 /// A vsock device in use.
 pub struct VsockWorker {
-    memory: GuestMemory,
-    queues: Vec<VirtQueue>,
-    interrupt: Interrupt,
     mux: Mux<UnixHost>,
     resync: Resync,
     socket_file: Option<SocketFile>,
     limits: Limits,
-    /// When packets have waited long enough for room for their answers.
+    /// The time of the current turn.
+    now: Instant,
+    /// When the device stops waiting for the guest to take resets.
     stuck_until: Option<Instant>,
     tx_kicked: bool,
-    /// When the device went quiet, while it is.
+    /// The time at which the device was quiesced, or None while it runs.
     quiet_since: Option<Instant>,
-    failed: bool,
-    // Reused from turn to turn.
+    // Reused between turns.
     chains: Vec<Chain>,
     filled: Vec<u32>,
 }
 
 impl VsockWorker {
-    pub(super) fn new(device: Vsock, activation: Activation) -> Self {
-        let Activation { memory, queues, interrupt, .. } = activation;
-        let failed = queues.len() != 3;
+    pub(super) fn new(device: Vsock) -> Self {
         let mut mux = Mux::new(device.guest_cid, device.host, device.next_host_port, device.limits);
         mux.owe(device.owed_resets);
-        // Clients may have come before the driver did.
+        // Clients may have connected before the driver was ready.
         mux.note_clients();
         Self {
-            memory,
-            queues,
-            interrupt,
             mux,
             resync: if device.out_of_date { Resync::owed() } else { Resync::Done },
             socket_file: device.socket_file,
             limits: device.limits,
+            now: Instant::now(),
             stuck_until: None,
             tx_kicked: true,
             quiet_since: None,
-            failed,
             chains: Vec::with_capacity(MAX_BURST),
             filled: Vec::with_capacity(MAX_BURST),
         }
     }
 
-    fn turn(&mut self, now: Instant) -> Result<(), QueueFault> {
-        let mut more = self.mux.serve_host(now);
-        self.watch_for_stall(now);
-        self.resync.advance(now, &mut self.queues[EVENT], &self.memory)?;
-        more |= self.serve_tx(now)?;
-        if self.resync.allows_rx() {
-            more |= self.serve_rx(now)?;
-            // Room for resets came back, and with it the packets that waited for it.
-            more |= self.tx_kicked && self.mux.can_take_packet();
-        }
-        let mut interrupt = false;
-        for queue in &mut self.queues {
-            interrupt |= queue.wants_interrupt()?;
-        }
-        if interrupt {
-            self.interrupt.used_buffers();
-        }
-        if more {
-            self.wake();
-        }
-        Ok(())
-    }
-
-    fn note(&mut self, events: Events) {
-        match events.data() {
-            TOKEN_TX => self.tx_kicked = true,
-            TOKEN_CLIENTS => self.mux.note_clients(),
-            // Buffers, events and deadlines are looked at in every turn that needs them.
-            TOKEN_RX | TOKEN_EVENT => {}
-            slot => {
-                let set = events.event_set();
-                let readiness = Readiness {
-                    read: set.contains(EventSet::IN),
-                    ended: set.contains(EventSet::READ_HANG_UP),
-                    hung_up: set.intersects(EventSet::HANG_UP | EventSet::ERROR),
-                };
-                self.mux.note_ready(slot as usize, readiness);
-            }
-        }
-    }
-
-    /// Brings the event loop up to date with which streams there are.
-    fn watch(&mut self, ops: &mut EventOps) {
-        for stream in self.mux.take_retired() {
-            // It was added, so it can be removed; and it must be, before the number is used again.
-            let _ = ops.remove(Events::empty(&stream));
-        }
-        self.mux.rewatch(|slot, stream, known, writable| {
-            let mut set = EventSet::IN | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
-            set.set(EventSet::OUT, writable);
-            let events = Events::with_data(stream, slot as u32, set);
-            if known { ops.modify(events) } else { ops.add(events) }
-        });
-    }
-
-    /// Packets wait because the guest does not take the resets it is owed. A guest that also waits for us
-    /// would wait for ever, so after a while all sides start anew.
-    fn watch_for_stall(&mut self, now: Instant) {
+    /// Handles a guest that does not take the resets it is owed, so that its packets wait. If the
+    /// guest also waits for the device, neither would continue, so after a while all connections
+    /// are dropped.
+    fn watch_for_stall(&mut self) {
+        let now = self.now;
         if self.mux.can_take_packet() {
             self.stuck_until = None;
         } else if *self.stuck_until.get_or_insert(now + self.limits.half_open) <= now {
@@ -146,49 +80,16 @@ impl VsockWorker {
         }
     }
 
-    /// Takes packets from the guest; true if some are left although nothing hinders.
-    fn serve_tx(&mut self, now: Instant) -> Result<bool, QueueFault> {
-        if !self.tx_kicked {
-            return Ok(false);
-        }
-        let queue = &mut self.queues[TX];
-        queue.disable_kicks()?;
+    /// Delivers packets to the guest. Returns true if there are more and the guest has buffers.
+    fn serve_rx(&mut self, rings: &mut Rings) -> Result<bool, Fault> {
+        let queue = rings.queues.get_mut(RX).ok_or(QueueFault::NotReady)?;
         let mut bytes = 0;
-        for _ in 0..TURN_PACKETS {
-            if !self.mux.can_take_packet() {
-                // Goes on when the guest has taken some of what it is owed; until then kicks stay off.
-                return Ok(false);
-            }
-            if bytes >= TURN_BYTES {
-                return Ok(true);
-            }
-            let Some(chain) = queue.pop()? else {
-                if queue.enable_kicks()? {
-                    queue.disable_kicks()?;
-                    continue;
-                }
-                self.tx_kicked = false;
-                return Ok(false);
-            };
-            bytes += chain::total_len(chain.readable());
-            if !self.mux.take_packet(now, &self.memory, chain.readable()) {
-                queue.counters().add_refused();
-            }
-            queue.push(chain.head(), 0)?;
-        }
-        Ok(true)
-    }
-
-    /// Gives the guest what is for it; true if there is more although it has buffers.
-    fn serve_rx(&mut self, now: Instant) -> Result<bool, QueueFault> {
-        let queue = &mut self.queues[RX];
-        let mut bytes = 0;
-        for _ in 0..TURN_PACKETS {
+        for _ in 0..TURN.chains {
             let wanted = self.mux.buffers_wanted();
             if wanted == 0 {
                 return Ok(false);
             }
-            if bytes >= TURN_BYTES {
+            if bytes >= TURN.bytes {
                 return Ok(true);
             }
             if !collect(queue, &mut self.chains, wanted)? {
@@ -199,7 +100,7 @@ impl VsockWorker {
                 return Ok(false);
             }
             let buffers: Vec<&[Segment]> = self.chains.iter().map(Chain::writable).collect();
-            self.mux.fill(now, &self.memory, &buffers, &mut self.filled);
+            self.mux.fill(self.now, &rings.memory, &buffers, &mut self.filled);
             for (chain, len) in self.chains.iter().zip(&self.filled) {
                 bytes += u64::from(*len);
                 queue.push(chain.head(), *len)?;
@@ -211,7 +112,7 @@ impl VsockWorker {
     }
 }
 
-/// Pops up to `wanted` usable buffers; false if the guest offers none.
+/// Pops up to `wanted` usable buffers. Returns false if the guest offers none.
 fn collect(
     queue: &mut VirtQueue,
     chains: &mut Vec<Chain>,
@@ -226,7 +127,8 @@ fn collect(
             queue.push(chain.head(), 0)?;
             return Ok(true);
         } else {
-            // Only the last one popped can go back to the ring, so this one waits until it comes first.
+            // Only the last popped chain can be given back to the ring, so this one waits until it
+            // comes first.
             queue.undo_pop(chain);
             break;
         }
@@ -234,7 +136,7 @@ fn collect(
     Ok(true)
 }
 
-/// Returns all but the first `used` chains to the ring, last one first.
+/// Gives all but the first `used` chains back to the ring, in reverse order.
 fn put_back(queue: &mut VirtQueue, chains: &mut Vec<Chain>, used: usize) {
     for chain in chains.drain(used..).rev() {
         queue.undo_pop(chain);
@@ -242,61 +144,108 @@ fn put_back(queue: &mut VirtQueue, chains: &mut Vec<Chain>, used: usize) {
     chains.clear();
 }
 
-impl MutEventSubscriber for VsockWorker {
-    fn init(&mut self, ops: &mut EventOps) {
-        let edge = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        let mut fds = vec![(self.mux.host().listener_fd(), TOKEN_CLIENTS)];
-        let kicks = self.queues.iter().map(|queue| queue.kick().as_raw_fd());
-        fds.extend(kicks.zip([TOKEN_RX, TOKEN_TX, TOKEN_EVENT]));
-        for (fd, token) in fds {
-            if let Err(error) = ops.add(Events::with_data_raw(fd, token, edge)) {
-                self.failed = true;
-                self.interrupt.needs_reset();
-                log::error!("vsock: cannot watch its descriptors: {error}");
-                return;
-            }
-        }
-    }
-
-    fn process(&mut self, events: Events, ops: &mut EventOps) {
-        self.note(events);
-        if self.quiet_since.is_some() {
-            return;
-        }
-        if self.failed {
-            self.mux.turn_clients_away();
-            return;
-        }
-        let now = Instant::now();
-        if let Err(fault) = self.turn(now) {
-            self.failed = true;
-            self.mux.clear();
-            if self.interrupt.needs_reset() {
-                log::warn!("vsock: {fault}");
-            }
-        }
-        self.watch(ops);
-    }
-}
-
 impl Worker for VsockWorker {
-    fn quiesce(&mut self) {
-        // No chain is held between two turns, so there is nothing to wait for.
+    fn name(&self) -> String {
+        "vsock".to_owned()
+    }
+
+    fn backend_fd(&self) -> Option<RawFd> {
+        Some(self.mux.host().listener_fd())
+    }
+
+    fn note(&mut self, event: Event) {
+        match event {
+            Event::Kick(TX) => self.tx_kicked = true,
+            // Buffers, events and deadlines are checked in every turn that needs them.
+            Event::Kick(_) => {}
+            Event::Backend => self.mux.note_clients(),
+            Event::Own { token: slot, set } => {
+                let readiness = Readiness {
+                    read: set.contains(EventSet::IN),
+                    ended: set.contains(EventSet::READ_HANG_UP),
+                    hung_up: set.intersects(EventSet::HANG_UP | EventSet::ERROR),
+                };
+                self.mux.note_ready(slot as usize, readiness);
+            }
+        }
+    }
+
+    fn turn(&mut self, rings: &mut Rings, _event: Event) -> Result<(), Fault> {
+        self.now = Instant::now();
+        let mut more = self.mux.serve_host(self.now);
+        self.watch_for_stall();
+        self.resync.advance(self.now, rings.queue(EVENT)?)?;
+        let mut tx_kicked_again = false;
+        if self.tx_kicked {
+            let drained = rings.serve_queue(TX, TURN, self)?;
+            self.tx_kicked = drained != Drained::Empty;
+            tx_kicked_again = drained == Drained::More;
+        }
+        if self.resync.allows_rx() {
+            more |= self.serve_rx(rings)?;
+            // There is room for resets again, so packets that waited for it can be taken.
+            more |= self.tx_kicked && self.mux.can_take_packet();
+        }
+        if more && !tx_kicked_again {
+            self.wake(rings);
+        }
+        Ok(())
+    }
+
+    fn watch(&mut self, ops: &mut EventOps) {
+        for stream in self.mux.take_retired() {
+            // It was added, so it can be removed, and must be before the descriptor number is
+            // reused.
+            let _ = ops.remove(Events::empty(&stream));
+        }
+        self.mux.rewatch(|slot, stream, known, writable| {
+            let mut set = EventSet::IN | EventSet::READ_HANG_UP | EventSet::EDGE_TRIGGERED;
+            set.set(EventSet::OUT, writable);
+            let events = Events::with_data(stream, slot as u32, set);
+            if known { ops.modify(events) } else { ops.add(events) }
+        });
+    }
+
+    /// Packets wait while the guest does not take its resets, and kicks stay disabled.
+    fn is_ready(&mut self, _index: usize, _queue: &mut VirtQueue) -> Result<bool, Fault> {
+        Ok(self.mux.can_take_packet())
+    }
+
+    fn serve_chain(
+        &mut self,
+        _index: usize,
+        queue: &mut VirtQueue,
+        chain: Chain,
+    ) -> Result<Served, Fault> {
+        if !self.mux.take_packet(self.now, queue.memory(), chain.readable()) {
+            queue.counters().add_refused();
+        }
+        queue.push(chain.head(), 0)?;
+        Ok(Served::Done { bytes: chain::total_len(chain.readable()) })
+    }
+
+    fn abandon(&mut self) {
+        self.mux.clear();
+        self.mux.turn_clients_away();
+    }
+
+    fn quiesce(&mut self, _rings: &mut Rings) {
+        // No chain is held between two turns.
         self.quiet_since.get_or_insert_with(Instant::now);
     }
 
-    fn resume(&mut self) {
+    fn resume(&mut self, rings: &Rings) {
         let Some(since) = self.quiet_since.take() else { return };
         let pause = since.elapsed();
         self.mux.postpone(pause);
         self.resync.postpone(pause);
         self.stuck_until = self.stuck_until.map(|until| until + pause);
         self.tx_kicked = true;
-        self.wake();
+        self.wake(rings);
     }
 
     fn save(&self) -> DeviceState {
-        DeviceState::VsockV2(VsockStateV2 {
+        DeviceState::Vsock(VsockStateV1 {
             guest_cid: self.mux.guest_cid(),
             next_host_port: self.mux.next_host_port(),
             owed_resets: self.mux.owed_after_restore(),
@@ -304,37 +253,29 @@ impl Worker for VsockWorker {
         })
     }
 
-    fn stop(self: Box<Self>) -> Stopped {
-        let Self { queues, mux, socket_file, limits, .. } = *self;
+    fn stop(self: Box<Self>) -> Box<dyn VirtioDevice> {
+        let Self { mux, socket_file, limits, .. } = *self;
         let guest_cid = mux.guest_cid();
         let (host, next_host_port) = mux.into_parts();
-        let device = Box::new(Vsock {
+        Box::new(Vsock {
             guest_cid,
             host,
             socket_file,
             next_host_port,
-            // The next driver starts without a past.
+            // The next driver starts without old connections.
             owed_resets: Vec::new(),
             out_of_date: false,
             limits,
-        });
-        Stopped { device, queues }
-    }
-
-    fn queues(&self) -> &[VirtQueue] {
-        &self.queues
+        })
     }
 
     fn take_wake(&mut self) -> Option<Instant> {
-        if self.quiet_since.is_some() || self.failed {
-            return None;
-        }
         let deadlines = [self.mux.next_deadline(), self.resync.deadline(), self.stuck_until];
         deadlines.into_iter().flatten().min()
     }
 
-    /// By the one queue whose kicks say nothing but that.
-    fn wake(&mut self) {
-        self.queues.iter().take(RX + 1).for_each(VirtQueue::kick_again);
+    /// Kicks the receive queue, whose kicks cause a turn and have no other effect.
+    fn wake(&self, rings: &Rings) {
+        rings.queues.iter().take(RX + 1).for_each(VirtQueue::kick_again);
     }
 }

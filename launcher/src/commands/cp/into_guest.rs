@@ -1,4 +1,4 @@
-//! Copying a file from the host into a guest, and where a file or folder goes there.
+//! Copies a file from the host into a guest, and decides where a file or folder goes there.
 
 use std::fs::{self, File, Metadata};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -9,13 +9,13 @@ use pvmm::agent::{FileKind, Owner, SparseError, WriteOptions};
 use super::{Copy, destination, ends_with_slash, in_guest, on_host, tree};
 use crate::exit::Failure;
 
-/// Refuses a source that is not there before anyone is asked.
+/// Refuses a missing source before the guest is contacted.
 pub fn check(source: &Path) -> Result<(), Failure> {
     fs::metadata(source).map(drop).map_err(on_host("read", source))
 }
 
 pub fn copy(copy: &mut Copy, source: &Path, target: &Path) -> Result<(), Failure> {
-    // A link that was named is followed; links inside a folder are kept as they are.
+    // A symbolic link given as the source is followed; links inside a folder are copied as links.
     let metadata = fs::metadata(source).map_err(on_host("read", source))?;
     let there = match copy.agent.stat(target, true) {
         Ok(there) => Some(there.kind),
@@ -32,13 +32,13 @@ pub fn copy(copy: &mut Copy, source: &Path, target: &Path) -> Result<(), Failure
             format!("{} in the VM is a file, {} a folder", to.display(), source.display());
         return Err(Failure::usage(message));
     }
-    match metadata.is_dir() {
-        true => tree::into_guest(copy, source, &to),
-        false if metadata.is_file() => file(copy, source, &to, &metadata),
-        false => {
-            let message = format!("{} is neither a file nor a folder", source.display());
-            Err(Failure::usage(message))
-        }
+    if metadata.is_dir() {
+        tree::into_guest(copy, source, &to)
+    } else if metadata.is_file() {
+        file(copy, source, &to, &metadata)
+    } else {
+        let message = format!("{} is neither a file nor a folder", source.display());
+        Err(Failure::usage(message))
     }
 }
 

@@ -1,7 +1,7 @@
-//! `pvmm cp`: files and folders into and out of a VM, as `cp -r` would copy them.
+//! `pvmm cp`: copies files and folders into and out of a VM, as `cp -r` would.
 //!
-//! Where a copy goes is decided here, for both directions alike. A file travels by itself, a folder as a tar
-//! archive (`tree.rs`), so that a thousand files do not wait for a thousand answers.
+//! The destination is decided here for both directions. A file is sent by itself, a folder as one
+//! tar archive (`tree.rs`), so that a thousand files do not wait for a thousand answers.
 
 mod into_guest;
 mod out_of_guest;
@@ -14,9 +14,9 @@ use std::path::{Path, PathBuf};
 use pvmm::agent::{Agent, AgentError};
 
 use crate::args::Place;
-use crate::attach;
 use crate::cli::Cp;
 use crate::exit::{self, Failure, Outcome};
+use crate::guest_agent;
 use crate::output;
 use crate::progress::Transfer;
 use crate::sys::signals::{FORWARDED, Signals};
@@ -46,12 +46,13 @@ pub fn cp(args: Cp, quiet: bool) -> Outcome {
     Ok(0)
 }
 
-/// A guest path without a slash at its start begins at the root, since a VM has no other place to be in.
+/// Makes a guest path absolute: a relative one starts at the root, as a VM has no current
+/// directory.
 fn from_root(path: PathBuf) -> PathBuf {
     Path::new("/").join(path)
 }
 
-/// How much a guest may send; what it says of itself does not count.
+/// Limits on what a guest may send; the sizes that the guest reports are not trusted.
 #[derive(Clone, Copy)]
 struct Caps {
     bytes: u64,
@@ -59,7 +60,7 @@ struct Caps {
 }
 
 impl Caps {
-    /// For what the user of this host sends.
+    /// No limits, for data that the user sends into a guest.
     const NONE: Self = Self { bytes: u64::MAX, files: u64::MAX };
 
     fn too_large(self, path: &Path) -> Failure {
@@ -75,11 +76,11 @@ impl Caps {
     }
 }
 
-/// What both directions need.
+/// The connection and settings that both directions need.
 struct Copy {
     agent: Agent,
     caps: Caps,
-    /// Files keep their owners, by number.
+    /// Files keep their numeric owners.
     owners: bool,
     signals: Signals,
     transfer: Transfer,
@@ -90,29 +91,28 @@ impl Copy {
         let vm = Base::open()?.find(vm)?;
         vm.require_running()?;
         let signals = Signals::hold(&FORWARDED)?;
-        let agent = attach::connect(&vm.dir, attach::PATIENCE).map_err(attach::refuse_agent)?;
+        let agent =
+            guest_agent::connect(&vm.dir, guest_agent::PATIENCE).map_err(guest_agent::refuse)?;
         Ok(Self { agent, caps, owners, signals, transfer: Transfer::new(quiet) })
     }
 
     fn stop_if_interrupted(&self) -> Result<(), Failure> {
-        match self.signals.is_pending() {
-            true => Err(Failure::silent(exit::by_signal(self.signals.next()?))),
-            false => Ok(()),
+        if self.signals.is_pending() {
+            Err(Failure::silent(exit::by_signal(self.signals.next()?)))
+        } else {
+            Ok(())
         }
     }
 }
 
-/// What the copy of `source` is called, and whether only its contents are meant (`dir/.`).
+/// Returns the name of the copy; `None` if only the contents of `source` are meant (`dir/.`).
 fn name_of(source: &Path) -> Option<OsString> {
     let text = source.as_os_str().as_encoded_bytes();
     let contents = text == b"." || text.ends_with(b"/.") || text.ends_with(b"/..") || text == b"..";
-    match contents {
-        true => None,
-        false => source.file_name().map(OsStr::to_owned),
-    }
+    if contents { None } else { source.file_name().map(OsStr::to_owned) }
 }
 
-/// Where the copy goes: into a directory that is there, or to the very path.
+/// Returns where the copy goes: into an existing directory, or to `target` itself.
 fn destination(source: &Path, target: &Path, target_is_directory: bool) -> PathBuf {
     match (target_is_directory, name_of(source)) {
         (true, Some(name)) => target.join(name),
@@ -135,13 +135,13 @@ fn on_host(act: &str, path: &Path) -> impl Fn(io::Error) -> Failure {
     }
 }
 
-/// The failure of a request about `path` in the guest; a kernel's refusal there is about the user's input.
+/// Maps the error of a request about `path` in the guest; an errno from there is a usage error.
 fn in_guest(act: &str, path: &Path) -> impl Fn(AgentError) -> Failure {
     let what = format!("cannot {act} {} in the VM", path.display());
     move |error| match error.errno() {
         Some(errno) => Failure::usage(format!("{what}: {}", exit::errno_text(errno))),
         None => {
-            let failure = attach::refuse_agent(error);
+            let failure = guest_agent::refuse(error);
             Failure { message: format!("{what}: {}", failure.message), ..failure }
         }
     }

@@ -1,7 +1,8 @@
-//! Copying a file from a guest to the host, and where a file or folder goes here.
+//! Copies a file from a guest to the host, and decides where a file or folder goes here.
 //!
-//! Everything here is the guest's choice. So a link in the file's place is replaced and not followed, a file
-//! appears under its name only when it is whole, and no set-id bit arrives.
+//! The guest controls everything that arrives. So a symbolic link at the destination is replaced
+//! and not followed, a file appears under its name only when it is complete, and set-id bits are
+//! dropped.
 
 use std::fs::{self, File, OpenOptions, Permissions};
 use std::io;
@@ -15,7 +16,7 @@ use crate::exit::Failure;
 use crate::sys::process;
 
 pub fn copy(copy: &mut Copy, source: &Path, target: &Path) -> Result<(), Failure> {
-    // A link that was named is followed; links inside a folder are kept as they are.
+    // A symbolic link given as the source is followed; links inside a folder are copied as links.
     let metadata = copy.agent.stat(source, true).map_err(in_guest("read", source))?;
     let there = match fs::metadata(target) {
         Ok(there) => Some(there),
@@ -60,7 +61,7 @@ fn file(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<
         if count == 0 {
             break;
         }
-        // Holes come for nothing, and are not counted.
+        // Holes take no data and are not counted.
         if reader.received() > copy.caps.bytes {
             return Err(copy.caps.too_large(from));
         }
@@ -75,14 +76,14 @@ fn file(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<
     temporary.become_file(to)
 }
 
-/// A name beside `path` that nobody has.
+/// Returns a random name in the folder of `path`.
 fn temporary_name(path: &Path) -> Result<PathBuf, Failure> {
     let random: [u8; 8] = process::random()?;
     let name = format!(".pvmm-{:016x}", u64::from_ne_bytes(random));
     Ok(path.with_file_name(name))
 }
 
-/// A file that is removed again unless it is complete.
+/// A file that is removed on drop, unless it is complete.
 struct Temporary {
     path: PathBuf,
     file: File,
@@ -97,7 +98,7 @@ impl Temporary {
         Ok(Self { path: temporary, file })
     }
 
-    /// Takes the place of whatever had the name; a link there is replaced, not followed.
+    /// Renames the file to `path`; a symbolic link there is replaced, not followed.
     fn become_file(self, path: &Path) -> Result<(), Failure> {
         fs::rename(&self.path, path).map_err(on_host("write", path))
     }
@@ -105,7 +106,7 @@ impl Temporary {
 
 impl Drop for Temporary {
     fn drop(&mut self) {
-        // After a rename there is nothing of that name.
+        // After a rename there is no file of that name.
         let _ = fs::remove_file(&self.path);
     }
 }

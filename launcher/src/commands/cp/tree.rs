@@ -1,7 +1,7 @@
-//! Copying a whole folder, as one tar archive that is packed at one end and unpacked at the other.
+//! Copies a whole folder, as one tar archive that is packed at one end and unpacked at the other.
 //!
-//! What comes out of a guest is the guest's choice: names, kinds, modes, links. The library unpacks it into
-//! the target and nowhere else; no set-id bit arrives.
+//! The guest controls an archive that comes from it: names, kinds, modes, links. The library
+//! unpacks only into the target folder, and drops set-id bits.
 
 use std::io::{self, BufWriter, Read, Write};
 use std::path::Path;
@@ -12,7 +12,7 @@ use pvmm::agent::trees::{self, ArchiveError, Unpack};
 use super::{Copy, in_guest, on_host};
 use crate::exit::Failure;
 
-/// What is given to the connection at once.
+/// The buffer size of writes to the connection.
 const CHUNK: usize = 64 << 10;
 
 pub fn into_guest(copy: &mut Copy, from: &Path, to: &Path) -> Result<(), Failure> {
@@ -37,7 +37,7 @@ pub fn out_of_guest(copy: &mut Copy, from: &Path, to: &Path) -> Result<(), Failu
         Some(libc::E2BIG) => copy.caps.too_many(from),
         _ => refuse(copy, from, error),
     })?;
-    // To its very end, where the guest says that this was all.
+    // Read to the end, where the guest reports success or an error.
     io::copy(&mut stream, &mut io::sink()).map(drop).map_err(|source| {
         refuse(copy, from, ArchiveError { act: "read", path: to.to_owned(), source })
     })
@@ -47,7 +47,7 @@ fn remark(copy: &Copy, path: &Path) {
     copy.transfer.remark(&format!("left out {}: not a file, folder or link", path.display()));
 }
 
-/// Whose fault it was: somebody's who pressed Ctrl-C, the guest's, or this host's.
+/// Maps an error to its cause: an interrupt, a limit, the guest, or this host.
 fn refuse(copy: &Copy, in_vm: &Path, error: ArchiveError) -> Failure {
     if let Err(interrupted) = copy.stop_if_interrupted() {
         return interrupted;
@@ -63,7 +63,7 @@ fn refuse(copy: &Copy, in_vm: &Path, error: ArchiveError) -> Failure {
     }
 }
 
-/// What the agent said, about the file that it was about.
+/// Maps an error that the agent reported.
 fn told(copy: &Copy, in_vm: &Path, error: AgentError) -> Failure {
     if let Err(interrupted) = copy.stop_if_interrupted() {
         return interrupted;
@@ -76,7 +76,7 @@ fn told(copy: &Copy, in_vm: &Path, error: AgentError) -> Failure {
     }
 }
 
-/// A stream that is counted and can be interrupted.
+/// A stream that counts its bytes and can be interrupted.
 struct Watched<'a, T> {
     inner: T,
     copy: &'a Copy,
@@ -84,9 +84,10 @@ struct Watched<'a, T> {
 
 impl<T> Watched<'_, T> {
     fn check(&self) -> io::Result<()> {
-        match self.copy.signals.is_pending() {
-            true => Err(io::Error::from_raw_os_error(libc::ECANCELED)),
-            false => Ok(()),
+        if self.copy.signals.is_pending() {
+            Err(io::Error::from_raw_os_error(libc::ECANCELED))
+        } else {
+            Ok(())
         }
     }
 }

@@ -1,7 +1,7 @@
-//! The checks themselves: one function per row of the table.
+//! The checks of `pvmm doctor`: one function per row of the table.
 //!
-//! Each asks through `sys::host` or the library and turns the answer into words; none trusts that a
-//! file exists where a call can be made.
+//! Each queries the host through `sys::host` or the library; wherever possible it makes the actual
+//! system call instead of relying on the existence of a file.
 
 use std::fs;
 use std::io::{self, ErrorKind};
@@ -20,9 +20,9 @@ use crate::vm_dir::Base;
 
 const NO_CACHE: &str = "set XDG_CACHE_HOME to a directory that you can write to";
 
-/// Every check, in the order of the table: what a VM needs first, then what it can use.
+/// Runs every check, in the order of the table: requirements first, then optional features.
 pub fn all() -> Vec<Check> {
-    // The namespace check forks, so it goes before the KVM probe has had a thread.
+    // The namespace check forks, so it must run before the KVM probe starts a thread.
     let namespaces = user_namespaces();
     let cache = Cache::open();
     let cache = cache.as_ref().map(Cache::root).map_err(|error| with_causes(error));
@@ -130,7 +130,7 @@ fn memory() -> Check {
     }
 }
 
-/// A number of KiB, or of pages, in /proc/meminfo.
+/// Reads a field of /proc/meminfo, in KiB or pages.
 fn meminfo(field: &str) -> Option<u64> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'))?;
@@ -149,7 +149,7 @@ fn runtime_directory() -> Check {
     }
 }
 
-/// The nearest directory that exists: the cache may not have been made yet.
+/// Returns the nearest existing ancestor: the cache may not have been created yet.
 fn existing(path: &Path) -> PathBuf {
     path.ancestors().find(|path| path.is_dir()).unwrap_or(Path::new("/")).to_owned()
 }
@@ -197,7 +197,7 @@ fn reflink(cache: &Result<&Path, String>) -> Check {
 
 fn template_tools() -> Check {
     let needed_for = "'pvmm template build' and the first 'pvmm run'";
-    // Where an ordinary user's PATH ends short of sbin.
+    // The PATH of an ordinary user may lack the sbin folders.
     let path = std::env::var("PATH").unwrap_or_default() + ":/usr/local/sbin:/usr/sbin:/sbin";
     let runs = |tool: &str, flag: &str| {
         let mut command = Command::new(tool);

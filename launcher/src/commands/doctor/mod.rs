@@ -1,7 +1,6 @@
-//! `pvmm doctor`: what this host has and lacks, with a fix for each lack.
+//! `pvmm doctor`: reports what this host has and lacks, with a fix for each problem.
 //!
-//! The answer to "why does it not run here" is printed before anyone has to ask; it exits 1 when no VM
-//! can run, so that a script can ask too.
+//! The exit code is 1 when no VM can run, so that scripts can check a host.
 
 mod checks;
 
@@ -13,18 +12,18 @@ use crate::cli::Doctor;
 use crate::exit::Outcome;
 use crate::output;
 
-/// The exit code when no VM can run here.
+/// The exit code when no VM can run on this host.
 const CANNOT_RUN: u8 = 1;
 
-/// What is known about one thing.
+/// The result of one check.
 #[derive(Debug, Serialize)]
 struct Check {
     name: &'static str,
     status: Status,
     detail: String,
-    /// What would change a lack.
+    /// How to fix the problem.
     fix: Option<String>,
-    /// What works only with it.
+    /// The features that need it.
     needed_for: &'static str,
 }
 
@@ -32,13 +31,13 @@ struct Check {
 #[serde(rename_all = "lowercase")]
 enum Status {
     Ok,
-    /// Something works less well or not at all, but a VM runs.
+    /// A feature works less well or not at all, but a VM can run.
     Lacking,
-    /// No VM runs without it.
+    /// No VM can run without it.
     Missing,
 }
 
-/// All that was found.
+/// The results of all checks.
 #[derive(Debug, Serialize)]
 struct Report {
     can_run: bool,
@@ -49,9 +48,10 @@ pub fn doctor(args: Doctor) -> Outcome {
     let checks = checks::all();
     let can_run = checks.iter().all(|check| check.status != Status::Missing);
     let report = Report { can_run, checks };
-    match args.json {
-        true => output::json(&report)?,
-        false => print(&report)?,
+    if args.json {
+        output::json(&report)?
+    } else {
+        print(&report)?
     }
     Ok(if report.can_run { 0 } else { CANNOT_RUN })
 }
@@ -67,19 +67,20 @@ fn print(report: &Report) -> io::Result<()> {
             Status::Missing => ("MISSING", "1;31"),
         };
         let word = if colour { format!("\x1b[{sgr}m{word}\x1b[0m") } else { word.to_owned() };
-        let detail = crate::exit::one_line(&check.detail);
+        let detail = crate::output::one_line(&check.detail);
         text += &format!("{:width$}  {word}  {detail}\n", check.name);
         let indent = width + 11;
         if check.status != Status::Ok {
             text += &format!("{:indent$}needed for {}\n", "", check.needed_for);
         }
         if let Some(fix) = &check.fix {
-            text += &format!("{:indent$}fix: {}\n", "", crate::exit::one_line(fix));
+            text += &format!("{:indent$}fix: {}\n", "", crate::output::one_line(fix));
         }
     }
-    text += match report.can_run {
-        true => "\nVMs can run on this host.\n",
-        false => "\nNo VM can run on this host; see what is MISSING.\n",
+    text += if report.can_run {
+        "\nVMs can run on this host.\n"
+    } else {
+        "\nNo VM can run on this host; see what is MISSING.\n"
     };
     output::raw(text.as_bytes())
 }

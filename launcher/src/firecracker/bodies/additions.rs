@@ -1,4 +1,4 @@
-//! What pvmm adds under `/pvmm/`: drives at load, forks, commands in the guest.
+//! Request bodies of pvmm's own API under `/pvmm/`: drives at load, forks, commands in the guest.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{NetworkOverride, SnapshotLoad, VsockOverride, or_default};
 
-/// Another image behind a drive of the snapshot.
+/// Replaces the image behind a drive of the snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct DriveOverride {
@@ -15,7 +15,7 @@ pub struct DriveOverride {
     pub path_on_host: String,
 }
 
-/// `PUT /pvmm/snapshot/load`: the load of Firecracker, and drives.
+/// `PUT /pvmm/snapshot/load`: Firecracker's load request, with drive overrides.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LoadWithDrives {
@@ -24,14 +24,14 @@ pub struct LoadWithDrives {
     pub drive_overrides: Vec<DriveOverride>,
 }
 
-/// Who makes a machine that lives a second time its own before its workload goes on.
+/// Who refreshes a restored or forked VM before its workload continues.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RefreshBy {
-    /// The agent in the guest; without its answer there is no machine.
+    /// The agent in the guest; if it does not answer, the request fails.
     #[default]
     Agent,
-    /// Nobody, or the client itself.
+    /// No one, or the client itself.
     None,
 }
 
@@ -43,19 +43,19 @@ pub struct Moment {
     pub refresh: RefreshBy,
 }
 
-/// `PUT /pvmm/fork`: stand still for a moment, and wait on a socket for those who go on from there.
+/// `PUT /pvmm/fork`: freeze the VM for a moment, and serve its state to children on a socket.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fork {
     pub socket: PathBuf,
-    /// How many may come.
+    /// The most children that may connect; 1 by default.
     #[serde(default)]
     pub children: Option<u32>,
     #[serde(default, deserialize_with = "or_default")]
     pub refresh: RefreshBy,
 }
 
-/// `PUT /pvmm/fork/load`: go on from what another process froze.
+/// `PUT /pvmm/fork/load`: continue from the state that another process has frozen.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ForkLoad {
@@ -72,7 +72,7 @@ pub struct ForkLoad {
     pub drive_overrides: Vec<DriveOverride>,
 }
 
-/// `PUT /pvmm/exec`: a command through the agent, as `argv` or as a line for the shell.
+/// `PUT /pvmm/exec`: run a command through the agent, given as `argv` or as a line for the shell.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Exec {
@@ -88,7 +88,7 @@ pub struct Exec {
     pub user: Option<String>,
     #[serde(default)]
     pub stdin: Option<String>,
-    /// A minute, unless it says otherwise.
+    /// One minute by default.
     #[serde(default)]
     pub timeout_ms: Option<u64>,
 }

@@ -1,4 +1,4 @@
-//! The balloon: its size, what the guest says of its memory, and the search for free pages.
+//! The balloon device: its size, the guest's memory statistics, and free page hinting.
 
 use pvmm::BalloonStats as Told;
 use serde::{Deserialize, Serialize};

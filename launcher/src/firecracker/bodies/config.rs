@@ -1,4 +1,5 @@
-//! A whole machine in one piece: the configuration file, `GET /vm/config`, and the note of a snapshot.
+//! The configuration of a whole VM: the configuration file, `GET /vm/config`, and the note in a
+//! snapshot's state file.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +40,7 @@ pub struct Config {
     pub pmem: Vec<Value>,
     #[serde(default)]
     pub memory_hotplug: Option<Value>,
-    /// What a file says beyond that has no effect.
+    /// Unknown fields; they are ignored.
     #[serde(flatten)]
     pub unknown: BTreeMap<String, Value>,
 }

@@ -1,10 +1,10 @@
-//! Drives: what is attached before boot, and what may be changed later.
+//! Drives: configuration before boot, and updates of a running VM.
 
 use serde::{Deserialize, Serialize};
 
 use super::RateLimiter;
 
-/// Whether the guest's flushes reach the disk.
+/// Whether the guest's flush requests reach the disk.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub enum CacheType {
     #[default]
@@ -12,7 +12,7 @@ pub enum CacheType {
     Writeback,
 }
 
-/// How the file is read and written.
+/// The I/O engine that reads and writes the image.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub enum IoEngine {
     #[default]
@@ -38,7 +38,7 @@ pub struct Drive {
     pub rate_limiter: Option<RateLimiter>,
     #[serde(default)]
     pub io_engine: Option<IoEngine>,
-    /// Of a device in another process, which is not supported.
+    /// Socket of a vhost-user backend, which is not supported.
     #[serde(default)]
     pub socket: Option<String>,
 }

@@ -1,10 +1,10 @@
-//! Limits on what a device may move: two buckets of tokens, one for bytes and one for operations.
+//! Rate limits of a device: two token buckets, one for bytes and one for operations.
 
 use pvmm::RateLimiterConfig;
 use pvmm::config::BucketConfig;
 use serde::{Deserialize, Serialize};
 
-/// A bucket; one without a size or without a time to fill is no limit.
+/// A token bucket; one of size zero or with a refill time of zero is no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct TokenBucket {
@@ -42,13 +42,13 @@ impl RateLimiter {
         }
     }
 
-    /// What is limited after `change`: a bucket that it does not name stays as it is.
+    /// Returns the limits after `change`; a bucket that `change` does not name keeps its value.
     pub fn changed_by(self, change: Self) -> Self {
         Self { bandwidth: change.bandwidth.or(self.bandwidth), ops: change.ops.or(self.ops) }
     }
 }
 
-/// What a device without a limiter is held to: nothing.
+/// Returns the device configuration of an optional limiter; without one there is no limit.
 pub fn config_of(limiter: Option<RateLimiter>) -> RateLimiterConfig {
     limiter.map(RateLimiter::config).unwrap_or_default()
 }

@@ -1,4 +1,4 @@
-//! Where the process says what it does: log, metrics, the guest's serial console.
+//! Outputs of the process: log, metrics, the guest's serial console.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{TokenBucket, or_default};
 
-/// How much is logged.
+/// The log level.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Level {
     Off,
@@ -19,7 +19,7 @@ pub enum Level {
 }
 
 impl Level {
-    /// In any case of letters; `warning` is another name of `warn`.
+    /// Parses a level in any mix of upper and lower case; `warning` is an alias of `warn`.
     pub fn of(name: &str) -> Option<Self> {
         Some(match name.to_ascii_lowercase().as_str() {
             "off" => Self::Off,

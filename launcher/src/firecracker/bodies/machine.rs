@@ -1,4 +1,4 @@
-//! Processors, memory and the kernel.
+//! vCPUs, memory and the kernel.
 
 use serde::{Deserialize, Serialize};
 
@@ -15,7 +15,7 @@ pub struct BootSource {
     pub boot_args: Option<String>,
 }
 
-/// How the host should back the guest's memory: a wish that the guest cannot see.
+/// How the host backs guest memory: a hint that the guest cannot see.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub enum HugePages {
     #[default]
@@ -25,7 +25,7 @@ pub enum HugePages {
     Hugetlbfs2M,
 }
 
-/// Names of fixed sets of processor features; only the absence of one is supported.
+/// Firecracker's named CPU templates; only `None` is supported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub enum CpuTemplate {
     C3,
@@ -83,7 +83,7 @@ impl MachineUpdate {
         *self == Self::default()
     }
 
-    /// The machine after the update.
+    /// Returns `machine` with the fields of this update replaced.
     pub fn applied_to(self, machine: &MachineConfig) -> MachineConfig {
         MachineConfig {
             vcpu_count: self.vcpu_count.unwrap_or(machine.vcpu_count),

@@ -1,7 +1,8 @@
-//! The JSON of Firecracker's API, as types: what a client may say, and what it is told.
+//! The JSON types of Firecracker's API: request and response bodies.
 //!
-//! One struct for a body wherever it appears: in a request, in a configuration file, in `GET /vm/config` and
-//! in the note of a snapshot. A field that is not known is refused; one that may be left out may also be null.
+//! A body has one struct for all its uses: in a request, in a configuration file, in `GET
+//! /vm/config` and in the note of a snapshot. An unknown field is refused; an optional field may
+//! also be null.
 
 mod additions;
 mod balloon;
@@ -46,7 +47,7 @@ pub struct Action {
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize, serde::Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Vsock {
-    /// Has no meaning any more.
+    /// Deprecated and ignored.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vsock_id: Option<String>,
     pub guest_cid: u32,
@@ -61,7 +62,7 @@ pub struct Entropy {
     pub rate_limiter: Option<RateLimiter>,
 }
 
-/// A field that may be left out, or be null, and then has its default value.
+/// Deserializes an optional field; an absent or null one gets its default value.
 fn or_default<'de, D, T>(from: D) -> Result<T, D::Error>
 where
     D: Deserializer<'de>,

@@ -1,4 +1,4 @@
-//! Network cards and the metadata service that answers on them.
+//! Network devices and the metadata service (MMDS) that answers on them.
 
 use std::net::Ipv4Addr;
 
@@ -33,7 +33,7 @@ pub struct NetUpdate {
     pub tx_rate_limiter: Option<RateLimiter>,
 }
 
-/// V2 hands out tokens, and answers only who shows one.
+/// The protocol version of the metadata service; V2 answers only requests with a session token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize, Serialize)]
 pub enum MmdsVersion {
     #[default]
@@ -55,7 +55,7 @@ pub struct MmdsConfig {
 }
 
 impl MmdsConfig {
-    /// Where the service answers.
+    /// Returns the IPv4 address of the metadata service.
     pub fn address(&self) -> Ipv4Addr {
         self.ipv4_address.unwrap_or(Ipv4Addr::new(169, 254, 169, 254))
     }

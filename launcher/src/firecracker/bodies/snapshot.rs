@@ -1,4 +1,4 @@
-//! Snapshots: what is written, what is loaded, and the state of the machine between.
+//! Snapshots: creating, loading, and the run state of a VM.
 
 use std::path::PathBuf;
 
@@ -29,7 +29,7 @@ pub enum BackendType {
     Uffd,
 }
 
-/// Where the memory is: in a file, or with a process that listens on a socket.
+/// The source of guest memory: a file, or a page server that listens on a socket.
 #[derive(Clone, Debug, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemBackend {
@@ -50,7 +50,7 @@ pub struct VsockOverride {
     pub uds_path: String,
 }
 
-/// How the loaded machine's memory should be backed: a wish that the guest cannot see.
+/// How the host backs the loaded VM's memory: a hint that the guest cannot see.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 pub enum LoadHugePages {
     #[default]
@@ -87,7 +87,7 @@ pub struct SnapshotLoad {
 }
 
 impl SnapshotLoad {
-    /// The one place that the memory comes from; none or two are refused.
+    /// Returns the single source of guest memory; fails if the request names none or two.
     pub fn memory(&self) -> Result<MemBackend, &'static str> {
         match (&self.mem_backend, &self.mem_file_path) {
             (Some(_), Some(_)) => Err(

@@ -1,8 +1,8 @@
-//! The guest that the tests of fctools expect: a first process that answers HTTP on vsock port 8000 and gRPC on
-//! port 9000, and reboots on Ctrl-Alt-Del.
+//! The guest that the tests of fctools expect: a first process that answers HTTP on vsock port 8000
+//! and gRPC on port 9000, and reboots on Ctrl-Alt-Del.
 //!
-//! What the calls have to answer follows from those tests. gRPC is spoken by hand: four calls with one number
-//! each need no generated code.
+//! What the calls have to answer follows from those tests. gRPC is spoken by hand: four calls with
+//! one number each need no generated code.
 
 use std::io;
 use std::time::Duration;
@@ -18,9 +18,9 @@ const HTTP: u32 = 8000;
 const GRPC: u32 = 9000;
 
 fn main() -> io::Result<()> {
-    // A process of its own watches the keys: on a restored processor that is emulated, permission for a port ends
-    // in a fault (QEMU wants a task register that is not busy, KVM restores it busy), which must not end the guest.
-    // SAFETY: there is one thread, and no memory is passed.
+    // A process of its own watches the keys: on a restored processor that is emulated, permission
+    // for a port ends in a fault (QEMU wants a task register that is not busy, KVM restores it
+    // busy), which must not end the guest. SAFETY: there is one thread, and no memory is passed.
     if unsafe { libc::fork() } == 0 {
         ctrl_alt_del()?;
         // SAFETY: no memory is passed; nothing here has anything to lose.
@@ -39,7 +39,8 @@ async fn serve() -> io::Result<()> {
     std::future::pending().await
 }
 
-/// Waits for the last of the three keys. The kernel has no driver for a keyboard, so its controller is asked by hand.
+/// Waits for the last of the three keys. The kernel has no driver for a keyboard, so its controller
+/// is asked by hand.
 fn ctrl_alt_del() -> io::Result<()> {
     const DATA: u16 = 0x60;
     const STATUS: u16 = 0x64;

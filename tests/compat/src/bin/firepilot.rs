@@ -1,5 +1,6 @@
-//! firepilot: boots without ever saying how large the machine is, pauses, resumes. It knows neither vsock nor
-//! snapshots, so they are asked for beside it, and its machine goes on in a process that it does not know.
+//! firepilot: boots without ever saying how large the machine is, pauses, resumes. It knows neither
+//! vsock nor snapshots, so they are asked for beside it, and its machine goes on in a process that
+//! it does not know.
 
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};

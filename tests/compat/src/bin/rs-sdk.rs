@@ -1,5 +1,6 @@
-//! firecracker-rs-sdk: boots, snapshots, loads in a second process, puts another image behind the root drive of
-//! the paused machine, resumes; then once more with another tap, which it has no word for.
+//! firecracker-rs-sdk: boots, snapshots, loads in a second process, puts another image behind the
+//! root drive of the paused machine, resumes; then once more with another tap, which it has no word
+//! for.
 
 use std::path::PathBuf;
 

@@ -17,8 +17,8 @@ pub const SOURCE_PACKAGE: &str = "linux-source-6.12";
 const TOOLS: [&str; 8] =
     ["bc", "binutils", "bison", "flex", "gcc", "libelf-dev", "make", "xz-utils"];
 
-/// Three files of five that no x86 guest compiles: left in the tarball, they are neither written nor
-/// removed again. Kconfig and Makefiles stay, since every one of them is read.
+/// Three files of five that no x86 guest compiles: left in the tarball, they are neither written
+/// nor removed again. Kconfig and Makefiles stay, since every one of them is read.
 const UNUSED: [&str; 15] = [
     "Documentation/*/*",
     "arch/[a-w]*/*.[chS]",

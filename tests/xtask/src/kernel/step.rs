@@ -140,9 +140,10 @@ impl Step<'_> {
             if sys::interrupted() || Instant::now() >= until {
                 end(&mut child);
                 progress.clear();
-                return Err(match sys::interrupted() {
-                    true => StepError::Interrupted,
-                    false => StepError::Deadline { program, limit: self.limit },
+                return Err(if sys::interrupted() {
+                    StepError::Interrupted
+                } else {
+                    StepError::Deadline { program, limit: self.limit }
                 });
             }
             if self.expected > 0 {
@@ -287,8 +288,13 @@ mod tests {
         assert!(begun.elapsed() < GRACE);
         let text = fs::read_to_string(&log.0).unwrap();
         let sleeper = text.lines().last().unwrap();
-        let state = fs::read_to_string(format!("/proc/{sleeper}/stat")).unwrap_or_default();
-        assert!(state.is_empty() || state.contains(") Z "), "{state}");
+        // A process that was killed is there until it was scheduled once more.
+        let state = || fs::read_to_string(format!("/proc/{sleeper}/stat")).unwrap_or_default();
+        let is_gone = || state().is_empty() || state().contains(") Z ");
+        while !is_gone() && begun.elapsed() < 2 * GRACE {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        assert!(is_gone(), "{}", state());
     }
 
     #[test]

@@ -84,8 +84,8 @@ pub fn worker() -> io::Result<()> {
         let _ = heartbeat.write(&[0]);
         let next = Instant::now() + HEARTBEAT_EVERY;
         while let Some(left) = next.checked_duration_since(Instant::now()) {
-            // What comes is only meant to interrupt. It is taken at once, for a port that holds something unread
-            // does not interrupt again.
+            // What comes is only meant to interrupt. It is taken at once, for a port that holds
+            // something unread does not interrupt again.
             sys::poll([Waiting { fd: Some(heartbeat.as_fd()), events: READABLE }], Some(left))?;
             while heartbeat.read(&mut [0; 64]).is_ok_and(|n| n > 0) {}
         }

@@ -293,8 +293,11 @@ impl Session {
         Ok(())
     }
 
+    /// A command that was asked to end and whose host is gone has ended.
     fn lose_host(&mut self) {
-        self.end.get_or_insert(End::HostLost { stdin_used: self.stdin_used });
+        let killed = End::Exited(128 + libc::SIGKILL as u8);
+        let lost = End::HostLost { stdin_used: self.stdin_used };
+        self.end.get_or_insert(if self.asked_to_end.is_some() { killed } else { lost });
     }
 }
 
@@ -338,6 +341,15 @@ mod tests {
         stdin: &[u8],
         host: impl FnOnce(UnixStream) + Send + 'static,
     ) -> (End, Vec<u8>, Vec<u8>) {
+        signalled_session(stdin, &[], host)
+    }
+
+    /// The same, after these signals have arrived.
+    fn signalled_session(
+        stdin: &[u8],
+        arrived: &[u8],
+        host: impl FnOnce(UnixStream) + Send + 'static,
+    ) -> (End, Vec<u8>, Vec<u8>) {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let files: [File; 3] = std::array::from_fn(|_| tempfile::tempfile().unwrap());
         let [mut input, mut stdout, mut stderr] = files;
@@ -346,7 +358,8 @@ mod tests {
         let outputs = [&stdout, &stderr].map(|file| file.try_clone().unwrap());
         let [out, err] = outputs;
         let player = thread::spawn(move || host(theirs));
-        let (signals, _none) = io::pipe().unwrap();
+        let (signals, mut sender) = io::pipe().unwrap();
+        sender.write_all(arrived).unwrap();
         let end = Session::new(ours, [input, out, err])
             .unwrap()
             .run(&request(&["x".into()]).unwrap(), &signals)
@@ -390,6 +403,16 @@ mod tests {
         assert_eq!(end, End::HostLost { stdin_used: true });
         let (end, ..) = session(b"", |mut host| while next(&mut host).kind != Kind::StdinEnd {});
         assert_eq!(end, End::HostLost { stdin_used: false });
+    }
+
+    #[test]
+    fn session_that_was_asked_to_end_does_not_miss_its_host() {
+        let term = libc::SIGTERM as u8;
+        let (end, ..) = signalled_session(b"", &[term], move |mut host| {
+            let frame = std::iter::repeat_with(|| next(&mut host)).find(|f| f.kind == Kind::Signal);
+            assert_eq!(frame.unwrap().payload, [term]);
+        });
+        assert_eq!(end, End::Exited(137));
     }
 
     #[test]

@@ -1,5 +1,7 @@
-//! Reports with numbers at the ends of their ranges: the host end adds, allocates and prints within bounds.
-//! The fuzz target `agent_reports` tries many more of them.
+//! Reports with numbers at the ends of their ranges: the host end adds, allocates and prints within
+//! bounds.
+//!
+//! The fuzz target `agent_reports` tries many more.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +10,7 @@ use std::time::Duration;
 
 use pvmm_guest_agent::frame::{HEADER_LEN, Kind};
 use pvmm_guest_agent::message::{
-    Answer, Entry, ExecReport, ExecStatus, FileKind, Kept, Metadata, Outcome, OutputCount,
+    Answer, DirEntry, ExecReport, ExecStatus, FileKind, Kept, Metadata, Outcome, OutputCount,
     ProcessInfo, RunReport, RunStatus, Started, Usage,
 };
 use pvmm_guest_agent::session::{RecordKind, head_of};
@@ -33,7 +35,7 @@ fn exec_whose_report_counts_to_the_end_of_numbers_is_told_with_the_greatest() {
         peer.data(stream, Channel::Output, false, &[b'x'; 100]);
         peer.control(Kind::Done, stream, &Outcome::Ok(Answer::Exec(extreme())));
     });
-    // More than head and tail came, so the host forgot some as well as the agent.
+    // More than head and tail was received, so the host dropped some bytes as well as the agent.
     let cap = OutputCap { head: 10, tail: 10 };
     let output = agent.exec(&ExecRequest::argv(["x"]).output_cap(cap)).unwrap();
     assert_eq!(output.stdout.bytes, [b'x'; 20]);
@@ -125,9 +127,9 @@ fn listing_without_end_is_given_up_at_its_limit() {
     let (agent, peer) = against(|peer| {
         let stream = peer.opened();
         let mut name = 0u64;
-        // More than the credit at hand: the host has stopped reading long before.
+        // More than the granted credit: the host has stopped reading long before.
         while name < 1500 {
-            let entry = Entry { name: name.to_string().into_bytes().into(), metadata: file() };
+            let entry = DirEntry { name: name.to_string().into_bytes().into(), metadata: file() };
             let mut bytes = Vec::new();
             encode(&mut bytes, Kind::Done, stream, &entry).unwrap();
             let bytes = &bytes[HEADER_LEN..];

@@ -1,5 +1,5 @@
-//! What `cpuid` answers in the guest: the host's features less what a guest must not or cannot have,
-//! and a topology of one socket with a core per vCPU, or per two.
+//! The CPUID leaves of a guest: the host's features, less those that a guest must not or cannot
+//! have, and a topology of one socket with one or two vCPUs per core.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ const SVM: u32 = 0x8000_000a;
 const EXTENDED_SIZES: u32 = 0x8000_0008;
 const AMD_CACHES: u32 = 0x8000_001d;
 const AMD_TOPOLOGY: u32 = 0x8000_001e;
-/// Where hypervisors speak of themselves. KVM's own two leaves are the only ones that a guest is offered.
+/// The CPUID range of hypervisors. A guest is offered only KVM's own two leaves of it.
 const HYPERVISORS: Range<u32> = 0x4000_0000..0x5000_0000;
 const KVM_SIGNATURE: u32 = 0x4000_0000;
 const KVM_FEATURES: u32 = 0x4000_0001;
@@ -38,8 +38,8 @@ const HYPERVISOR: u32 = 1 << 31;
 // Leaf 1, EDX.
 const HYPER_THREADING: u32 = 1 << 28;
 // Leaf 6, EAX.
-/// The local timer never stops. A kernel that cannot rely on that, and finds no other timer to be woken by,
-/// keeps its tick in idle and gives up timers finer than it.
+/// The local APIC timer never stops. A kernel that cannot rely on that, and finds no other timer to
+/// wake it, keeps its tick in idle and gives up high-resolution timers.
 const ALWAYS_RUNNING_TIMER: u32 = 1 << 2;
 // Leaf 0x8000_0001, ECX.
 const CMP_LEGACY: u32 = 1 << 1;
@@ -52,8 +52,8 @@ const INVARIANT_TSC: u32 = 1 << 8;
 const LEVEL_THREAD: u32 = 1;
 const LEVEL_CORE: u32 = 2;
 
-/// Saved answers without what no guest is offered, for a snapshot is only a file: what boot takes away, its guest
-/// must not get back from there.
+/// Returns saved CPUID leaves without the features that no guest is offered. A snapshot is an
+/// untrusted file: a guest must not get back through it what boot removes.
 pub fn masked(saved: &[kvm_cpuid_entry2]) -> Vec<kvm_cpuid_entry2> {
     let mut entries = saved.to_vec();
     entries.retain(|entry| match entry.function {
@@ -64,12 +64,13 @@ pub fn masked(saved: &[kvm_cpuid_entry2]) -> Vec<kvm_cpuid_entry2> {
     entries
 }
 
-/// Whether the guest was told that its clock (TSC) runs at one rate, whatever its processor does.
+/// Returns whether the guest was given an invariant TSC, which runs at one rate in every processor
+/// state.
 pub fn has_invariant_clock(cpuid: &[kvm_cpuid_entry2]) -> bool {
     cpuid.iter().any(|leaf| leaf.function == POWER && leaf.edx & INVARIANT_TSC != 0)
 }
 
-/// Takes away from one leaf what a guest must not or cannot have.
+/// Clears the features of one leaf that a guest must not or cannot have.
 fn mask(entry: &mut kvm_cpuid_entry2) {
     match entry.function {
         FEATURES => {
@@ -86,21 +87,22 @@ fn mask(entry: &mut kvm_cpuid_entry2) {
     }
 }
 
-/// How the vCPUs of a machine are arranged in its one socket.
+/// The arrangement of a VM's vCPUs in its one socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Topology {
     pub vcpus: u32,
-    /// 1 or 2; with 2, an even number of vCPUs.
+    /// 1 or 2; with 2, the number of vCPUs must be even.
     pub threads_per_core: u32,
 }
 
 impl Topology {
-    /// Bits that the number of a thread in its core takes in an APIC id.
+    /// Returns the number of bits that the thread number within a core takes in an APIC id.
     fn thread_bits(self) -> u32 {
         self.threads_per_core.next_power_of_two().trailing_zeros()
     }
 
-    /// Bits that an APIC id takes within the package; all ids in the package share the rest.
+    /// Returns the number of bits that an APIC id takes within the package; all ids of the package
+    /// share the other bits.
     fn package_bits(self) -> u32 {
         self.vcpus.next_power_of_two().trailing_zeros()
     }
@@ -109,13 +111,14 @@ impl Topology {
         self.vcpus / self.threads_per_core
     }
 
-    /// How many vCPUs share a cache of this level, less one, as the leaves of caches have it.
+    /// Returns how many vCPUs share a cache of this level, less one, as encoded in the cache
+    /// leaves.
     fn cache_shared_by(self, level: u32) -> u32 {
         if level == 3 { self.vcpus - 1 } else { self.threads_per_core - 1 }
     }
 }
 
-/// The answers for vCPU `id`, made from what KVM supports.
+/// Returns the CPUID leaves of vCPU `id`, made from what KVM supports.
 pub fn for_vcpu(
     supported: &CpuId,
     id: u32,
@@ -154,7 +157,8 @@ pub fn for_vcpu(
             _ => {}
         }
     }
-    // Such a processor says only here which threads share a core, and is asked only if it has the extension.
+    // AMD processors report only here which threads share a core, and kernels read it only if the
+    // extension is announced.
     if threads_per_core > 1 && entries.iter().any(is_amd) {
         entries.retain(|entry| entry.function != AMD_TOPOLOGY);
         entries.push(amd_topology(id, topology));
@@ -174,7 +178,7 @@ pub fn for_vcpu(
     CpuId::from_entries(&entries)
 }
 
-/// Whether the processor is AMD's, or Hygon's, which is the same to its kernel.
+/// Returns whether the processor is from AMD, or from Hygon, which kernels treat alike.
 fn is_amd(entry: &kvm_cpuid_entry2) -> bool {
     let words = [entry.ebx, entry.edx, entry.ecx].map(u32::to_le_bytes);
     let names: [&[u8]; 2] = [b"AuthenticAMD", b"HygonGenuine"];
@@ -187,7 +191,7 @@ fn amd_topology(id: u32, topology: Topology) -> kvm_cpuid_entry2 {
     kvm_cpuid_entry2 { function: AMD_TOPOLOGY, eax: id, ebx, ..Default::default() }
 }
 
-/// The threads of a core, the cores of the package, then the end of the list.
+/// Returns the topology levels: threads of a core, cores of the package, the end of the list.
 fn levels(leaf: u32, id: u32, topology: Topology) -> [kvm_cpuid_entry2; 3] {
     let level = |index, shift, count, kind: u32| kvm_cpuid_entry2 {
         function: leaf,
@@ -292,7 +296,7 @@ mod tests {
         let (thread, core) = (leaf(&cpuid, TOPOLOGY, 0), leaf(&cpuid, TOPOLOGY, 1));
         assert_eq!((thread.eax, thread.ebx, thread.edx), (1, 2, 3));
         assert_eq!((core.eax, core.ebx, core.edx), (2, 4, 3));
-        // The third level is all of them, and there are two cores.
+        // All vCPUs share the third level, and there are two cores.
         assert_eq!(leaf(&cpuid, CACHES, 0).eax >> 14, 1 << 12 | 3);
         assert_ne!(leaf(&cpuid, EXTENDED_FEATURES, 0).ecx & TOPOLOGY_EXTENSIONS, 0);
         let amd = leaf(&cpuid, AMD_TOPOLOGY, 0);

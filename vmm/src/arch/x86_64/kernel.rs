@@ -1,8 +1,8 @@
-//! Puts kernel, initrd, command line and boot information into guest memory.
+//! Loads kernel, initrd, command line and boot information into guest memory.
 //!
-//! Two doors lead into a kernel: PVH, which an ELF image announces by a note, and the 64-bit Linux
-//! protocol, which every image has. Image files are the caller's, yet nothing in them is believed:
-//! whatever does not fit into memory is refused.
+//! A kernel has two entry points: PVH, which an ELF image announces by a note, and the 64-bit Linux
+//! boot protocol, which every image has. Image files belong to the caller and are still untrusted:
+//! anything that does not fit into memory is refused.
 
 use std::fs::File;
 use std::io::{self, Seek};
@@ -22,13 +22,14 @@ use pvmm_devices::{GuestMemory, open};
 use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::layout;
-use super::regs::Entry;
+use super::regs::EntryPoint;
 use crate::config::{BootProtocol, Initrd};
+use crate::error::{Error, ErrorKind};
 
 const ELF_MAGIC: [u8; 4] = *b"\x7fELF";
 const BZIMAGE_MAGIC: [u8; 4] = *b"HdrS";
 const BZIMAGE_MAGIC_AT: u64 = 0x202;
-/// The 64-bit entry of a bzImage lies this far behind its load address.
+/// The offset of a bzImage's 64-bit entry point from its load address.
 const BZIMAGE_ENTRY_64: u64 = 0x200;
 const PVH_MAGIC: u32 = 0x336e_c578;
 const BOOT_FLAG: u16 = 0xaa55;
@@ -36,7 +37,7 @@ const HEADER_MAGIC: u32 = 0x5372_6448;
 const LOADER_UNDEFINED: u8 = 0xff;
 const KERNEL_ALIGNMENT: u32 = 0x100_0000;
 
-/// What kept a kernel from being loaded.
+/// Reasons why a kernel could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum KernelError {
     #[error("kernel: cannot open {path}")]
@@ -65,6 +66,12 @@ pub enum KernelError {
     Memory(#[source] vm_memory::GuestMemoryError),
 }
 
+impl From<KernelError> for Error {
+    fn from(error: KernelError) -> Self {
+        Self::new(ErrorKind::InvalidConfig, "cannot load the guest", error)
+    }
+}
+
 /// Everything that is loaded before the first instruction.
 pub struct Image<'a> {
     pub kernel: &'a Path,
@@ -75,8 +82,8 @@ pub struct Image<'a> {
     pub rsdp: GuestAddress,
 }
 
-/// Loads `image` and says where to enter it.
-pub fn load(image: &Image<'_>, memory: &GuestMemory) -> Result<Entry, KernelError> {
+/// Loads `image` and returns its entry point.
+pub fn load(image: &Image<'_>, memory: &GuestMemory) -> Result<EntryPoint, KernelError> {
     let (loaded, entry) = load_kernel(image, memory)?;
     let low_memory = low_memory_end(memory);
     if loaded.kernel_end > low_memory {
@@ -88,8 +95,8 @@ pub fn load(image: &Image<'_>, memory: &GuestMemory) -> Result<Entry, KernelErro
     };
     load_cmdline(image.cmdline, memory)?;
     match entry {
-        Entry::Pvh(_) => write_pvh_info(image, initrd, memory)?,
-        Entry::Linux64(_) => write_zero_page(image, &loaded, initrd, memory)?,
+        EntryPoint::Pvh(_) => write_pvh_info(image, initrd, memory)?,
+        EntryPoint::Linux64(_) => write_zero_page(image, &loaded, initrd, memory)?,
     }
     Ok(entry)
 }
@@ -97,7 +104,7 @@ pub fn load(image: &Image<'_>, memory: &GuestMemory) -> Result<Entry, KernelErro
 fn load_kernel(
     image: &Image<'_>,
     memory: &GuestMemory,
-) -> Result<(KernelLoaderResult, Entry), KernelError> {
+) -> Result<(KernelLoaderResult, EntryPoint), KernelError> {
     let path = || image.kernel.to_owned();
     let mut file =
         open::file(image.kernel, open::Access::Read).map_err(|source| match source.kind() {
@@ -109,10 +116,10 @@ fn load_kernel(
     if magic_at(&file, 0) == Some(ELF_MAGIC) {
         let loaded = Elf::load(memory, None, &mut file, high).map_err(failed)?;
         let entry = match (image.protocol, loaded.pvh_boot_cap) {
-            (BootProtocol::Linux64, _) => Entry::Linux64(loaded.kernel_load),
-            (_, PvhBootCapability::PvhEntryPresent(entry)) => Entry::Pvh(entry),
+            (BootProtocol::Linux64, _) => EntryPoint::Linux64(loaded.kernel_load),
+            (_, PvhBootCapability::PvhEntryPresent(entry)) => EntryPoint::Pvh(entry),
             (BootProtocol::Pvh, _) => return Err(KernelError::NoPvh { path: path() }),
-            (BootProtocol::Auto, _) => Entry::Linux64(loaded.kernel_load),
+            (BootProtocol::Auto, _) => EntryPoint::Linux64(loaded.kernel_load),
         };
         Ok((loaded, entry))
     } else if magic_at(&file, BZIMAGE_MAGIC_AT) == Some(BZIMAGE_MAGIC) {
@@ -120,12 +127,12 @@ fn load_kernel(
             return Err(KernelError::BzImagePvh);
         }
         let mut loaded = BzImage::load(memory, None, &mut file, high).map_err(failed)?;
-        // While it unpacks itself the kernel uses as much memory as its header says.
+        // While it decompresses itself, the kernel uses as much memory as its header says.
         if let Some(header) = loaded.setup_header {
             let needs = header.pref_address.saturating_add(u64::from(header.init_size));
             loaded.kernel_end = loaded.kernel_end.max(needs);
         }
-        let entry = Entry::Linux64(GuestAddress(loaded.kernel_load.0 + BZIMAGE_ENTRY_64));
+        let entry = EntryPoint::Linux64(GuestAddress(loaded.kernel_load.0 + BZIMAGE_ENTRY_64));
         Ok((loaded, entry))
     } else {
         Err(KernelError::Format { path: path() })
@@ -160,7 +167,7 @@ fn load_initrd(
             let len = file.seek(io::SeekFrom::End(0)).map_err(failed)?;
             let address = initrd_address(len, kernel_end, memory)?;
             file.rewind().map_err(failed)?;
-            // The file may change size meanwhile; what was measured is what is read.
+            // The file may change its size meanwhile; the measured length is read.
             memory
                 .read_exact_volatile_from(address, &mut file, len as usize)
                 .map_err(|error| failed(io::Error::other(error)))?;
@@ -249,7 +256,7 @@ fn write_zero_page(
     page.hdr.cmd_line_ptr = layout::CMDLINE.0 as u32;
     page.hdr.cmdline_size = image.cmdline.len() as u32;
     if let Some((address, size)) = initrd {
-        // Both fit: the initrd lies below the hole.
+        // Both values fit: the initrd lies below the hole.
         page.hdr.ramdisk_image = address.0 as u32;
         page.hdr.ramdisk_size = size as u32;
     }
@@ -287,7 +294,7 @@ mod tests {
         load(&image, &memory()).unwrap_err()
     }
 
-    /// An ELF header with one program header: enough to be taken for a kernel.
+    /// Builds an ELF header with one program header: enough to be taken for a kernel.
     fn elf(entry: u64, at: u64, in_file: u64, in_memory: u64) -> Vec<u8> {
         let mut image = vec![0; 120];
         image[..6].copy_from_slice(b"\x7fELF\x02\x01");

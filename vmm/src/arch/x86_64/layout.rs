@@ -1,7 +1,7 @@
 //! The guest-physical memory map.
 //!
-//! Below 1 MiB lies what the host writes for the kernel; RAM fills the rest up to the hole for devices
-//! that ends at 4 GiB, and goes on above it.
+//! The first MiB holds what the host writes for the kernel. RAM fills the rest up to the device
+//! hole, which ends at 4 GiB, and continues above it.
 
 use vm_memory::GuestAddress;
 
@@ -22,31 +22,34 @@ pub const PML4: GuestAddress = GuestAddress(0x9000);
 pub const PDPT: GuestAddress = GuestAddress(0xa000);
 pub const PAGE_DIRECTORY: GuestAddress = GuestAddress(0xb000);
 pub const CMDLINE: GuestAddress = GuestAddress(0x2_0000);
-/// Where conventional memory ends; kernels look for an EBDA from here.
+/// The end of conventional memory; kernels look for an EBDA from here.
 pub const LOW_MEMORY_END: u64 = 0x9_fc00;
 /// ACPI tables, in the range that firmware uses for them.
 pub const ACPI: GuestAddress = GuestAddress(0xe_0000);
-pub const ACPI_END: u64 = 0xf_f000;
-/// The generation identifier, alone in its page; reserved like the tables before it.
+pub const ACPI_END: u64 = 0xf_0000;
+/// The MP table, at the start of the range where kernels search for it.
+pub const MP_TABLE: GuestAddress = GuestAddress(0xf_0000);
+pub const MP_TABLE_SIZE: usize = 0x1000;
+/// The page of the generation identifier, reserved like the tables before it.
 pub const GENERATION: GuestAddress = GuestAddress(0xf_f000);
-/// Kernels are loaded from here.
+/// The address from which kernels are loaded.
 pub const HIGH_MEMORY: GuestAddress = GuestAddress(0x10_0000);
 
-/// The hole for devices.
+/// The device hole.
 pub const HOLE_START: u64 = 0xc000_0000;
 pub const HOLE_END: u64 = 0x1_0000_0000;
-/// The first page of the hole, where Firecracker's guests look for it.
+/// The boot timer's page, the first of the hole, where Firecracker's guests expect it.
 pub const BOOT_TIMER: u64 = HOLE_START;
-/// virtio-mmio devices, a page each.
+/// virtio-mmio devices, one page each.
 pub const VIRTIO_MMIO: u64 = 0xd000_0000;
 pub const VIRTIO_MMIO_SIZE: u64 = 0x1000;
 pub const IOAPIC: u64 = 0xfec0_0000;
 pub const LOCAL_APIC: u64 = 0xfee0_0000;
-/// Pages that Intel's processors need for real mode; in the hole, where no RAM can be.
+/// Pages that Intel processors need for real mode; in the hole, where no RAM can be.
 pub const IDENTITY_MAP: u64 = 0xfffb_c000;
 pub const TSS: usize = 0xfffb_d000;
 
-/// Ports.
+/// I/O ports.
 pub const SERIAL_PORT: u16 = 0x3f8;
 pub const I8042_PORT: u16 = 0x60;
 pub const POWER_PORT: u16 = 0x600;
@@ -57,7 +60,7 @@ pub const SERIAL_GSI: u32 = 4;
 pub const GENERATION_GSI: u32 = 5;
 pub const FIRST_VIRTIO_GSI: u32 = 6;
 
-/// RAM as ranges of guest addresses: one, or two around the hole.
+/// Returns RAM as ranges of guest addresses: one, or two around the hole.
 pub fn ram(memory_mib: u64) -> Vec<(GuestAddress, usize)> {
     let bytes = memory_mib << 20;
     let low = bytes.min(HOLE_START);
@@ -68,14 +71,14 @@ pub fn ram(memory_mib: u64) -> Vec<(GuestAddress, usize)> {
     ranges
 }
 
-/// The same as regions of a memory image.
+/// Returns RAM as the regions of a memory image.
 pub fn regions(memory_mib: u64) -> Vec<Region> {
     let region =
         |(address, len): (GuestAddress, usize)| Region { address: address.0, len: len as u64 };
     ram(memory_mib).into_iter().map(region).collect()
 }
 
-/// The kinds of memory that a kernel is told about.
+/// The kinds of memory in a kernel's memory map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum MemoryKind {
@@ -83,7 +86,7 @@ pub enum MemoryKind {
     Reserved = 2,
 }
 
-/// The memory map that a kernel is given.
+/// Returns the memory map for the kernel, as start, length and kind.
 pub fn memory_map(memory_mib: u64) -> Vec<(u64, u64, MemoryKind)> {
     let high = HIGH_MEMORY.0;
     let mut map = vec![
@@ -109,7 +112,7 @@ mod tests {
 
     #[test]
     fn memory_map_reserves_tables_and_generation() {
-        for address in [ACPI.0, ACPI_END - 1, GENERATION.0, GENERATION.0 + 15] {
+        for address in [ACPI.0, ACPI_END - 1, MP_TABLE.0, GENERATION.0, GENERATION.0 + 15] {
             let holds = |(start, len, _): &&(u64, u64, _)| (*start..start + len).contains(&address);
             let map = memory_map(32);
             assert_eq!(map.iter().find(holds).unwrap().2, MemoryKind::Reserved, "{address:#x}");

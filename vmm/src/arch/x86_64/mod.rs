@@ -1,15 +1,17 @@
-//! The x86-64 machine that a guest sees before its first instruction.
+//! The x86-64 machine as a guest sees it before its first instruction.
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
-//! | `layout.rs` | what lies where in guest memory |
-//! | `kernel.rs` | how kernel, initrd and command line get there |
-//! | `tables.rs` | what ACPI says of the machine |
-//! | `cpuid.rs`, `msr.rs`, `regs.rs` | what a vCPU starts with |
+//! | `layout.rs` | the guest-physical memory map |
+//! | `kernel.rs` | loading kernel, initrd and command line |
+//! | `tables.rs` | ACPI tables |
+//! | `mp_table.rs` | the MP table, for a kernel without ACPI |
+//! | `cpuid.rs`, `msr.rs`, `regs.rs` | the initial state of a vCPU |
 
 pub mod cpuid;
 pub mod kernel;
 pub mod layout;
+pub mod mp_table;
 pub mod msr;
 pub mod regs;
 pub mod tables;

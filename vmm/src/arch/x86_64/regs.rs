@@ -1,7 +1,7 @@
-//! General and system registers at the first instruction, for both ways into a kernel.
+//! General and system registers at the first instruction, for both boot protocols.
 //!
-//! PVH starts in 32-bit protected mode without paging; the 64-bit Linux protocol starts in long mode
-//! with the first gigabytes mapped to themselves.
+//! PVH starts in 32-bit protected mode without paging; the 64-bit Linux boot protocol starts in
+//! long mode with the first gigabytes identity-mapped.
 
 use kvm_bindings::{CpuId, kvm_fpu, kvm_regs, kvm_segment, kvm_sregs, kvm_xcr, kvm_xcrs};
 use pvmm_devices::GuestMemory;
@@ -22,17 +22,17 @@ const TASK: u16 = 0x18;
 
 const PRESENT_WRITABLE: u64 = 0b11;
 const HUGE: u64 = 1 << 7;
-/// How much is mapped for the 64-bit entry: enough for any kernel, its initrd and the zero page.
+/// The memory mapped for the 64-bit entry: enough for any kernel, its initrd and the zero page.
 const MAPPED_GIB: u64 = 4;
 
-/// Where a kernel is entered.
+/// The entry point of a kernel, by boot protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Entry {
+pub enum EntryPoint {
     Pvh(GuestAddress),
     Linux64(GuestAddress),
 }
 
-/// A segment as both the descriptor table and the hidden registers hold it.
+/// A segment, as encoded both in the descriptor table and in the hidden registers.
 struct Segment {
     selector: u16,
     kind: u8,
@@ -42,13 +42,13 @@ struct Segment {
     big: bool,
 }
 
-/// General registers of the boot processor.
-pub fn general(entry: Entry) -> kvm_regs {
+/// Returns the general registers of the boot processor.
+pub fn general(entry: EntryPoint) -> kvm_regs {
     // Bit 1 of the flags is always set.
     let base = kvm_regs { rflags: 2, ..Default::default() };
     match entry {
-        Entry::Pvh(rip) => kvm_regs { rip: rip.0, rbx: layout::PVH_START_INFO.0, ..base },
-        Entry::Linux64(rip) => kvm_regs {
+        EntryPoint::Pvh(rip) => kvm_regs { rip: rip.0, rbx: layout::PVH_START_INFO.0, ..base },
+        EntryPoint::Linux64(rip) => kvm_regs {
             rip: rip.0,
             rsi: layout::ZERO_PAGE.0,
             rsp: layout::BOOT_STACK.0,
@@ -58,16 +58,16 @@ pub fn general(entry: Entry) -> kvm_regs {
     }
 }
 
-/// The floating-point state after `finit`.
+/// Returns the floating-point state after `finit`.
 pub fn fpu() -> kvm_fpu {
     kvm_fpu { fcw: 0x37f, mxcsr: 0x1f80, ..Default::default() }
 }
 
-/// Every extended state that the guest may use, switched on from the start.
+/// Returns XCR0 with every extended state component enabled that the guest may use.
 ///
-/// The kernel will do the same. But where KVM itself runs in an emulated machine it may not see that
-/// store, and then believes its own idea of the register: sizes in `cpuid` are wrong, and AVX is
-/// switched off again at every entry. Starting with the value the kernel will choose keeps both right.
+/// The kernel will set this value, too. But where KVM itself runs in an emulated machine it may not
+/// see that write and uses its own copy of the register: sizes in CPUID are then wrong, and AVX is
+/// disabled again at every entry. Starting with the kernel's value keeps both right.
 pub fn extended_control(supported: &CpuId) -> Option<kvm_xcrs> {
     let xsave = supported.as_slice().iter().find(|leaf| leaf.function == 0xd && leaf.index == 0)?;
     let value = u64::from(xsave.edx) << 32 | u64::from(xsave.eax);
@@ -76,13 +76,13 @@ pub fn extended_control(supported: &CpuId) -> Option<kvm_xcrs> {
     Some(xcrs)
 }
 
-/// Turns the power-on system registers into those of `entry`, and writes the tables they point to.
+/// Converts the power-on system registers to those of `entry`, and writes the tables they point to.
 pub fn system(
     mut sregs: kvm_sregs,
-    entry: Entry,
+    entry: EntryPoint,
     memory: &GuestMemory,
 ) -> Result<kvm_sregs, GuestMemoryError> {
-    let long = matches!(entry, Entry::Linux64(_));
+    let long = matches!(entry, EntryPoint::Linux64(_));
     let flat = |selector, kind, long, big| Segment {
         selector,
         kind,
@@ -121,7 +121,7 @@ pub fn system(
     Ok(sregs)
 }
 
-/// Page tables that map the first gigabytes to themselves in 2 MiB pages.
+/// Writes page tables that identity-map the first gigabytes with 2 MiB pages.
 fn map_identity(memory: &GuestMemory) -> Result<(), GuestMemoryError> {
     memory.write_obj(layout::PDPT.0 | PRESENT_WRITABLE, layout::PML4)?;
     for gib in 0..MAPPED_GIB {
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     fn system_for_pvh_has_flat_32_bit_segments_and_no_paging() {
-        let entry = Entry::Pvh(GuestAddress(0x100_0000));
+        let entry = EntryPoint::Pvh(GuestAddress(0x100_0000));
         let sregs = system(kvm_sregs::default(), entry, &memory()).unwrap();
         assert_eq!((sregs.cr0, sregs.cr4, sregs.efer), (CR0_PE | CR0_ET, 0, 0));
         assert_eq!((sregs.cs.db, sregs.cs.l, sregs.cs.limit), (1, 0, u32::MAX));
@@ -180,7 +180,7 @@ mod tests {
     #[test]
     fn system_for_linux_maps_low_memory_to_itself() {
         let memory = memory();
-        let entry = Entry::Linux64(GuestAddress(0x100_0200));
+        let entry = EntryPoint::Linux64(GuestAddress(0x100_0200));
         let sregs = system(kvm_sregs::default(), entry, &memory).unwrap();
         assert_eq!((sregs.cs.db, sregs.cs.l), (0, 1));
         let last = GuestAddress(layout::PAGE_DIRECTORY.0 + 4 * 0x1000 - 8);
@@ -190,7 +190,7 @@ mod tests {
     #[test]
     fn descriptors_are_those_of_the_textbook() {
         let memory = memory();
-        let entry = Entry::Linux64(GuestAddress(0));
+        let entry = EntryPoint::Linux64(GuestAddress(0));
         system(kvm_sregs::default(), entry, &memory).unwrap();
         let at =
             |index: u64| memory.read_obj::<u64>(GuestAddress(layout::GDT.0 + 8 * index)).unwrap();

@@ -1,7 +1,7 @@
-//! ACPI: how the kernel learns of processors, interrupts and devices.
+//! ACPI tables, from which the kernel learns of processors, interrupts and devices.
 //!
-//! The machine is hardware-reduced ACPI: no PIC, no PIT, no PM timer, no SCI. What is left are the
-//! local APICs, one I/O APIC, two registers to sleep and to reset, and a DSDT that lists a serial port,
+//! The machine is hardware-reduced ACPI: no PIC, no PIT, no PM timer, no SCI. It has the local
+//! APICs, one I/O APIC, two registers to sleep and to reset, and a DSDT that lists a serial port,
 //! the generation identifier and the virtio-mmio devices.
 
 use acpi_tables::Aml;
@@ -22,18 +22,20 @@ use pvmm_devices::legacy::power;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::layout;
+use crate::error::{Error, ErrorKind};
 
 const OEM: [u8; 6] = *b"PVMM  ";
 const OEM_TABLE: [u8; 8] = *b"PVMMTABL";
 const REVISION: u32 = 1;
 const DSDT_HEADER: u32 = 36;
 const DSDT_REVISION: u8 = 6;
-/// The machine has no VGA and no CMOS clock to probe for; the wall clock is kvm-clock's.
+/// The boot flags of the FADT. The machine has no VGA and no CMOS clock to probe for; the wall
+/// clock is kvm-clock's.
 const KEYBOARD_CONTROLLER: u16 = 1 << 1;
 const NO_VGA: u16 = 1 << 2;
 const NO_CMOS_RTC: u16 = 1 << 5;
 
-/// What the generation identifier's driver is notified with.
+/// The notification value for the driver of the generation identifier.
 const GENERATION_CHANGED: u8 = 0x80;
 
 /// A virtio-mmio device on the bus.
@@ -43,13 +45,19 @@ pub struct MmioDevice {
     pub gsi: u32,
 }
 
-/// What kept the tables from being written.
+/// Reasons why the tables could not be written.
 #[derive(Debug, thiserror::Error)]
 pub enum TablesError {
     #[error("ACPI tables of {0} bytes do not fit into their range")]
     TooBig(u64),
     #[error("guest memory cannot be written")]
     Memory(#[source] vm_memory::GuestMemoryError),
+}
+
+impl From<TablesError> for Error {
+    fn from(error: TablesError) -> Self {
+        Self::new(ErrorKind::Bug, "cannot write the machine's tables", error)
+    }
 }
 
 /// Writes all tables and returns the address of the RSDP.
@@ -72,7 +80,7 @@ pub fn write(
     Ok(layout::ACPI)
 }
 
-/// The range that tables are put into, one behind the other.
+/// The range that tables are written to, one after another.
 struct Area<'a> {
     memory: &'a GuestMemory,
     next: u64,
@@ -82,7 +90,7 @@ impl Area<'_> {
     fn place(&mut self, table: &dyn Aml) -> Result<u64, TablesError> {
         let mut bytes = Vec::new();
         table.to_aml_bytes(&mut bytes);
-        // Linux maps tables wherever they are; alignment only keeps dumps readable.
+        // Linux maps tables at any address; alignment only keeps dumps readable.
         let address = self.next.next_multiple_of(16);
         self.next = address + bytes.len() as u64;
         if self.next > layout::ACPI_END {
@@ -123,7 +131,7 @@ fn madt(vcpus: u32) -> impl Aml {
 
 fn dsdt(devices: &[MmioDevice], keyboard: bool) -> Sdt {
     let mut aml = Vec::new();
-    // Which value to write to the sleep register for "off".
+    // The value of the sleep register for "off".
     let (off, zero) = (power::SLEEP_TYPE_S5, 0u8);
     Name::new("_S5_".into(), &Package::new(vec![&off, &zero, &zero, &zero])).to_aml_bytes(&mut aml);
     serial(&mut aml);
@@ -160,7 +168,7 @@ fn keyboard_controller(aml: &mut Vec<u8>) {
     device("PS2K", &EISAName::new("PNP0303"), 0, &Raw(resources), aml);
 }
 
-/// Where the generation identifier is, and the event by which its driver hears of a new one.
+/// Describes the generation identifier, and the event that notifies its driver of a change.
 fn generation(aml: &mut Vec<u8>) {
     let address = layout::GENERATION.0;
     let (low, high) = (address as u32, (address >> 32) as u32);
@@ -217,7 +225,7 @@ fn device(name: &str, hid: &dyn Aml, uid: u32, resources: &dyn Aml, aml: &mut Ve
             vec![
                 &Name::new("_HID".into(), hid),
                 &Name::new("_UID".into(), &uid),
-                // Nothing here writes guest memory except through rings that are coherent.
+                // Devices access guest memory only through coherent rings.
                 &Name::new("_CCA".into(), &1u8),
                 &Name::new("_CRS".into(), resources),
             ],

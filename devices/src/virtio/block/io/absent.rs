@@ -1,7 +1,7 @@
-//! A disk whose image is opened later: it has a size, and nothing can be done with it.
+//! A disk whose image is opened later: it has a size, and every operation on it fails.
 //!
-//! A machine that goes on from a snapshot stands still until its owner resumes it. Until then its disk may
-//! still become another one, so the first need not even exist.
+//! A machine restored from a snapshot stays paused until its owner resumes it. Until then its disk
+//! may still be replaced, so the first image need not exist.
 
 use std::io;
 
@@ -10,7 +10,7 @@ use vm_memory::VolatileSlice;
 use super::plain::MeasuredDisk;
 use super::{Clear, DiskIo};
 
-/// A disk of so many bytes that refuses everything.
+/// A disk of `size` bytes that refuses every operation.
 pub struct Absent {
     pub size: u64,
 }

@@ -1,25 +1,25 @@
-//! Which blocks of a disk were written while somebody copies it.
+//! The blocks of a disk that were written while it is being copied.
 //!
-//! A disk that is written in place is copied while its guest runs; what the guest writes meanwhile is copied again once
-//! it stands still.
+//! A disk that is written in place is copied while its guest runs; the blocks that the guest writes
+//! meanwhile are copied again once it is paused.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::layers::{BLOCK, BlockMap};
 
-/// The blocks that were written since the last look. Clones are the same list.
+/// The blocks written since the last `take`. Clones share one list.
 #[derive(Clone, Debug, Default)]
 pub struct Changes(Arc<Mutex<BlockMap>>);
 
 impl Changes {
-    /// Notes bytes that have just been written or cleared. Noted earlier, they could be copied before they are written, and
-    /// then not again.
+    /// Records bytes that have just been written or cleared. If they were recorded before the
+    /// write, they could be taken and copied before it and then not again.
     pub fn note(&self, bytes: Range<u64>) {
         self.lock().add(bytes.start / BLOCK..bytes.end.div_ceil(BLOCK));
     }
 
-    /// The ranges of a disk of `size` bytes that were noted, which are then forgotten.
+    /// Takes the recorded ranges of a disk of `size` bytes and clears the list.
     pub fn take(&self, size: u64) -> Vec<Range<u64>> {
         let noted = std::mem::take(&mut *self.lock());
         let within = |range: Range<u64>| range.start.min(size)..range.end.min(size);

@@ -1,6 +1,7 @@
-//! A regular file or block device of the host as a disk, through the page cache or past it.
+//! A regular file or block device of the host as a disk, with or without the page cache.
 //!
-//! Opened once and locked before the machine starts; nothing is ever opened on a guest's behalf.
+//! The file is opened and locked once, before the machine starts; no file is ever opened on a
+//! guest's behalf.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Seek, SeekFrom};
@@ -16,7 +17,7 @@ use super::plain::MeasuredDisk;
 use super::{Clear, DiskIo};
 use crate::sys;
 
-// Larger than any host file system of today lets a useful image be; a sparse file beyond it is a mistake.
+// Larger than a useful image on any host file system of today; a larger sparse file is a mistake.
 const SIZE_MAX: u64 = 64 << 40;
 const PAGE_SIZE: u32 = 4096;
 
@@ -52,7 +53,7 @@ pub enum OpenError {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Access {
     pub read_only: bool,
-    /// Past the host's page cache.
+    /// Bypass the host's page cache.
     pub direct: bool,
 }
 
@@ -64,14 +65,14 @@ pub struct FileDisk {
 }
 
 impl FileDisk {
-    /// Opens or takes over the file, checks that it can be a disk, and locks it: a writer alone,
-    /// readers together.
+    /// Opens or takes over the file, checks that it can be a disk, and locks it: exclusively for a
+    /// writer, shared for readers.
     pub fn open(source: Source, access: Access) -> Result<Self, OpenError> {
         let Access { read_only, direct } = access;
         let file = match source {
             Source::Path(path) => open(&path, read_only)?,
             Source::File(file) => file,
-            // These are disks of their own.
+            // These sources have their own disk types.
             Source::Layers(_) | Source::Later { .. } => return Err(OpenError::Kind),
         };
         let failed = |act| move |source| OpenError::Access { act, source };
@@ -79,12 +80,12 @@ impl FileDisk {
         if !kind.is_file() && !kind.is_block_device() {
             return Err(OpenError::Kind);
         }
-        // Also takes away what would make a write go elsewhere than it was sent: appending.
+        // This also clears O_APPEND, which would redirect writes to the end of the file.
         sys::set_direct(&file, direct).map_err(failed("use direct I/O on"))?;
         let block_size = if direct { direct_unit(&file)? } else { SECTOR_SIZE as u32 };
         let disk = Self { file, block_size };
         let size = disk.size().map_err(failed("measure"))?;
-        // One of less than a sector is a disk without any, whose image may be replaced later.
+        // An image smaller than a sector is a disk without sectors, which may be replaced later.
         if size > SIZE_MAX {
             return Err(OpenError::Size { size });
         }
@@ -95,14 +96,14 @@ impl FileDisk {
         Ok(disk)
     }
 
-    /// The unit of all transfers: a sector, or what direct I/O asks for.
+    /// Returns the unit of all transfers: a sector, or the alignment of direct I/O.
     pub fn block_size(&self) -> u32 {
         self.block_size
     }
 
-    /// The size of the file or device now.
+    /// Returns the current size of the file or device.
     pub fn size(&self) -> io::Result<u64> {
-        // The one way to learn the size of both kinds; positioned I/O does not use the cursor.
+        // Seeking works for both files and block devices; positioned I/O does not use the cursor.
         (&self.file).seek(SeekFrom::End(0))
     }
 
@@ -110,21 +111,21 @@ impl FileDisk {
         &self.file
     }
 
-    /// A file that a test has opened, under a lock that is another disk's.
+    /// Wraps a file that a test has opened, without locking it.
     #[cfg(test)]
     pub fn unlocked(file: File) -> Self {
         Self { file, block_size: SECTOR_SIZE as u32 }
     }
 
-    /// Another owner of the same open, locked file.
+    /// Returns another owner of this open, locked file.
     pub(super) fn try_clone(&self) -> io::Result<Self> {
         Ok(Self { file: self.file.try_clone()?, block_size: self.block_size })
     }
 }
 
-/// What addresses, positions and lengths must be multiples of.
+/// Returns the alignment that direct I/O requires of addresses, positions and lengths.
 fn direct_unit(file: &File) -> Result<u32, OpenError> {
-    // Where the host does not say, a page always does.
+    // Where the host does not report one, a page is always enough.
     let align = sys::direct_alignment(file).unwrap_or(PAGE_SIZE).max(SECTOR_SIZE as u32);
     if align > PAGE_SIZE || !align.is_power_of_two() {
         return Err(OpenError::Alignment { align });
@@ -133,13 +134,13 @@ fn direct_unit(file: &File) -> Result<u32, OpenError> {
 }
 
 fn open(path: &Path, read_only: bool) -> Result<File, OpenError> {
-    // Not blocking matters for a FIFO only, which is then refused instead of waited for.
+    // O_NONBLOCK only matters for a FIFO, which is then refused instead of waited for.
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
     let mut options = OpenOptions::new();
     options.read(true).write(!read_only).custom_flags(flags);
     options.open(path).map_err(|source| match source.raw_os_error() {
         Some(libc::ELOOP) => OpenError::Symlink,
-        // A directory or a FIFO without a reader, asked for writing.
+        // A directory, or a FIFO without a reader, opened for writing.
         Some(libc::EISDIR | libc::ENXIO) => OpenError::Kind,
         _ => OpenError::Access { act: "open", source },
     })

@@ -1,8 +1,10 @@
-//! A disk of layers: writes go to the top one, reads find the highest that has the block.
+//! A disk of copy-on-write layers: writes go to the top layer, reads use the highest layer that has
+//! the block.
 //!
-//! This is how a disk is frozen without a copy: the top becomes a layer that never changes again, and an
-//! empty one takes its place. Forks share the frozen layers; going back means emptying the top.
-//! The owner changes layers only while the device is quiet; the lock makes that sound, and is never waited for.
+//! With layers, a disk is frozen without a copy: the top becomes a layer that never changes again,
+//! and an empty one takes its place. Forks share the frozen layers; a rollback empties the top. The
+//! owner changes layers only while the device is quiesced; the lock makes that sound, and is never
+//! contended.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -18,17 +20,17 @@ use super::plain::MeasuredDisk;
 use super::{Clear, DiskIo};
 use crate::{open, sparse, sys};
 
-/// The unit in which layers hold data: what guests' file systems write.
+/// The unit in which layers hold data: the usual block size of guest file systems.
 pub(super) const BLOCK: u64 = 4096;
-/// Blocks whose presence one piece of a map tells.
+/// The number of blocks that one piece of a `BlockMap` covers.
 const PIECE: u64 = 4096;
-/// Frozen layers before the upper ones are made into one.
+/// The number of frozen layers above which the upper ones are merged.
 const MAX_FROZEN: usize = 16;
 
-/// A layer's file, and the ranges that it has if not all.
+/// A layer's file, and the ranges that it has, or None if it has all.
 pub type LayerParts = (File, Option<Vec<(u64, u64)>>);
 
-/// A disk that can be frozen, forked and taken back. Clones are the same disk.
+/// A disk that can be frozen, forked and rolled back. Clones refer to one disk.
 #[derive(Clone, Debug)]
 pub struct LayeredDisk {
     layers: Arc<Mutex<Layers>>,
@@ -54,19 +56,19 @@ enum Present {
     Some(BlockMap),
 }
 
-/// Which blocks are there; costs memory for what was written only.
+/// The set of blocks that a layer has. It uses memory only for what was written.
 #[derive(Debug, Default)]
 pub(super) struct BlockMap(HashMap<u64, Box<[u64; PIECE as usize / 64]>>);
 
 impl LayeredDisk {
-    /// A plain image that is this disk's alone.
+    /// Creates a disk on a plain image that no other disk uses.
     pub fn new(file: File) -> io::Result<Self> {
         let size = file.metadata()?.len();
         let top = Layer { file, present: Present::All };
         Ok(Self::of(Vec::new(), top, size))
     }
 
-    /// An image that must not change, with `top` for what is written over it.
+    /// Creates a disk on an image that must not change, with `top` as the writable layer.
     pub fn over(base: File, top: File) -> io::Result<Self> {
         let size = base.metadata()?.len();
         let frozen = vec![Arc::new(Layer { file: base, present: Present::All })];
@@ -77,7 +79,7 @@ impl LayeredDisk {
         self.size
     }
 
-    /// Freezes what was written until now; from here on `new_file` gives the files to write to.
+    /// Freezes everything written so far. `new_file` creates the files that later writes go to.
     pub fn freeze(&self, new_file: impl Fn() -> io::Result<File>) -> io::Result<()> {
         let mut layers = self.lock();
         let empty = Layer::empty(new_file()?, self.size)?;
@@ -91,13 +93,13 @@ impl LayeredDisk {
         Ok(())
     }
 
-    /// A disk that starts as this one was when it was last frozen, and writes to `top`.
+    /// Creates a disk with the content that this one had when it was last frozen, writing to `top`.
     pub fn fork(&self, top: File) -> io::Result<Self> {
         Ok(Self::of(self.lock().frozen.clone(), Layer::empty(top, self.size)?, self.size))
     }
 
-    /// The frozen layers, lowest first: each a file and the ranges that it has, or none if it has all. The files can only
-    /// be read: whoever gets them must not change what others have too.
+    /// Returns the frozen layers, lowest first: each a file and the ranges that it has, or None if
+    /// it has all. The files are read-only, because other disks share them.
     pub fn frozen_layers(&self) -> io::Result<Vec<LayerParts>> {
         let frozen = self.lock().frozen.clone();
         let part = |layer: &Arc<Layer>| {
@@ -112,7 +114,8 @@ impl LayeredDisk {
         frozen.iter().map(part).collect()
     }
 
-    /// A disk over such layers, which writes to `top`.
+    /// Creates a disk over layers as `frozen_layers` returns them, writing to `top`. Fails if the
+    /// lowest layer is not a whole image or a layer is shorter than its ranges.
     pub fn from_frozen(layers: Vec<LayerParts>, top: File) -> io::Result<Self> {
         let lowest = layers.first().filter(|(_, ranges)| ranges.is_none());
         let lowest =
@@ -139,14 +142,15 @@ impl LayeredDisk {
         Ok(Self::of(frozen, Layer::empty(top, size)?, size))
     }
 
-    /// Whether `then` is a fork of this disk, so that it can be taken back to where that began.
+    /// Returns whether `then` is a fork of this disk, so that `rewind` can use it.
     pub fn can_rewind(&self, then: &Self) -> bool {
         let lowest = |disk: &Self| disk.lock().frozen.first().cloned();
         let same = |here: Arc<Layer>| lowest(then).is_some_and(|then| Arc::ptr_eq(&here, &then));
         then.size == self.size && lowest(self).is_some_and(same)
     }
 
-    /// Takes the disk back to where `then`, a fork of it, began, whatever was written or frozen since.
+    /// Rolls the disk back to the state at which `then`, a fork of it, began. Everything written or
+    /// frozen since is discarded.
     pub fn rewind(&self, then: &Self) -> io::Result<()> {
         let frozen = then.lock().frozen.clone();
         let mut layers = self.lock();
@@ -160,7 +164,7 @@ impl LayeredDisk {
         Ok(())
     }
 
-    /// Copies the disk as it was when it was last frozen into an empty file.
+    /// Copies the content that the disk had when it was last frozen into an empty file.
     pub fn write_frozen(&self, to: &File) -> io::Result<()> {
         let frozen = self.lock().frozen.clone();
         to.set_len(self.size)?;
@@ -172,13 +176,14 @@ impl LayeredDisk {
     }
 
     fn lock(&self) -> MutexGuard<'_, Layers> {
-        // A panic while locked would leave whole layers.
+        // A panic while locked would leave every layer intact.
         self.layers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Layers {
-    /// The layer that answers for the block at `offset`, and how far it does, up to `end`.
+    /// Returns the layer that holds the block at `offset`, and how far that layer applies, up to
+    /// `end`.
     fn find(&self, offset: u64, end: u64) -> (&Layer, u64) {
         let mut limit = end;
         for layer in std::iter::once(&self.top).chain(self.frozen.iter().rev().map(|l| &**l)) {
@@ -189,16 +194,16 @@ impl Layers {
                     if has {
                         return (layer, same_until);
                     }
-                    // Above this point the layer stays silent; beyond it, it may speak.
+                    // Up to this point the layer has no block; beyond it, it may have one.
                     limit = same_until;
                 }
             }
         }
-        // The lowest layer is a plain image: there always is an answer above.
+        // Not reached: the lowest layer is a plain image and has every block.
         (&self.top, limit)
     }
 
-    /// Brings a block that is about to be written in part into the top layer.
+    /// Copies a block that is about to be partly written into the top layer.
     fn fill(&mut self, block: u64, size: u64) -> io::Result<()> {
         let end = (block + BLOCK).min(size);
         let mut bytes = vec![0; (end - block) as usize];
@@ -228,7 +233,7 @@ impl Layer {
         }
     }
 
-    /// Ranges that this layer has, in order.
+    /// Returns the ranges that this layer has, in order.
     fn ranges(&self, size: u64) -> io::Result<Vec<Range<u64>>> {
         match &self.present {
             Present::All => sparse::data(&self.file, 0..size),
@@ -243,7 +248,7 @@ impl BlockMap {
         self.0.get(&(block / PIECE)).is_some_and(|piece| word(piece) >> (block % 64) & 1 != 0)
     }
 
-    /// Notes blocks, a word of the map at a time: a guest may discard millions of them by one request.
+    /// Adds blocks, one word of the map at a time: one request of a guest may discard millions.
     pub(super) fn add(&mut self, blocks: Range<u64>) {
         let mut next = blocks.start;
         while next < blocks.end {
@@ -255,7 +260,8 @@ impl BlockMap {
         }
     }
 
-    /// Whether the block at `offset` is there, and until where, at most `end`, the answer is the same.
+    /// Returns whether the block at `offset` is in the map, and up to where, at most `end`, that
+    /// holds.
     fn run(&self, offset: u64, end: u64) -> (bool, u64) {
         let first = offset / BLOCK;
         let has = self.has(first);
@@ -288,7 +294,7 @@ impl BlockMap {
     }
 }
 
-/// The runs of bits that are set, lowest first.
+/// Returns the runs of bits that are set, lowest first.
 fn runs_of_ones(mut word: u64) -> impl Iterator<Item = Range<u64>> {
     std::iter::from_fn(move || {
         if word == 0 {
@@ -301,7 +307,7 @@ fn runs_of_ones(mut word: u64) -> impl Iterator<Item = Range<u64>> {
     })
 }
 
-/// One layer that has what any of `layers`, lowest first, has.
+/// Merges `layers`, lowest first, into one layer.
 fn merge(layers: &[Arc<Layer>], file: File, size: u64) -> io::Result<Layer> {
     let mut merged = Layer::empty(file, size)?;
     write_layers(layers, &merged.file, size)?;
@@ -320,7 +326,7 @@ fn write_layers(layers: &[Arc<Layer>], to: &File, size: u64) -> io::Result<()> {
             continue;
         }
         for range in layer.ranges(size)? {
-            // Zeros are not copied, and they hide what a lower layer had.
+            // Zeros are not copied, and they must hide the data of a lower layer.
             if index > 0 {
                 sparse::punch(to, range.clone())?;
             }
@@ -348,30 +354,32 @@ impl DiskIo for LayeredDisk {
             return Ok(0);
         }
         let block = offset / BLOCK * BLOCK;
-        // Whole blocks as many as there are; otherwise the part of one, which must be there first.
+        // Write as many whole blocks as there are, or a part of one block, which must be filled
+        // first.
         let whole = end / BLOCK * BLOCK;
-        let until = match offset == block && (whole > offset || end == self.size) {
-            true if whole > offset => whole,
-            true => end,
-            false => {
-                if !layers.top.has(block) {
-                    layers.fill(block, self.size)?;
-                }
-                end.min(block + BLOCK)
+        let until = if offset == block && whole > offset {
+            whole
+        } else if offset == block && end == self.size {
+            end
+        } else {
+            if !layers.top.has(block) {
+                layers.fill(block, self.size)?;
             }
+            end.min(block + BLOCK)
         };
         let part = prefix(buffers, until - offset)?;
         let done = sys::pwritev(layers.top.file.as_fd(), &part, offset)?;
-        // A short write may end within a block, and then that block is not there yet.
+        // A short write may end within a block, and then that block is not yet in the top layer.
         let reached = offset + done as u64;
         let there = if reached == until { reached } else { reached / BLOCK * BLOCK };
         if there > block {
             layers.top.add(block..there);
         }
         if reached > there && there >= block && !layers.top.has(there) {
-            return match there > offset {
-                true => Ok((there - offset) as usize),
-                false => Err(io::ErrorKind::WriteZero.into()),
+            return if there > offset {
+                Ok((there - offset) as usize)
+            } else {
+                Err(io::ErrorKind::WriteZero.into())
             };
         }
         Ok(done)
@@ -394,7 +402,7 @@ impl DiskIo for LayeredDisk {
             }
         }
         sys::fallocate(layers.top.file.as_fd(), how, offset, end - offset)?;
-        // A hole in the top hides what is below, and reads as zero.
+        // A hole in the top layer hides the layers below, and reads as zeros.
         layers.top.add(offset / BLOCK * BLOCK..end);
         Ok(())
     }
@@ -410,7 +418,7 @@ fn total(buffers: &[VolatileSlice]) -> u64 {
     buffers.iter().map(|buffer| buffer.len() as u64).sum()
 }
 
-/// The first `len` bytes of the buffers.
+/// Returns the first `len` bytes of the buffers.
 fn prefix<'a>(buffers: &[VolatileSlice<'a>], len: u64) -> io::Result<Vec<VolatileSlice<'a>>> {
     let mut left = len as usize;
     let mut parts = Vec::with_capacity(buffers.len());

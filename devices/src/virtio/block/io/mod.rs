@@ -1,16 +1,16 @@
 //! How bytes move between a disk's requests and the host's storage.
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
-//! | `op.rs` | one thing that storage is asked to do, and the memory it does it with |
+//! | `op.rs` | one operation on storage, and the memory that it uses |
 //! | `file.rs` | which files can be disks, and how they are opened and locked |
 //! | `absent.rs` | a disk whose image is opened later |
-//! | `layers.rs` | a disk that can be frozen, forked and taken back |
-//! | `changes.rs` | what was written to a disk while somebody copies it |
-//! | `plain.rs` | the engine that carries an operation out at once |
-//! | `uring.rs`, `sys.rs` | the engine that hands it to the kernel and goes on |
+//! | `layers.rs` | a disk that can be frozen, forked and rolled back |
+//! | `changes.rs` | what was written to a disk while it is being copied |
+//! | `plain.rs` | the engine that completes an operation before it returns |
+//! | `uring.rs`, `sys.rs` | the engine that submits operations to the kernel and does not wait |
 //!
-//! Nothing here knows of rings or of virtio.
+//! Nothing here depends on rings or virtio.
 
 mod absent;
 mod changes;
@@ -37,57 +37,59 @@ pub use uring::Uring;
 
 pub use crate::sys::Clear;
 
-/// Storage that moves bytes between itself and memory, and returns when it has.
+/// Storage that moves bytes between itself and memory synchronously.
 pub trait DiskIo: Send {
-    /// Fills the buffers from `offset`; may be short, zero at the end of the storage.
+    /// Fills the buffers from `offset`. May be short; returns zero at the end of the storage.
     fn read(&self, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize>;
 
-    /// Stores the buffers at `offset`; may be short.
+    /// Stores the buffers at `offset`. May be short.
     fn write(&self, buffers: &[VolatileSlice], offset: u64) -> io::Result<usize>;
 
-    /// Makes everything that was written survive a power cut.
+    /// Makes all completed writes durable.
     fn sync(&self) -> io::Result<()>;
 
-    /// Makes a range read as zero.
+    /// Makes a range read as zeros.
     fn clear(&self, how: Clear, offset: u64, len: u64) -> io::Result<()>;
 }
 
-/// Carries operations out, now or later. Each comes back exactly once through `finished`, with its token.
+/// Carries out operations, now or later. Each is returned exactly once by `finished`, with its
+/// token.
 pub trait Engine: Send {
-    /// Takes an operation on. Only while `has_room`, and with a token that is not out already.
+    /// Accepts an operation. Call it only while `has_room`, and with a token that is not in flight.
     fn start(&mut self, token: u16, op: Op);
 
-    /// Whether another operation can be started.
+    /// Returns whether another operation can be started.
     fn has_room(&self) -> bool;
 
-    /// Makes sure that what was started is under way.
+    /// Makes sure that all started operations are in progress.
     fn submit(&mut self) -> io::Result<()>;
 
-    /// An operation that has ended.
+    /// Returns an operation that has completed, if any.
     fn finished(&mut self) -> Option<Finished>;
 
-    /// Waits until at least one operation has ended, or until interrupted; an error if none is out, for
-    /// that would be a wait without end.
+    /// Waits until at least one operation has completed, or until interrupted. Returns an error if
+    /// none is in flight, because that wait would never end.
     fn wait(&mut self) -> io::Result<()>;
 
-    /// The size of the storage now.
+    /// Returns the current size of the storage.
     fn measure(&self) -> io::Result<u64>;
 }
 
-/// Which engine a disk should have.
+/// The kind of engine that a disk uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineKind {
-    /// One operation after the other, on the device thread. Best where the host's page cache is warm.
+    /// Runs one operation after the other on the device thread. Best where the host's page cache is
+    /// warm.
     #[default]
     Plain,
-    /// io_uring; refused where the host has none.
+    /// Uses io_uring, and refuses the disk where the host has none.
     IoUring,
-    /// io_uring where the host has it, otherwise plain.
+    /// Uses io_uring where the host has it, otherwise `Plain`.
     Auto,
 }
 
-/// The engine of `kind` for an open image; `event` is written when an operation ends by itself, and without one none
-/// does.
+/// Returns the engine of `kind` for an open image. `event` is written when an operation completes
+/// in the background; without it the plain engine is used.
 pub fn engine(
     kind: EngineKind,
     disk: FileDisk,

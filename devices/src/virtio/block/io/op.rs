@@ -1,6 +1,7 @@
 //! One operation on a disk, and the memory that it reads or fills.
 //!
-//! An operation owns what it works on, so that the kernel may go on with it after everybody else has let go.
+//! An operation owns its memory, so that the kernel may continue with it after every other owner
+//! has released it.
 
 use std::io;
 use std::ops::Range;
@@ -11,7 +12,7 @@ use super::super::super::chain::Segment;
 use super::Clear;
 use crate::GuestMemory;
 
-/// One thing that storage is asked to do.
+/// One operation on storage.
 #[derive(Debug)]
 pub enum Op {
     Read { into: Target, offset: u64 },
@@ -21,7 +22,7 @@ pub enum Op {
 }
 
 impl Op {
-    /// The bytes of the storage that it may have changed, if it is of that kind.
+    /// Returns the bytes of the storage that the operation may change, if any.
     pub fn changed(&self) -> Option<Range<u64>> {
         let (offset, len) = match self {
             Self::Read { .. } | Self::Sync => return None,
@@ -32,7 +33,7 @@ impl Op {
     }
 }
 
-/// An operation that has ended, and how much it moved.
+/// An operation that has completed, and how many bytes it moved.
 #[derive(Debug)]
 pub struct Finished {
     pub token: u16,
@@ -43,9 +44,9 @@ pub struct Finished {
 /// The memory of a transfer.
 #[derive(Debug)]
 pub enum Target {
-    /// Buffers of the guest, known to lie in its memory.
+    /// Buffers of the guest, which lie in its memory.
     Guest { memory: GuestMemory, segments: Vec<Segment> },
-    /// A buffer of ours, for what cannot be done in the guest's.
+    /// A buffer of the host, for transfers that cannot use the guest's buffers.
     Host(Bounce),
 }
 
@@ -57,7 +58,7 @@ impl Target {
         }
     }
 
-    /// The memory as the host addresses it.
+    /// Returns the memory at host addresses.
     pub fn slices(&mut self) -> io::Result<Vec<VolatileSlice<'_>>> {
         match self {
             Self::Guest { memory, segments } => guest_slices(memory, segments),
@@ -66,7 +67,7 @@ impl Target {
     }
 }
 
-/// Guest buffers as the host addresses them.
+/// Returns guest buffers at host addresses.
 pub fn guest_slices<'a>(
     memory: &'a GuestMemory,
     segments: &[Segment],
@@ -81,7 +82,7 @@ pub fn guest_slices<'a>(
     Ok(slices)
 }
 
-/// Bytes on the heap that begin where direct I/O wants them to.
+/// A heap buffer with the alignment that direct I/O requires.
 #[derive(Debug)]
 pub struct Bounce {
     storage: Vec<u8>,
@@ -90,7 +91,7 @@ pub struct Bounce {
 }
 
 impl Bounce {
-    /// `len` zeroes at an address that is a multiple of `align`, a power of two.
+    /// Allocates `len` zeros at an address that is a multiple of `align`, a power of two.
     pub fn new(len: usize, align: usize) -> Self {
         let storage = vec![0; len + align];
         let start = storage.as_ptr().align_offset(align).min(align);

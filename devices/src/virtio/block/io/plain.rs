@@ -1,19 +1,19 @@
-//! The engine that carries an operation out before it returns.
+//! The engine that completes an operation before it returns.
 //!
-//! Works everywhere, and is the quickest where the host has the image in its page cache.
+//! It works everywhere, and is the fastest where the image is in the host's page cache.
 
 use std::collections::VecDeque;
 use std::io;
 
 use super::{DiskIo, Engine, Finished, Op};
 
-/// Storage whose operations end at once.
+/// An engine whose operations complete at once.
 pub struct Plain {
     disk: Box<dyn MeasuredDisk>,
     done: VecDeque<Finished>,
 }
 
-/// Storage that also knows its size.
+/// Storage that knows its size.
 pub trait MeasuredDisk: DiskIo {
     fn measure(&self) -> io::Result<u64>;
 }

@@ -1,7 +1,7 @@
-//! An io_uring that can do four things to files that are open; the unsafe code of the engine.
+//! An io_uring restricted to four operations on one open file; the unsafe code of the engine.
 //!
-//! Sound whatever its user does: an operation and the memory it works on belong to the ring until the
-//! kernel has answered, and a ring that is dropped waits for what is out.
+//! It is sound whatever its user does: an operation and its memory belong to the ring until the
+//! kernel has completed it, and dropping a ring waits for the operations in flight.
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
@@ -20,31 +20,32 @@ use vmm_sys_util::eventfd::EventFd;
 use super::{Finished, Op, Target};
 use crate::sys::{Clear, IOV_MAX};
 
-/// A ring and everything that is out with the kernel.
+/// A ring and the operations in flight in the kernel.
 pub struct Ring {
     ring: IoUring,
-    under_way: HashMap<u16, Entry>,
-    // What never got as far as the kernel.
+    under_way: HashMap<u16, Submission>,
+    // Operations that failed before they reached the kernel.
     refused: VecDeque<Finished>,
     capacity: usize,
-    // Named in each entry rather than registered: the kernel lets go of registered files some time after
-    // their ring is gone, and with them of the image's lock.
+    // Named in each entry rather than registered: the kernel releases registered files, and with
+    // them the image's lock, some time after their ring is gone.
     file: OwnedFd,
 }
 
-/// An operation and the list of its buffers, which the kernel may read until it has answered.
-struct Entry {
+/// An operation and the list of its buffers, which the kernel may read until it has completed.
+struct Submission {
     op: Op,
     iovecs: Vec<libc::iovec>,
 }
 
-// SAFETY: the pointers in `iovecs` are only ever read by the kernel, and point into memory that the entry
-// owns; which thread holds the entry makes no difference.
-unsafe impl Send for Entry {}
+// SAFETY: the pointers in `iovecs` are only ever read by the kernel, and point into memory that the
+// entry owns; which thread holds the entry makes no difference.
+unsafe impl Send for Submission {}
 
 impl Ring {
-    /// A ring that can read, write, sync and clear and nothing else, and writes `event` when something has
-    /// ended. A ring that could open files would be a way around every filter on system calls.
+    /// Creates a ring that can read, write, sync and clear and nothing else, and writes `event`
+    /// when an operation has completed. A ring that could open files would bypass every system call
+    /// filter.
     pub fn new(entries: u32, file: &File, event: &Arc<EventFd>) -> io::Result<Self> {
         let ring = IoUring::builder().setup_r_disabled().build(entries)?;
         if !ring.params().is_feature_nodrop() {
@@ -69,7 +70,7 @@ impl Ring {
         self.under_way.len() < self.capacity
     }
 
-    /// Whether nothing is out and nothing waits to be fetched.
+    /// Returns whether no operation is in flight and no result waits to be fetched.
     pub fn is_idle(&self) -> bool {
         self.under_way.is_empty() && self.refused.is_empty()
     }
@@ -79,23 +80,24 @@ impl Ring {
         self.under_way.len()
     }
 
-    /// Prepares an operation; `submit` hands it over.
+    /// Prepares an operation; `submit` passes it to the kernel.
     pub fn start(&mut self, token: u16, op: Op) {
         if self.under_way.contains_key(&token) || !self.has_room() {
-            // Taking it on would let go of memory that the kernel still uses.
+            // Accepting it would free memory that the kernel still uses.
             let result = Err(io::ErrorKind::ResourceBusy.into());
             return self.refused.push_back(Finished { token, op, result });
         }
-        let mut entry = Entry { op, iovecs: Vec::new() };
+        let mut entry = Submission { op, iovecs: Vec::new() };
         let prepared = match prepare(&mut entry, Fd(self.file.as_raw_fd())) {
             Ok(prepared) => prepared.user_data(token.into()),
             Err(error) => {
-                let Entry { op, .. } = entry;
+                let Submission { op, .. } = entry;
                 return self.refused.push_back(Finished { token, op, result: Err(error) });
             }
         };
-        // SAFETY: the buffers and their list belong to the entry, which stays in `under_way` until the
-        // kernel has answered; moving the entry moves neither of them. The file is open as long as the ring.
+        // SAFETY: the buffers and their list belong to the entry, which stays in `under_way` until
+        // the kernel has completed it; moving the entry moves neither of them. The file is open as
+        // long as the ring.
         if unsafe { self.ring.submission().push(&prepared) }.is_err() {
             let result = Err(io::ErrorKind::ResourceBusy.into());
             return self.refused.push_back(Finished { token, op: entry.op, result });
@@ -103,7 +105,8 @@ impl Ring {
         self.under_way.insert(token, entry);
     }
 
-    /// Hands over what was prepared. What the kernel does not take now it takes next time.
+    /// Submits the prepared operations. Those that the kernel does not accept now are submitted
+    /// next time.
     pub fn submit(&mut self) -> io::Result<()> {
         if self.ring.submission().is_empty() {
             return Ok(());
@@ -111,7 +114,7 @@ impl Ring {
         ignore_interruption(self.ring.submit())
     }
 
-    /// Hands over what was prepared and waits until `count` have ended, or all that are out.
+    /// Submits the prepared operations and waits until `count` have completed, or all in flight.
     pub fn wait(&mut self, count: usize) -> io::Result<()> {
         let ready = self.ring.completion().len();
         let count = count.min(self.under_way.len());
@@ -126,9 +129,9 @@ impl Ring {
             return Some(finished);
         }
         let answer = self.ring.completion().next()?;
-        // The kernel gives back what it was given, a token.
+        // The kernel returns the user data of the entry, a token.
         let token = answer.user_data() as u16;
-        let Entry { mut op, .. } = self.under_way.remove(&token)?;
+        let Submission { mut op, .. } = self.under_way.remove(&token)?;
         let result = usize::try_from(answer.result())
             .map_err(|_| io::Error::from_raw_os_error(-answer.result()));
         if let (Op::Read { into, .. }, Ok(done)) = (&mut op, &result) {
@@ -140,11 +143,11 @@ impl Ring {
 
 impl Drop for Ring {
     fn drop(&mut self) {
-        // The kernel may still write to memory that is ours to free.
+        // The kernel may still write to memory that is about to be freed.
         while !self.under_way.is_empty() {
             if let Err(error) = self.wait(1) {
                 log::error!("io_uring: {} operations are lost: {error}", self.under_way.len());
-                // Better never freed than written to by a kernel that believes it is still there.
+                // Leaked, because the kernel may still write to it.
                 std::mem::forget(std::mem::take(&mut self.under_way));
                 return;
             }
@@ -153,8 +156,8 @@ impl Drop for Ring {
     }
 }
 
-fn prepare(entry: &mut Entry, file: Fd) -> io::Result<squeue::Entry> {
-    let Entry { op, iovecs } = entry;
+fn prepare(entry: &mut Submission, file: Fd) -> io::Result<squeue::Entry> {
+    let Submission { op, iovecs } = entry;
     Ok(match op {
         Op::Read { into, offset } => {
             *iovecs = list(into)?;
@@ -178,18 +181,18 @@ fn prepare(entry: &mut Entry, file: Fd) -> io::Result<squeue::Entry> {
     })
 }
 
-/// Where the buffers of a transfer are.
+/// Returns the addresses of the buffers of a transfer.
 fn list(target: &mut Target) -> io::Result<Vec<libc::iovec>> {
     let slices = target.slices()?;
     let describe = |slice: &VolatileSlice| {
-        // The guard ends here; what keeps the memory mapped is that the target is owned by the ring.
+        // The guard ends here; the memory stays mapped because the ring owns the target.
         let (base, iov_len) = (slice.ptr_guard_mut().as_ptr(), slice.len());
         libc::iovec { iov_base: base.cast(), iov_len }
     };
     Ok(slices.iter().take(IOV_MAX).map(describe).collect())
 }
 
-/// The kernel wrote behind the bitmap's back.
+/// Marks pages as dirty that the kernel wrote without the dirty bitmap.
 fn mark_dirty(target: &mut Target, done: usize) {
     let Ok(slices) = target.slices() else { return };
     let mut left = done;
@@ -219,9 +222,9 @@ mod tests {
         let path = c"/etc/passwd";
         let open = opcode::OpenAt::new(Fd(libc::AT_FDCWD), path.as_ptr()).build();
         for entry in [open, opcode::Nop::new().build()] {
-            // SAFETY: the path outlives the answer, for which this waits.
+            // SAFETY: the path outlives the completion, which this code waits for.
             unsafe { ring.ring.submission().push(&entry) }.unwrap();
-            // Newer kernels answer the call itself with the error.
+            // Newer kernels return the error from the call itself.
             let _ = ring.ring.submit_and_wait(1);
             let answer = ring.ring.completion().next().unwrap();
             assert_eq!(answer.result(), -libc::EACCES);

@@ -1,6 +1,6 @@
-//! The engine on io_uring: the device thread hands operations over and never waits for a disk.
+//! The engine on io_uring: the device thread submits operations and never waits for a disk.
 //!
-//! Nothing is in the way of a disk that is slow, and nothing else on the thread waits for it.
+//! A slow disk therefore delays nothing else on the device thread.
 
 use std::io;
 use std::sync::Arc;
@@ -10,20 +10,21 @@ use vmm_sys_util::eventfd::EventFd;
 use super::sys::Ring;
 use super::{Engine, FileDisk, Finished, Op};
 
-// As many as a queue can hold, so that a guest never waits for room.
+// As many as a queue can hold, so that a guest never waits for a free entry.
 const ENTRIES: u32 = super::super::device::QUEUE_SIZE as u32;
 
-/// A disk on a ring of its own.
+/// A disk with a ring of its own.
 pub struct Uring {
     ring: Ring,
     disk: FileDisk,
-    // For tests that want to know when everything has ended: `submit` then waits for it.
+    // For tests that need to know when everything has completed: `submit` then waits for it.
     #[cfg(test)]
     pub(in super::super) settles: bool,
 }
 
 impl Uring {
-    /// Fails where the host has no io_uring, forbids it, or has one that cannot be restricted.
+    /// Creates the ring. Fails where the host has no io_uring, forbids it, or has one that cannot
+    /// be restricted.
     pub fn new(disk: &FileDisk, event: &Arc<EventFd>) -> io::Result<Self> {
         let disk = disk.try_clone()?;
         Ok(Self {

@@ -1,4 +1,5 @@
-//! The engines against each other: the same requests on plain files, past the page cache, and on io_uring.
+//! The engines compared with each other: equal requests on plain files, with direct I/O, and on
+//! io_uring.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +11,8 @@ use super::super::io::{Engine, FileDisk, Op, Target, Uring};
 use super::*;
 use crate::rate_limiter::{BucketConfig, RateLimiterConfig};
 
-/// A disk on io_uring whose operations have ended when its turn has, so that tests need not wait.
+/// Creates a disk on io_uring whose operations have completed when its turn ends, so that tests
+/// need not wait.
 fn uring(image: &NamedTempFile) -> Block {
     settled(image, disk(image))
 }
@@ -22,7 +24,7 @@ fn event() -> Arc<EventFd> {
 fn settled(image: &NamedTempFile, mut block: Block) -> Block {
     let ended = event();
     let file = File::options().read(true).write(true).open(image.path()).unwrap();
-    // The lock is the first disk's; this is the same file under it.
+    // The first disk holds the lock; this is another description of its file.
     let disk = FileDisk::unlocked(file);
     let mut uring = Uring::new(&disk, &ended).expect("this host has no io_uring");
     uring.settles = true;
@@ -56,13 +58,13 @@ conformance::suite!(UringDisk(image()));
 
 /// An image of 64 KiB blocks, large enough for direct I/O of any unit.
 fn large_image() -> NamedTempFile {
-    // Not in /tmp, which may be a file system of memory without direct I/O.
+    // Not in /tmp, which may be a memory file system without direct I/O.
     let mut image = NamedTempFile::new_in(env!("CARGO_MANIFEST_DIR")).unwrap();
     image.write_all(&vec![7; 1 << 20]).unwrap();
     image
 }
 
-/// Waits for the answer of a disk that works on while its driver waits.
+/// Waits for a used entry of a disk that works in the background.
 fn wait_used(driver: &mut MockDriver) -> super::super::super::testing::Used {
     let start = Instant::now();
     loop {
@@ -93,7 +95,8 @@ fn auto_and_io_uring_engines_serve_what_a_plain_one_does() {
     }
 }
 
-/// Of a ring nothing comes back before it was submitted; plain calls have ended when they return.
+/// Returns whether an engine is a ring: a ring completes nothing before `submit`, plain calls have
+/// completed when they return.
 fn is_ring(mut engine: Box<dyn Engine>) -> bool {
     engine.start(1, Op::Sync);
     engine.finished().is_none()
@@ -108,8 +111,8 @@ fn engine_is_a_ring_where_one_is_asked_for() {
     assert!(is_ring(engine(EngineKind::Auto)));
 }
 
-/// Runs an ignored test of this file where a system call fails: strace answers in the kernel's place, and the disk
-/// is that of this program, run again with the one test.
+/// Runs an ignored test of this file with a failing system call: this program is run again with
+/// that one test under strace, which injects the error.
 fn where_it_fails(call: &str, test: &str) {
     let run = std::process::Command::new("strace")
         .args(["-f", "-o", "/dev/null", "-e", &format!("inject={call}")])
@@ -211,7 +214,7 @@ fn quiesce_and_reset_wait_for_what_is_out() {
     assert!(!driver.needs_reset());
 }
 
-/// Whether this process has the image open for direct I/O.
+/// Returns whether this process has the image open for direct I/O.
 fn is_open_direct(image: &NamedTempFile) -> bool {
     let fds = fs::read_dir("/proc/self/fd").unwrap().flatten();
     let ours = fds.filter(|fd| fs::read_link(fd.path()).is_ok_and(|path| path == image.path()));
@@ -236,7 +239,7 @@ fn direct_io_takes_buffers_of_any_alignment_and_keeps_to_its_unit() {
         let unit = block.facts.block_size;
         let mut driver = MockDriver::ready(block);
         assert_eq!(driver.read(mmio::offset::CONFIG + 20), unit);
-        // The mock places buffers at multiples of 16: never what direct I/O wants.
+        // The mock places buffers at multiples of 16, which is never aligned for direct I/O.
         let data: Vec<u8> = (0..300 << 10).map(|byte| (byte / 1000) as u8).collect();
         let data = &data[..data.len() / unit as usize * unit as usize];
         driver.allocate(48);
@@ -291,7 +294,7 @@ fn limited_disk_moves_its_bytes_in_time_after_its_burst() {
         driver.send(0, &[Readable(&header(IN, sector)), Writable(512), Writable(1)]);
     }
     driver.run();
-    // The burst's one and the bucket's two; the other three fill it one and a half times.
+    // One by the burst and two by the bucket; the other three need one and a half refills.
     assert_eq!(driver.used_index(0), 3);
     for _ in 0..6 {
         assert_eq!(wait_used(&mut driver).len, 513);
@@ -315,7 +318,8 @@ fn request_larger_than_the_byte_limit_is_served() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Any requests, good and bad: both engines answer alike and leave the disk as a model says.
+    /// Any requests, valid and invalid: both engines return equal results and leave the disk as the
+    /// model expects.
     #[test]
     fn engines_and_a_model_agree_on_any_requests(
         requests in prop::collection::vec((0..6usize, 0..70u64, 0..6u32, any::<u8>(), 0..3u32), 1..40),
@@ -359,7 +363,7 @@ proptest! {
     }
 }
 
-/// An engine whose operations end when a test says so.
+/// An engine whose operations complete when a test says so.
 #[derive(Clone, Default)]
 struct Held(Arc<Mutex<HeldOps>>);
 
@@ -424,7 +428,7 @@ fn a12_head_offered_again_while_the_host_works_on_it_asks_for_reset() {
     driver.kick(0);
     driver.run();
     assert!(driver.needs_reset());
-    // What ends now is for nobody.
+    // Requests that complete now have no driver.
     held.end_all();
     driver.kick(0);
     driver.run();
@@ -462,7 +466,7 @@ fn full_engine_leaves_requests_in_the_ring_until_there_is_room() {
     driver.run();
     assert_eq!(held.count(), 4);
     driver.devices.handle().quiesce_all().unwrap();
-    // Quiet means that nothing is out, and what was not begun is still the ring's.
+    // While quiesced nothing is in flight, and requests that were not begun are still in the ring.
     let saved = driver.transport.save().unwrap();
     assert_eq!((driver.used_index(0), saved.queues[0].next_avail), (4, 4));
     driver.devices.handle().resume_all().unwrap();
@@ -478,7 +482,7 @@ fn full_engine_leaves_requests_in_the_ring_until_there_is_room() {
 #[test]
 fn image_that_looks_like_another_format_is_bytes_like_any_other() {
     let image = image();
-    // The header of a QCOW2 image with the name of a host file behind it.
+    // The header of a QCOW2 image, followed by the name of a host file.
     let mut forged = b"QFI\xfb\0\0\0\x03\0\0\0\0\0\0\0\x68\0\0\0\x0b".to_vec();
     forged.resize(0x68, 0);
     forged.extend(b"/etc/passwd");

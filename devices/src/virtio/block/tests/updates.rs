@@ -1,4 +1,4 @@
-//! What the host may change about a disk while a guest uses it.
+//! Updates of a disk while a guest uses it.
 
 use super::super::super::registry::DeviceUpdate;
 use super::super::super::{DeviceError, UpdateError};
@@ -90,7 +90,7 @@ fn replaced_image_is_used_from_the_next_request_on() {
         assert_eq!(driver.contents(&sent)[2], [OK]);
         assert_eq!(fs::read(second.path()).unwrap()[3 * 512..4 * 512], [9; 512]);
         assert_eq!(fs::read(first.path()).unwrap()[3 * 512..4 * 512], [3; 512]);
-        // The first image is let go of, the second is locked.
+        // The first image is unlocked, the second is locked.
         assert!(Block::new(BlockConfig::new(first.path())).is_ok());
         assert!(Block::new(BlockConfig::new(second.path())).is_err());
     }
@@ -105,7 +105,7 @@ fn replacement_that_cannot_be_used_is_refused_and_changes_nothing() {
     for source in ["/none", "/dev/null", "/"] {
         assert!(handle.open(Source::Path(source.into())).is_err(), "{source}");
     }
-    // The image itself is in use, by this very disk.
+    // The image itself is in use by this disk.
     assert!(handle.open(Source::Path(image.path().into())).is_err());
     assert_eq!(read(&mut driver, 1, 512), (OK, vec![1; 512]));
 }

@@ -1,14 +1,15 @@
-//! What the metadata service says to a request.
+//! The response of the metadata service to a request.
 //!
-//! Content is one JSON value and a path is a JSON pointer into it. A value is given as JSON to whoever asks
-//! for that, otherwise as the instance metadata of clouds is: a string as it is, an object as its keys.
+//! The content is one JSON value and a path is a JSON pointer into it. A value is returned as JSON
+//! if the request accepts that, otherwise in the format of cloud instance metadata: a string as
+//! plain text, an object as its keys.
 
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
 use super::config::{MmdsConfig, MmdsVersion};
-use super::http::{Answer, Request};
+use super::http::{MmdsAnswer, MmdsRequest};
 use super::token::{TTL_SECONDS_MAX, Tokens};
 
 const TOKEN_PATH: &str = "/latest/api/token";
@@ -20,80 +21,86 @@ pub fn answer(
     config: &MmdsConfig,
     content: &Value,
     tokens: &mut Tokens,
-    request: &Request,
+    request: &MmdsRequest,
     now: Instant,
-) -> Answer {
+) -> MmdsAnswer {
     match request.method {
         "GET" => get(config, content, tokens, request, now),
         "PUT" => put(tokens, request, now),
         method => {
             let extra = Some("Allow: GET, PUT".to_owned());
             let text = format!("{method} is not possible here; use GET, or PUT {TOKEN_PATH}");
-            Answer { extra, ..Answer::text(405, text) }
+            MmdsAnswer { extra, ..MmdsAnswer::text(405, text) }
         }
     }
 }
 
-/// Version 1 takes tokens, but also requests without one.
+/// Answers a GET. Version 1 accepts requests with or without a token.
 fn get(
     config: &MmdsConfig,
     content: &Value,
     tokens: &Tokens,
-    request: &Request,
+    request: &MmdsRequest,
     now: Instant,
-) -> Answer {
+) -> MmdsAnswer {
     if config.version == MmdsVersion::V2 {
         match request.header(&TOKEN) {
-            None => return Answer::text(401, format!("send a token in the header {}", TOKEN[0])),
+            None => {
+                return MmdsAnswer::text(401, format!("send a token in the header {}", TOKEN[0]));
+            }
             Some((_, token)) if !tokens.is_valid(token, now) => {
                 let text = format!("the token is not valid; get a new one with PUT {TOKEN_PATH}");
-                return Answer::text(401, text);
+                return MmdsAnswer::text(401, text);
             }
             Some(_) => {}
         }
     }
     let path = tidy(request.path);
     let Some(value) = content.pointer(&path) else {
-        return Answer::text(404, format!("there is nothing at {}", request.path));
+        return MmdsAnswer::text(404, format!("there is nothing at {}", request.path));
     };
     if wants_json(request) && !config.imds_compat {
-        return Answer { json: true, ..Answer::text(200, value.to_string()) };
+        return MmdsAnswer { json: true, ..MmdsAnswer::text(200, value.to_string()) };
     }
     match plain(value) {
-        Some(text) => Answer::text(200, text),
-        None => Answer::text(501, "neither a string nor an object; send Accept: application/json"),
+        Some(text) => MmdsAnswer::text(200, text),
+        None => {
+            MmdsAnswer::text(501, "neither a string nor an object; send Accept: application/json")
+        }
     }
 }
 
-fn put(tokens: &mut Tokens, request: &Request, now: Instant) -> Answer {
-    // Whoever forwards requests for others must not be talked into getting them a token.
+fn put(tokens: &mut Tokens, request: &MmdsRequest, now: Instant) -> MmdsAnswer {
+    // A proxy that forwards requests must not obtain a token for others.
     if request.header(&["X-Forwarded-For"]).is_some() {
-        return Answer::text(400, "a forwarded request gets no token");
+        return MmdsAnswer::text(400, "a forwarded request gets no token");
     }
     if tidy(request.path) != TOKEN_PATH {
-        return Answer::text(404, format!("only {TOKEN_PATH} can be PUT"));
+        return MmdsAnswer::text(404, format!("only {TOKEN_PATH} can be PUT"));
     }
     let range = format!("a number from 1 to {TTL_SECONDS_MAX}");
     let Some((header, seconds)) = request.header(&TTL) else {
-        return Answer::text(
+        return MmdsAnswer::text(
             400,
             format!("send how long the token is to live: {}: {range}", TTL[0]),
         );
     };
     let ttl = seconds.parse::<u32>().ok().filter(|ttl| (1..=TTL_SECONDS_MAX).contains(ttl));
     let Some(ttl) = ttl else {
-        return Answer::text(400, format!("{header} must be {range}"));
+        return MmdsAnswer::text(400, format!("{header} must be {range}"));
     };
     match tokens.give(Duration::from_secs(ttl.into()), now) {
-        Ok(token) => Answer { extra: Some(format!("{header}: {ttl}")), ..Answer::text(200, token) },
+        Ok(token) => {
+            MmdsAnswer { extra: Some(format!("{header}: {ttl}")), ..MmdsAnswer::text(200, token) }
+        }
         Err(error) => {
             log::error!("metadata service: no random bytes for a token: {error}");
-            Answer::text(501, "no token can be made now")
+            MmdsAnswer::text(501, "no token can be made now")
         }
     }
 }
 
-/// A path as a JSON pointer: no slash doubled, none at the end.
+/// Converts a path to a JSON pointer: without doubled or trailing slashes.
 fn tidy(path: &str) -> String {
     let mut tidy = String::with_capacity(path.len());
     for byte in path.chars() {
@@ -107,7 +114,7 @@ fn tidy(path: &str) -> String {
     tidy
 }
 
-fn wants_json(request: &Request) -> bool {
+fn wants_json(request: &MmdsRequest) -> bool {
     let accept = request.header(&["Accept"]).map_or("", |(_, value)| value);
     let mut kinds = accept.split(',').map(|kind| kind.split(';').next().unwrap_or("").trim());
     kinds.any(|kind| kind.eq_ignore_ascii_case("application/json"))
@@ -117,9 +124,8 @@ fn plain(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),
         Value::Object(entries) => {
-            let line = |(key, value): (&String, &Value)| match value.is_object() {
-                true => format!("{key}/"),
-                false => key.clone(),
+            let line = |(key, value): (&String, &Value)| {
+                if value.is_object() { format!("{key}/") } else { key.clone() }
             };
             Some(entries.iter().map(line).collect::<Vec<_>>().join("\n"))
         }
@@ -132,13 +138,13 @@ mod tests {
     use super::super::http::{Found, read};
     use super::*;
 
-    fn ask(version: MmdsVersion, imds_compat: bool, tokens: &mut Tokens, text: &str) -> Answer {
+    fn ask(version: MmdsVersion, imds_compat: bool, tokens: &mut Tokens, text: &str) -> MmdsAnswer {
         let content = serde_json::json!({
             "latest": { "meta-data": { "id": "i-1", "more": { "a": 1 } }, "n": 43, "list": [1, "b"] }
         });
         let config = MmdsConfig { version, imds_compat, ..MmdsConfig::default() };
         let bytes = format!("{text}\r\n\r\n");
-        let Found::Request(request, _) = read(bytes.as_bytes()) else { panic!("{text}") };
+        let Found::MmdsRequest(request, _) = read(bytes.as_bytes()) else { panic!("{text}") };
         answer(&config, &content, tokens, &request, Instant::now())
     }
 
@@ -194,7 +200,7 @@ mod tests {
         assert_eq!(v1(&format!("{put}\r\n{ttl}: 60\r\nx-forwarded-for: 10.0.0.1")).0, 400);
         assert_eq!(v1(&format!("PUT /other HTTP/1.1\r\n{ttl}: 60")).0, 404);
         assert_eq!(v1("POST / HTTP/1.1").0, 405);
-        // Version 1 gives tokens too, so that a guest can be moved to version 2.
+        // Version 1 issues tokens too, so that a guest can be moved to version 2.
         assert_eq!(v1(&format!("{put}\r\n{ttl}: 21600")).0, 200);
     }
 }

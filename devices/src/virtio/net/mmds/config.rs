@@ -1,26 +1,26 @@
-//! What the host asks of the metadata service of a network card.
+//! The host's configuration of the metadata service of a network card.
 
 use std::net::Ipv4Addr;
 
 use serde::{Deserialize, Serialize};
 
-/// How a guest gets at its metadata.
+/// The version of the metadata protocol.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum MmdsVersion {
-    /// By asking.
+    /// A guest needs no token.
     #[default]
     V1,
-    /// With a token, which it has to get first.
+    /// A guest must first get a token.
     V2,
 }
 
 /// A metadata service on a network card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MmdsConfig {
-    /// Where the guest finds it; a link-local address.
+    /// The link-local address of the service.
     pub ipv4: Ipv4Addr,
     pub version: MmdsVersion,
-    /// Always answers as the metadata services of clouds do, whatever a request says that it accepts.
+    /// Always answers in the format of cloud metadata services, whatever the request accepts.
     pub imds_compat: bool,
 }
 
@@ -32,7 +32,7 @@ impl Default for MmdsConfig {
 }
 
 impl MmdsConfig {
-    /// Whether the address is one of 169.254.1.0 to 169.254.254.255 (RFC 3927 section 2.1).
+    /// Returns whether the address is one of 169.254.1.0 to 169.254.254.255 (RFC 3927 section 2.1).
     pub fn has_good_address(&self) -> bool {
         matches!(self.ipv4.octets(), [169, 254, 1..=254, _])
     }

@@ -1,35 +1,36 @@
-//! The HTTP of the metadata service: one request read out of what came in, one answer as bytes.
+//! The HTTP of the metadata service: parses one request from the received bytes, encodes one
+//! response.
 //!
-//! There is no body to read: neither of the two methods that are answered has one.
+//! There is no body to read: neither of the two supported methods has one.
 
 use httparse::Status;
 
-/// The most headers of a request.
+/// The maximum number of headers of a request.
 const HEADERS_MAX: usize = 32;
 
-/// A request, whole and well-formed.
+/// A complete, well-formed request.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Request<'a> {
+pub struct MmdsRequest<'a> {
     pub method: &'a str,
-    /// The path, with whatever follows it.
+    /// The path, including a query.
     pub path: &'a str,
     headers: Vec<(&'a str, &'a str)>,
     keep_alive: bool,
 }
 
-/// What was found in the bytes that came in.
+/// The result of parsing the received bytes.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Found<'a> {
     /// A request, and how many bytes it took.
-    Request(Request<'a>, usize),
-    /// Not all of it is there yet.
+    MmdsRequest(MmdsRequest<'a>, usize),
+    /// The request is not complete yet.
     Part,
-    /// No request, and nothing after it can be one.
+    /// Not a request; the connection cannot be used further.
     Bad(&'static str),
 }
 
-impl<'a> Request<'a> {
-    /// The value of the first of `names` that is there, with the name.
+impl<'a> MmdsRequest<'a> {
+    /// Returns the value of the first of `names` that is present, with the name.
     pub fn header<'n>(&self, names: &[&'n str]) -> Option<(&'n str, &'a str)> {
         names.iter().find_map(|name| {
             let found = self.headers.iter().find(|(key, _)| key.eq_ignore_ascii_case(name));
@@ -37,13 +38,13 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// Whether the peer means to go on after the answer.
+    /// Returns whether the peer keeps the connection open after the response.
     pub fn keeps_alive(&self) -> bool {
         self.keep_alive
     }
 }
 
-/// Reads the request at the front of `bytes`.
+/// Parses the request at the start of `bytes`.
 pub fn read(bytes: &[u8]) -> Found<'_> {
     let mut room = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut parsed = httparse::Request::new(&mut room);
@@ -65,38 +66,38 @@ pub fn read(bytes: &[u8]) -> Found<'_> {
         };
         headers.push((header.name, value.trim()));
     }
-    let mut request = Request { method, path: target, headers, keep_alive: false };
+    let mut request = MmdsRequest { method, path: target, headers, keep_alive: false };
     if request.header(&["Transfer-Encoding"]).is_some()
         || request.header(&["Content-Length"]).is_some_and(|(_, len)| len != "0")
     {
         return Found::Bad("a body has no place here");
     }
-    // A whole address is allowed in place of a path.
+    // An absolute URI is allowed in place of a path.
     if let Some(rest) = target.strip_prefix("http://") {
         request.path = rest.find('/').map_or("/", |at| &rest[at..]);
     }
     let connection = request.header(&["Connection"]).map_or("", |(_, value)| value);
     let says = |word: &str| connection.split(',').any(|w| w.trim().eq_ignore_ascii_case(word));
     request.keep_alive = if minor_version == 0 { says("keep-alive") } else { !says("close") };
-    Found::Request(request, len)
+    Found::MmdsRequest(request, len)
 }
 
-/// What is said to a request.
+/// The response to a request.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Answer {
+pub struct MmdsAnswer {
     pub status: u16,
     pub json: bool,
-    /// One more line of header.
+    /// An additional header line.
     pub extra: Option<String>,
     pub body: String,
 }
 
-impl Answer {
+impl MmdsAnswer {
     pub fn text(status: u16, body: impl Into<String>) -> Self {
         Self { status, json: false, extra: None, body: body.into() }
     }
 
-    /// The bytes of the answer.
+    /// Returns the bytes of the response.
     pub fn encode(&self, keep_alive: bool) -> Vec<u8> {
         let Self { status, body, .. } = self;
         let reason = match status {
@@ -128,12 +129,14 @@ mod tests {
     #[test]
     fn request_is_read_up_to_its_end() {
         let bytes = b"GET //a HTTP/1.1\r\nX-Metadata-Token:  t \r\n\r\nGET /b";
-        let Found::Request(request, len) = read(bytes) else { panic!() };
+        let Found::MmdsRequest(request, len) = read(bytes) else { panic!() };
         assert_eq!((request.method, request.path, len), ("GET", "//a", bytes.len() - 6));
         assert_eq!(request.header(&["other", "x-metadata-token"]), Some(("x-metadata-token", "t")));
         assert!(request.keeps_alive());
         assert_eq!(read(&bytes[..len - 1]), Found::Part);
-        let Found::Request(whole, _) = read(b"GET http://host HTTP/1.0\r\n\r\n") else { panic!() };
+        let Found::MmdsRequest(whole, _) = read(b"GET http://host HTTP/1.0\r\n\r\n") else {
+            panic!()
+        };
         assert_eq!((whole.path, whole.keeps_alive()), ("/", false));
     }
 

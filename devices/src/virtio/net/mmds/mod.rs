@@ -1,20 +1,20 @@
-//! The metadata service: frames that the guest sends to its address are answered here, and never reach the
-//! tap.
+//! The metadata service: it answers the frames that the guest sends to its address, which never
+//! reach the tap.
 //!
-//! | file | what it answers |
+//! | file | contents |
 //! | --- | --- |
-//! | `config.rs` | where the service is, and which version of it |
-//! | `packet.rs` | what of a frame is accepted, and how one is made |
-//! | `tcp.rs` | what happens on one connection |
-//! | `http.rs` | what a request is |
-//! | `answer.rs` | what is said to it |
-//! | `token.rs` | who may ask, in version 2 |
+//! | `config.rs` | the address and the version of the service |
+//! | `packet.rs` | which frames are accepted, and how frames are built |
+//! | `tcp.rs` | the state of one connection |
+//! | `http.rs` | how a request is parsed and a response encoded |
+//! | `answer.rs` | the response to a request |
+//! | `token.rs` | the tokens of version 2 |
 //!
-//! The guest is hostile and the device thread is everyone's: a frame costs a bounded amount of work, there
-//! are so many connections and no more, each with so many bytes, and nothing waits. TCP is our own because
-//! so little of it is needed: an end that never opens, never reorders, and makes a segment only when there
-//! is room for it. None of it is in a snapshot; a guest that comes back is told that its connections
-//! are no more.
+//! The guest is hostile and all devices share the device thread: a frame costs a bounded amount of
+//! work, the number of connections and their buffers are bounded, and nothing waits. The TCP is our
+//! own because so little of it is needed: an endpoint that never opens a connection, never
+//! reorders, and builds a segment only when there is room for it. No part of it is in a snapshot; a
+//! restored guest gets a reset on its old connections.
 
 mod answer;
 mod config;
@@ -37,23 +37,24 @@ use serde_json::Value;
 pub use config::{MmdsConfig, MmdsVersion};
 pub use packet::{PEEK_LEN, SENT_MAX};
 
-use self::http::{Answer, Found};
+use self::http::{Found, MmdsAnswer};
 use self::packet::{Frame, Outgoing, Peer, Segment, flag};
 use self::tcp::{Connection, Fate, RECEIVE_MAX};
 use self::token::Tokens;
 use super::wire::ETHERNET_LEN;
 use crate::sys;
 
-/// The longest frame that is looked at: more than the window that the guest is shown.
+/// The longest frame that is read: larger than the window that the guest is offered.
 pub const RECEIVED_MAX: usize = ETHERNET_LEN + 2 * 60 + RECEIVE_MAX;
-/// The most bytes of content, as JSON.
+/// The maximum size of the content, as JSON.
 pub const CONTENT_MAX: usize = 1 << 20;
 
 const PORT: u16 = 80;
 const CONNECTIONS_MAX: usize = 30;
-/// How long a connection may stay open on which nothing happens.
+/// How long a connection may be idle.
 const IDLE: Duration = Duration::from_secs(30);
-// Answers to segments that belong to no connection; one more is not sent, and the guest asks again.
+// Pending resets for segments without a connection. Beyond this none is sent, and the guest
+// retransmits.
 const RESETS_MAX: usize = 8;
 
 /// The metadata service of one card.
@@ -63,7 +64,7 @@ pub struct Mmds {
     content: Arc<Value>,
     tokens: Tokens,
     connections: VecDeque<Connection>,
-    // What is owed beside the segments of connections.
+    // Frames to send in addition to the segments of connections.
     arp: Option<packet::ArpRequest>,
     resets: VecDeque<Reset>,
     next: Option<Vec<u8>>,
@@ -77,7 +78,7 @@ struct Reset {
 }
 
 impl Mmds {
-    /// A service without content, for the card whose driver has the address `guest`.
+    /// Creates a service without content, for the card with the address `guest`.
     pub fn new(config: MmdsConfig, guest: [u8; 6]) -> Self {
         Self {
             config,
@@ -99,19 +100,19 @@ impl Mmds {
         self.content = content;
     }
 
-    /// Forgets connections, as for a driver that starts anew. Content and tokens stay.
+    /// Forgets all connections, because another driver starts. Content and tokens stay.
     pub fn reset(&mut self) {
         self.connections.clear();
         self.resets.clear();
         (self.arp, self.next) = (None, None);
     }
 
-    /// Whether a frame is for the service, by its first bytes.
+    /// Returns whether a frame is for the service, by its first bytes.
     pub fn is_for_us(&self, ethernet: &[u8; ETHERNET_LEN], payload: &[u8]) -> bool {
         packet::is_for(self.config.ipv4, ethernet, payload)
     }
 
-    /// Takes in a frame that is for the service; false if there is nothing in it to answer.
+    /// Receives a frame for the service. Returns false if there is nothing in it to answer.
     pub fn receive(&mut self, frame: &[u8], now: Instant) -> bool {
         match packet::parse(frame) {
             Some(Frame::Arp(request)) => self.arp = Some(request),
@@ -140,7 +141,8 @@ impl Mmds {
         }
     }
 
-    /// A new connection. If there are as many as there may be, the one that was quiet for longest goes.
+    /// Opens a connection. If the maximum number is reached, the one that was idle for longest is
+    /// removed.
     fn open(&mut self, syn: &Segment, now: Instant) {
         let mut iss = [0; 4];
         if sys::random(&mut iss).is_err() {
@@ -155,24 +157,23 @@ impl Mmds {
         self.connections.push_back(Connection::open(syn, u32::from_le_bytes(iss), now));
     }
 
-    /// Tells the sender of a segment that there is no such connection (RFC 9293 section 3.10.7.1).
+    /// Queues a reset for a segment that has no connection (RFC 9293 section 3.10.7.1).
     fn refuse(&mut self, segment: &Segment) {
         if segment.flags & flag::RST != 0 || self.resets.len() == RESETS_MAX {
             return;
         }
-        let (seq, ack) = match segment.flags & flag::ACK != 0 {
-            true => (segment.ack, None),
-            false => {
-                let places = u32::from(segment.flags & flag::SYN != 0)
-                    + u32::from(segment.flags & flag::FIN != 0)
-                    + segment.payload.len() as u32;
-                (0, Some(segment.seq.wrapping_add(places)))
-            }
+        let (seq, ack) = if segment.flags & flag::ACK != 0 {
+            (segment.ack, None)
+        } else {
+            let places = u32::from(segment.flags & flag::SYN != 0)
+                + u32::from(segment.flags & flag::FIN != 0)
+                + segment.payload.len() as u32;
+            (0, Some(segment.seq.wrapping_add(places)))
         };
         self.resets.push_back(Reset { peer: segment.peer, port: segment.port, seq, ack });
     }
 
-    /// Whether there is a frame for the guest; it stays until it is taken.
+    /// Returns whether there is a frame for the guest. It is kept until `take_frame`.
     pub fn is_ready(&mut self, now: Instant) -> bool {
         if self.next.is_none() {
             self.next = self.make_frame(now);
@@ -180,7 +181,7 @@ impl Mmds {
         self.next.is_some()
     }
 
-    /// The frame that `is_ready` spoke of, at most `SENT_MAX` bytes long.
+    /// Takes the frame that `is_ready` reported, at most `SENT_MAX` bytes long.
     pub fn take_frame(&mut self) -> Option<Vec<u8>> {
         self.next.take()
     }
@@ -199,7 +200,7 @@ impl Mmds {
         connections.retain_mut(|one| {
             one.tick(now) && now.saturating_duration_since(one.heard()) < IDLE && !one.is_over()
         });
-        // Whoever had its turn comes last.
+        // Round robin: the connection that was served goes to the end.
         for _ in 0..connections.len() {
             let mut connection = connections.pop_front()?;
             let frame = connection
@@ -213,10 +214,10 @@ impl Mmds {
         None
     }
 
-    /// When something has to happen without a frame of the guest.
+    /// Returns the time at which the service must run even without a frame of the guest.
     pub fn wakes_at(&self) -> Option<Instant> {
         let due = |one: &Connection| one.retransmit_at().into_iter().chain([one.heard() + IDLE]);
-        // While a frame waits for room, it is the guest's turn: its next buffers wake the card up.
+        // While a frame waits for room, the guest's next buffers wake the card.
         let waits = self.next.is_some();
         self.connections.iter().flat_map(due).min().filter(|_| !waits)
     }
@@ -226,7 +227,7 @@ fn opens(segment: &Segment) -> bool {
     segment.flags & (flag::SYN | flag::ACK | flag::RST | flag::FIN) == flag::SYN
 }
 
-/// Answers the request that has come in, if all of it has and the one before is done with.
+/// Answers the received request, if it is complete and the previous response is sent.
 fn serve(
     connection: &mut Connection,
     config: &MmdsConfig,
@@ -238,7 +239,7 @@ fn serve(
         return;
     }
     match http::read(connection.received()) {
-        Found::Request(request, len) => {
+        Found::MmdsRequest(request, len) => {
             let keep_alive = request.keeps_alive();
             let answer = answer::answer(config, content, tokens, &request, now);
             connection.send(answer.encode(keep_alive));
@@ -257,6 +258,6 @@ fn serve(
 }
 
 fn refuse(connection: &mut Connection, why: &str) {
-    connection.send(Answer::text(400, why).encode(false));
+    connection.send(MmdsAnswer::text(400, why).encode(false));
     connection.close();
 }

@@ -1,15 +1,17 @@
-//! The bytes of ARP, IPv4 and TCP: what is accepted of a guest's frame, and the frames that answer it.
+//! The bytes of ARP, IPv4 and TCP: parses the frames of a guest and builds the frames that answer
+//! them.
 //!
-//! Pure. Every length is checked here, once; what comes out refers only to bytes that are there.
+//! The code is pure. Every length is checked here, once; results refer only to bytes that exist.
 
 use std::net::Ipv4Addr;
 
 use super::super::wire::ETHERNET_LEN;
 
-/// The hardware address that the service answers with; locally administered, the one clients expect.
+/// The hardware address of the service. It is locally administered, and the one that clients
+/// expect.
 pub const SERVICE_MAC: [u8; 6] = [0x06, 0x01, 0x23, 0x45, 0x67, 0x01];
 
-/// Bytes behind the Ethernet header that tell whether a frame is for the service.
+/// The number of bytes after the Ethernet header that tell whether a frame is for the service.
 pub const PEEK_LEN: usize = ARP_LEN;
 /// The longest segment that the service sends, without headers.
 pub const MSS: u16 = 1460;
@@ -35,30 +37,30 @@ pub mod flag {
     pub const ACK: u8 = 0x10;
 }
 
-/// A question for the service's hardware address, and who asked it.
+/// An ARP request for the service's hardware address, and its sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ArpRequest {
     pub ip: Ipv4Addr,
 }
 
-/// One end of a connection that is not the service.
+/// The client's end of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Peer {
     pub ip: Ipv4Addr,
     pub port: u16,
 }
 
-/// A TCP segment as it came.
+/// A received TCP segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segment<'a> {
     pub peer: Peer,
-    /// The port it was sent to.
+    /// The destination port.
     pub port: u16,
     pub seq: u32,
     pub ack: u32,
     pub flags: u8,
     pub window: u16,
-    /// The longest segment that the peer takes, if it said so.
+    /// The longest segment that the peer accepts, if it sent that option.
     pub mss: Option<u16>,
     pub payload: &'a [u8],
 }
@@ -75,15 +77,15 @@ pub struct Outgoing<'a> {
     pub payload: &'a [u8],
 }
 
-/// What a frame for the service is.
+/// A parsed frame for the service.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Frame<'a> {
     Arp(ArpRequest),
     Tcp(Segment<'a>),
 }
 
-/// Whether a frame is for `service`, by the header of Ethernet and the bytes that follow it. All that is
-/// sent to that address is, whatever it is: none of it may leave the machine.
+/// Returns whether a frame is for `service`, by the Ethernet header and the bytes that follow.
+/// Everything sent to that address counts, whatever its protocol: none of it may leave the machine.
 pub fn is_for(service: Ipv4Addr, ethernet: &[u8; ETHERNET_LEN], payload: &[u8]) -> bool {
     let target = match [ethernet[12], ethernet[13]] {
         TYPE_ARP => payload.get(24..28),
@@ -93,8 +95,8 @@ pub fn is_for(service: Ipv4Addr, ethernet: &[u8; ETHERNET_LEN], payload: &[u8]) 
     target == Some(&service.octets()[..])
 }
 
-/// Reads a whole frame that `is_for` said yes to. None if there is nothing to answer: it is cut short, a
-/// fragment, of another protocol, or sent from an address that no single machine has.
+/// Parses a whole frame that `is_for` accepted. Returns None if there is nothing to answer: it is
+/// truncated, a fragment, of another protocol, or sent from an address that no single machine has.
 pub fn parse(frame: &[u8]) -> Option<Frame<'_>> {
     let (ethernet, payload) = frame.split_at_checked(ETHERNET_LEN)?;
     match [ethernet[12], ethernet[13]] {
@@ -116,18 +118,19 @@ fn parse_ipv4(packet: &[u8]) -> Option<Segment<'_>> {
     }
     let header = packet.get(..header_len)?;
     let total = usize::from(u16::from_be_bytes([header[2], header[3]]));
-    // Neither the first of many fragments nor a later one.
+    // Neither the first of several fragments nor a later one.
     let fragment = u16::from_be_bytes([header[6], header[7]]) & 0x3fff != 0;
     let from = ipv4(&header[12..16]);
     let nobody = from.is_unspecified() || from.is_broadcast() || from.is_multicast();
     if fragment || nobody || header[9] != PROTOCOL_TCP || checksum(&[header]) != 0 {
         return None;
     }
-    // What follows the packet is padding.
+    // Bytes after the packet are padding.
     parse_tcp(from, packet.get(header_len..total)?)
 }
 
-/// The checksum is not looked at: the frame came through memory, and its sender may have left it undone.
+/// Parses a TCP segment. The checksum is not checked: the frame came through memory, and its sender
+/// may have left the checksum to the host.
 fn parse_tcp(from: Ipv4Addr, segment: &[u8]) -> Option<Segment<'_>> {
     let header_len = usize::from(segment.get(12)? >> 4) * 4;
     if header_len < TCP_LEN {
@@ -156,14 +159,14 @@ fn mss_option(mut options: &[u8]) -> Option<u16> {
             [2, 4, high, low, ..] => return Some(u16::from_be_bytes([high, low])),
             [] | [0, ..] => return None,
             [1, ref rest @ ..] => options = rest,
-            // At least its kind and length, so that the walk ends.
+            // An option has at least its kind and length, so that the loop ends.
             [_, len, ..] if len >= 2 => options = options.get(usize::from(len)..)?,
             _ => return None,
         }
     }
 }
 
-/// The frame that tells `guest` where the service is.
+/// Builds the ARP reply with the service's address for `guest`.
 pub fn arp_reply(service: Ipv4Addr, request: ArpRequest, guest: [u8; 6]) -> Vec<u8> {
     let mut frame = ethernet(guest, TYPE_ARP);
     frame.extend(ARP_REPLY);
@@ -174,11 +177,12 @@ pub fn arp_reply(service: Ipv4Addr, request: ArpRequest, guest: [u8; 6]) -> Vec<
     frame
 }
 
-/// The frame that carries a segment. A SYN says how long the segments are that the service takes.
+/// Builds the frame of a segment. A SYN carries the service's maximum segment size.
 pub fn tcp(service: Ipv4Addr, outgoing: &Outgoing, guest: [u8; 6]) -> Vec<u8> {
-    let options: &[u8] = match outgoing.flags & flag::SYN != 0 {
-        true => &[2, 4, MSS.to_be_bytes()[0], MSS.to_be_bytes()[1]],
-        false => &[],
+    let options: &[u8] = if outgoing.flags & flag::SYN != 0 {
+        &[2, 4, MSS.to_be_bytes()[0], MSS.to_be_bytes()[1]]
+    } else {
+        &[]
     };
     let header_len = TCP_LEN + options.len();
     let mut segment = Vec::with_capacity(header_len + outgoing.payload.len());
@@ -197,7 +201,7 @@ pub fn tcp(service: Ipv4Addr, outgoing: &Outgoing, guest: [u8; 6]) -> Vec<u8> {
     segment[16..18].copy_from_slice(&sum.to_be_bytes());
 
     let total = ((IPV4_LEN + segment.len()) as u16).to_be_bytes();
-    // Not to be fragmented, and one hop is all it has to go.
+    // Don't-fragment flag, and a TTL of one.
     let mut header = vec![0x45, 0, total[0], total[1], 0, 0, 0x40, 0, 1, PROTOCOL_TCP, 0, 0];
     header.extend(from);
     header.extend(to);
@@ -224,7 +228,7 @@ fn ipv4(bytes: &[u8]) -> Ipv4Addr {
     Ipv4Addr::from(octets)
 }
 
-/// The internet checksum over parts that each, but for the last, have an even length.
+/// Returns the internet checksum over parts that, except for the last, have an even length.
 pub fn checksum(parts: &[&[u8]]) -> u16 {
     let mut sum = 0u64;
     for part in parts {
@@ -265,7 +269,7 @@ mod tests {
         assert_eq!((segment.seq, segment.ack, segment.window), (7, 9, 1000));
         assert_eq!((segment.peer.port, segment.port, segment.mss), (4000, 80, Some(MSS)));
         assert_eq!(segment.payload, b"abc");
-        // Padding is not part of it.
+        // Padding is ignored.
         let padded = [&frame[..], &[0xff; 9]].concat();
         assert_eq!(parse(&padded), parse(&frame));
     }
@@ -275,7 +279,7 @@ mod tests {
         for (at, byte) in [(6, 0x20), (7, 1), (9, 17), (0, 0x65), (0, 0x44), (3, 19), (2, 0xff)] {
             let mut frame = syn(b"");
             frame[ETHERNET_LEN + at] = byte;
-            // So that it is this byte that matters.
+            // Fix the checksum, so that only this byte matters.
             frame[ETHERNET_LEN + 10..ETHERNET_LEN + 12].fill(0);
             let sum = checksum(&[&frame[ETHERNET_LEN..ETHERNET_LEN + IPV4_LEN]]).to_be_bytes();
             frame[ETHERNET_LEN + 10..ETHERNET_LEN + 12].copy_from_slice(&sum);

@@ -1,30 +1,33 @@
-//! One connection of the metadata service: as much of TCP (RFC 9293) as a server needs whose peer is a driver
-//! away.
+//! One connection of the metadata service: the part of TCP (RFC 9293) that a server needs for a
+//! local peer.
 //!
-//! Segments are made only when the guest has a buffer for them, so there is no queue of frames to fill or
-//! lose. Whatever the guest's own network drops is sent again from the oldest byte that it has not
-//! acknowledged; what it sends out of order it has to send again. Pure: the clock is an argument.
+//! Segments are built only when the guest has a buffer for them, so there is no queue of frames to
+//! fill or lose. Lost segments are sent again from the oldest unacknowledged byte; out-of-order
+//! segments of the guest are dropped, so it has to send them again. The code is pure: the clock is
+//! an argument.
 
 use std::time::{Duration, Instant};
 
 use super::packet::{MSS, Outgoing, Peer, Segment, flag};
 
-/// The most bytes of requests that wait to be read; also the window that the peer is shown.
+/// The maximum number of received bytes that wait to be read; also the window that the peer is
+/// offered.
 pub const RECEIVE_MAX: usize = 4096;
 
-// What RFC 9293 assumes of a peer that does not say, and what Linux takes as the least.
+// The MSS that RFC 9293 assumes of a peer that does not send one, and the minimum that Linux
+// accepts.
 const MSS_DEFAULT: u16 = 536;
 const MSS_LEAST: u16 = 48;
 const RETRANSMIT_FIRST: Duration = Duration::from_millis(300);
 const RETRANSMITS_MAX: u32 = 7;
 
-/// What is to become of a connection.
+/// The fate of a connection after a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fate {
     Lives,
-    /// Both sides are done, or the peer broke it off.
+    /// Both sides have closed, or the peer has reset it.
     Ends,
-    /// The segment has no place in it: the peer is told so.
+    /// The segment does not belong to the connection: reset it.
     Reset,
 }
 
@@ -33,7 +36,7 @@ pub struct Connection {
     peer: Peer,
     port: u16,
     established: bool,
-    // The oldest byte not acknowledged, the next to send, and one after the last that ever was sent.
+    // The oldest unacknowledged byte, the next to send, and one past the last that was ever sent.
     una: u32,
     next: u32,
     highest: u32,
@@ -47,7 +50,7 @@ pub struct Connection {
     peer_closed: bool,
     received: Vec<u8>,
     ack_due: bool,
-    // A byte is sent although the window is closed, to learn whether it still is.
+    // A byte is sent into a closed window, to learn whether it is still closed.
     probe: bool,
     retransmit_at: Option<Instant>,
     retransmits: u32,
@@ -55,7 +58,8 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Answers a SYN; `iss` is where our own sequence starts and must not be guessable.
+    /// Opens a connection in answer to a SYN. `iss` is the initial sequence number and must not be
+    /// guessable.
     pub fn open(syn: &Segment, iss: u32, now: Instant) -> Self {
         Self {
             peer: syn.peer,
@@ -84,32 +88,32 @@ impl Connection {
         self.peer
     }
 
-    /// When the peer last got something across.
+    /// Returns when the peer last sent or acknowledged something new.
     pub fn heard(&self) -> Instant {
         self.heard
     }
 
-    /// When something must be sent again.
+    /// Returns when something must be retransmitted.
     pub fn retransmit_at(&self) -> Option<Instant> {
         self.retransmit_at
     }
 
-    /// What came in and was not taken yet.
+    /// Returns the bytes that were received and not yet taken.
     pub fn received(&self) -> &[u8] {
         &self.received
     }
 
-    /// Whether the peer will send no more.
+    /// Returns whether the peer will send no more.
     pub fn peer_closed(&self) -> bool {
         self.peer_closed
     }
 
-    /// Whether all that was said has arrived, and more may be said.
+    /// Returns whether everything sent was acknowledged and more may be sent.
     pub fn is_idle(&self) -> bool {
         self.established && self.out.is_empty() && !self.closing
     }
 
-    /// Drops the first bytes that came in, which makes room for more.
+    /// Removes the first received bytes, which makes room for more.
     pub fn take(&mut self, len: usize) {
         let was_full = self.received.len() >= RECEIVE_MAX / 2;
         self.received.drain(..len.min(self.received.len()));
@@ -120,22 +124,22 @@ impl Connection {
         self.out.extend(bytes);
     }
 
-    /// Closes once everything has been sent; what still comes in is thrown away.
+    /// Closes once everything has been sent. Bytes received from now on are dropped.
     pub fn close(&mut self) {
         self.closing = true;
         self.received = Vec::new();
     }
 
-    /// Takes in a segment of this connection.
+    /// Receives a segment of this connection.
     pub fn receive(&mut self, segment: &Segment, now: Instant) -> Fate {
         let has = |bit| segment.flags & bit != 0;
         if has(flag::RST) {
-            // Only the very next byte may break it off.
+            // Only a reset at the next expected byte is accepted.
             return if segment.seq == self.expected { Fate::Ends } else { Fate::Lives };
         }
         if has(flag::SYN) {
             if !self.established && segment.seq.wrapping_add(1) == self.expected {
-                // Our answer was lost.
+                // The SYN-ACK was lost.
                 self.next = self.una;
             } else {
                 self.ack_due = true;
@@ -147,7 +151,7 @@ impl Connection {
         }
         let acked = segment.ack.wrapping_sub(self.una);
         if acked > self.highest.wrapping_sub(self.una) {
-            // Old, or of bytes that never were.
+            // An old acknowledgement, or one of bytes that were never sent.
             self.ack_due = self.established;
             return if self.established { Fate::Lives } else { Fate::Reset };
         }
@@ -160,7 +164,7 @@ impl Connection {
         if self.fin_acked && self.peer_closed && !self.ack_due { Fate::Ends } else { Fate::Lives }
     }
 
-    /// The peer has `acked` more bytes of the sequence.
+    /// Handles the acknowledgement of `acked` more sequence numbers.
     fn acknowledge(&mut self, mut acked: u32, now: Instant) {
         if acked == 0 {
             return;
@@ -174,7 +178,8 @@ impl Connection {
         self.out.drain(..bytes);
         // One more than there were bytes: the FIN.
         self.fin_acked |= acked as usize > bytes;
-        // Going back over what was lost may have taken us to before what has arrived meanwhile.
+        // A retransmission may have moved `next` back to before bytes that have been acknowledged
+        // since.
         if (self.next.wrapping_sub(self.una) as i32) < 0 {
             self.next = self.una;
         }
@@ -183,11 +188,11 @@ impl Connection {
         self.retransmit_at = outstanding.then(|| now + RETRANSMIT_FIRST);
     }
 
-    /// Takes what follows the last byte that came; anything else only gets told where we are.
+    /// Accepts the bytes that follow the last one received. Anything else is only acknowledged.
     fn take_in(&mut self, segment: &Segment, now: Instant) {
         let fin = segment.flags & flag::FIN != 0;
         if segment.payload.is_empty() && !fin {
-            // An empty segment from before where we are is a question whether we are still there.
+            // An empty segment with an older sequence number is a keep-alive probe.
             self.ack_due |= segment.seq != self.expected;
             return;
         }
@@ -215,7 +220,8 @@ impl Connection {
         RECEIVE_MAX.saturating_sub(self.received.len())
     }
 
-    /// Looks at the clock; false if the peer has not answered for so long that it is given up.
+    /// Handles the retransmission timer. Returns false if the peer has not answered for so long
+    /// that the connection is given up.
     pub fn tick(&mut self, now: Instant) -> bool {
         if self.retransmit_at.is_none_or(|at| at > now) {
             return true;
@@ -227,7 +233,7 @@ impl Connection {
         self.retransmits <= RETRANSMITS_MAX
     }
 
-    /// The next segment to send, if there is one. Whoever asks sends it.
+    /// Returns the next segment to send, if there is one. The caller must send it.
     pub fn next_segment(&mut self, now: Instant) -> Option<Outgoing<'_>> {
         if !self.established {
             if self.next != self.una {
@@ -246,7 +252,7 @@ impl Connection {
             return Some(self.outgoing(self.next, flag::ACK | push, range, len as u32, now));
         }
         if left > 0 && sent == 0 && self.retransmit_at.is_none() {
-            // The window is closed; the clock says when to ask whether it has opened.
+            // The window is closed; the timer decides when to probe it.
             self.arm(now);
         }
         if self.closing && left == 0 && sent == self.out.len() && !self.fin_acked {
@@ -255,7 +261,7 @@ impl Connection {
         self.ack_due.then(|| self.outgoing(self.next, flag::ACK, 0..0, 0, now))
     }
 
-    /// Whether the connection is over once its last acknowledgement is sent.
+    /// Returns whether both sides have closed and no acknowledgement is left to send.
     pub fn is_over(&self) -> bool {
         self.fin_acked && self.peer_closed && !self.ack_due
     }

@@ -1,5 +1,5 @@
-//! A guest's end of the metadata service, for tests and the fuzz target: a well-behaved client, and a walk
-//! that is anything but.
+//! A guest's end of the metadata service, for tests and the fuzz target: a well-behaved client, and
+//! a hostile random walk.
 
 use std::net::Ipv4Addr;
 use std::sync::Arc;
@@ -12,10 +12,10 @@ use super::{CONNECTIONS_MAX, Mmds, MmdsConfig, PORT, RESETS_MAX, SENT_MAX};
 /// The guest's hardware address.
 pub const GUEST_MAC: [u8; 6] = [2, 0, 0, 0, 0, 9];
 const GUEST_IP: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 2);
-// How far the clock is moved when nothing else happens: so little that a client is not given up.
+// How far the clock moves when nothing else happens: little enough that a client is not given up.
 const LATER: Duration = Duration::from_millis(700);
 
-/// A service with some content, and the clock that it goes by.
+/// A service with some content, and its clock.
 pub struct Bench {
     pub mmds: Mmds,
     pub now: Instant,
@@ -29,7 +29,7 @@ impl Bench {
         Self { mmds, now: Instant::now() }
     }
 
-    /// Every frame that the service has for the guest now, each checked.
+    /// Returns every frame that the service has for the guest now, each checked.
     pub fn frames(&mut self) -> Vec<Vec<u8>> {
         let mut frames = Vec::new();
         while self.mmds.is_ready(self.now) {
@@ -37,7 +37,8 @@ impl Bench {
             assert!(frame.len() <= SENT_MAX);
             assert_eq!((&frame[..6], &frame[6..12]), (&GUEST_MAC[..], &SERVICE_MAC[..]));
             frames.push(frame);
-            // All connections with all that a closed-off window of theirs can hold, in the least segments.
+            // All connections with everything that their windows can hold, in the smallest
+            // segments.
             assert!(frames.len() < CONNECTIONS_MAX * 1500, "sends without end");
         }
         assert!(self.mmds.connections.len() <= CONNECTIONS_MAX);
@@ -46,7 +47,7 @@ impl Bench {
     }
 }
 
-/// One connection of a guest that keeps to the rules.
+/// One connection of a guest that follows the protocol.
 pub struct Client {
     port: u16,
     seq: u32,
@@ -63,12 +64,13 @@ impl Client {
         Self { port, seq, expected: 0, received, closed, reset, connected }
     }
 
-    /// A frame of this connection.
+    /// Returns a frame of this connection.
     pub fn frame(&self, flags: u8, payload: &[u8], window: u16) -> Vec<u8> {
         segment(self.port, self.seq, self.expected, flags, payload, window)
     }
 
-    /// Asks and waits for all of the answer. `lost` says which frames never arrive, either way.
+    /// Sends a request and waits for the whole response. `lost` decides which frames are lost, in
+    /// either direction.
     pub fn ask(&mut self, bench: &mut Bench, request: &[u8], lost: &mut dyn FnMut() -> bool) {
         let mut acked = 0;
         for round in 0..400 {
@@ -92,7 +94,7 @@ impl Client {
         panic!("no answer: {:?}", String::from_utf8_lossy(&self.received));
     }
 
-    /// Takes in a frame; returns how many of our bytes it acknowledges.
+    /// Receives a frame. Returns how many of the client's bytes it acknowledges.
     fn hear(&mut self, frame: &[u8], outstanding: usize) -> usize {
         let Some(Frame::Tcp(segment)) = packet::parse(frame) else { return 0 };
         if segment.peer.port != PORT || segment.port != self.port {
@@ -121,7 +123,7 @@ impl Client {
         acked
     }
 
-    /// Whether a whole answer has come.
+    /// Returns whether a whole response has been received.
     fn is_answered(&self) -> bool {
         let text = String::from_utf8_lossy(&self.received);
         let Some((head, body)) = text.split_once("\r\n\r\n") else { return false };
@@ -142,12 +144,13 @@ fn segment(port: u16, seq: u32, ack: u32, flags: u8, payload: &[u8], window: u16
     frame
 }
 
-/// Frames made of `bytes`, some of them nearly right. Whatever they are, the service sends a bounded number
-/// of well-formed frames, and then still answers a client that keeps to the rules.
+/// Sends frames made of `bytes`, some of them nearly valid. Whatever they are, the service must
+/// send a bounded number of well-formed frames, and then still answer a client that follows the
+/// protocol.
 pub fn walk(bytes: &[u8]) {
     let mut bench = Bench::new(MmdsConfig::default());
     let mut input = bytes.iter().copied();
-    // What the service said last, so that the walk can agree with it.
+    // The last sequence numbers of the service, so that the walk can match them.
     let (mut seq, mut ack) = (1000u32, 0u32);
     while let Some(choice) = input.next() {
         let mut byte = || input.next().unwrap_or(0);

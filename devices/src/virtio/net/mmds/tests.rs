@@ -41,7 +41,7 @@ fn arp_request_is_answered_with_the_address_of_the_service() {
     assert_eq!(reply[20..22], [0, 2]);
     assert_eq!(reply[22..28], packet::SERVICE_MAC);
     assert_eq!(reply[28..32], [169, 254, 169, 254]);
-    // Somebody else's address is somebody else's business.
+    // Requests for other addresses are not for the service.
     request[38..42].copy_from_slice(&[10, 0, 0, 1]);
     assert!(!bench.mmds.is_for_us(&ethernet, &request[14..]));
 }
@@ -65,11 +65,11 @@ fn connection_serves_one_request_after_another_and_then_closes() {
     }
     client.received.clear();
     client.ask(&mut bench, b"GET /id HTTP/1.0\r\n\r\n", &mut || false);
-    // Our FIN follows the answer; theirs ends it.
+    // The service's FIN follows the response; the client's ends the connection.
     bench.mmds.receive(&client.frame(flag::ACK, &[], 1000), bench.now);
     bench.frames();
     let mut done = client.frame(flag::ACK | flag::FIN, &[], 1000);
-    // Everything up to and with our FIN.
+    // Everything up to and including the service's FIN.
     let ack = u32::from_be_bytes(done[42..46].try_into().unwrap());
     let ack = if client.closed { ack } else { ack.wrapping_add(1) };
     done[42..46].copy_from_slice(&ack.to_be_bytes());

@@ -1,7 +1,7 @@
-//! The tokens of the session-oriented version of the service: random, few, and each with an end.
+//! The tokens of version 2 of the service: random, few, and each with an expiry.
 //!
-//! A token is worth something only to the device that gave it: none is in a snapshot, so that a copy of a
-//! machine cannot use what the first one was given.
+//! A token is valid only for the device that issued it: none is in a snapshot, so that a fork
+//! cannot use the tokens of the original.
 
 use std::collections::VecDeque;
 use std::io;
@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use crate::sys;
 
-/// How long a token may live, in seconds.
+/// The maximum lifetime of a token, in seconds.
 pub const TTL_SECONDS_MAX: u32 = 6 * 60 * 60;
-/// The most tokens at a time; one more drops the oldest.
+/// The maximum number of tokens; one more removes the oldest.
 const TOKENS_MAX: usize = 256;
 const BYTES: usize = 32;
 
@@ -20,12 +20,12 @@ struct Token {
     ends: Instant,
 }
 
-/// The tokens that are valid.
+/// The valid tokens.
 #[derive(Default)]
 pub struct Tokens(VecDeque<Token>);
 
 impl Tokens {
-    /// A new token as text.
+    /// Issues a new token as text.
     pub fn give(&mut self, ttl: Duration, now: Instant) -> io::Result<String> {
         let mut secret = [0; BYTES];
         if sys::random(&mut secret)? != BYTES {
@@ -39,7 +39,8 @@ impl Tokens {
         Ok(secret.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// Whether `text` is a token that has not ended. Takes as long for every text of the right length.
+    /// Returns whether `text` is a token that has not expired. The time it takes does not depend on
+    /// the content of a text of the right length.
     pub fn is_valid(&self, text: &str, now: Instant) -> bool {
         let Some(secret) = decode(text) else { return false };
         let same = |token: &Token| {

@@ -3,7 +3,7 @@
 use super::super::wire::{self, FRAME_MAX, Refusal, TxOffloads};
 use super::*;
 
-/// Sends one header and frame; returns whether it reached the other end. The next good one always does.
+/// Sends one header and frame. Returns whether it reached the other end. The next valid one must.
 fn passes(header: &[u8], frame_bytes: &[u8]) -> bool {
     let (net, peer) = wired();
     let mut driver = MockDriver::ready(net);
@@ -34,7 +34,7 @@ fn d3_chain_of_header_alone_is_dropped_and_counted() {
         let mut driver = MockDriver::ready(net);
         let (used, _) = driver.request(TX, &[Readable(&vec![0; len])]);
         assert_eq!(used.unwrap().len, 0);
-        // One that only the device could fill holds nothing to send.
+        // A chain with only writable buffers has nothing to send.
         driver.request(TX, &[Writable(2048)]);
         assert_eq!(driver.transport.counters().refused, 2);
         assert!(peer.receive().is_none() && !driver.needs_reset());
@@ -76,7 +76,7 @@ fn d2_bad_offsets_and_kinds_in_the_header_are_dropped_and_counted() {
         header(1, 1, 54, 1448, 34, 16),
         header(1, 4, 74, 1428, 54, 16),
         header(1, 0x81, 54, 1448, 34, 16),
-        // Leftovers in fields that nothing points to are not the host's business.
+        // Values in unused fields are ignored.
         header(0, 0, 9, 9, 999, 999),
         header(0xfe, 0, 0, 0, 0, 0),
     ];
@@ -178,7 +178,7 @@ fn d4_ring_full_of_crumbs_never_stalls_or_spins() {
     driver.run();
     let lens: Vec<_> = std::iter::from_fn(|| driver.used(RX)).map(|used| used.len).collect();
     assert_eq!(lens, [20, 6]);
-    // One that waits, and behind its buffers one that cannot be used.
+    // A frame that waits, and after its buffers one that cannot be used.
     driver.start();
     refill(&mut driver, 2, 500);
     driver.send(RX, &[Writable(5)]);
@@ -206,7 +206,7 @@ fn d12_dead_peer_costs_frames_and_nothing_else() {
     assert_eq!(driver.transport.counters().refused, 0);
 }
 
-/// A tap that takes frames and fails every read.
+/// A tap that accepts frames and fails every read.
 struct Mute(std::io::PipeWriter);
 
 impl super::super::tap::Link for Mute {

@@ -1,4 +1,5 @@
-//! The metadata service through the queues of a card: its frames never reach the tap, all others do.
+//! The metadata service through the queues of a card: its frames never reach the tap, all others
+//! do.
 
 use std::sync::Arc;
 
@@ -31,7 +32,7 @@ fn frame_for_the_service_is_answered_and_others_go_to_the_tap() {
     offer(&mut driver, &frame(60));
     assert_eq!(peer.receive().unwrap()[HEADER_LEN..], frame(60));
     assert!(peer.receive().is_none());
-    // A SYN and ACK, with the option that says how long segments may be.
+    // A SYN-ACK with the MSS option.
     assert_eq!(driver.used(RX).unwrap().len as usize, HEADER_LEN + 58);
     let bytes = driver.contents(&buffer).concat();
     assert_eq!(bytes[..HEADER_LEN], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
@@ -46,11 +47,11 @@ fn answer_waits_for_buffers_and_for_enough_of_them() {
         offer(&mut driver, &Client::new(4000, 1).frame(SYN, &[], 1000));
         assert!(driver.devices.run(50) < 50, "spins without buffers");
         assert_eq!(driver.used(RX), None);
-        // Many small ones are as good as one.
+        // Many small buffers are as good as one.
         refill(&mut driver, 2048 / room as usize, room);
         driver.run();
         assert_eq!(driver.used(RX).unwrap().len as usize, HEADER_LEN + 58);
-        // What the tap has comes after it.
+        // Frames of the tap follow.
         refill(&mut driver, 1, 2048);
         peer.send(&frame(60));
         driver.run();
@@ -90,6 +91,6 @@ fn frame_for_the_service_that_means_nothing_is_counted_and_goes_nowhere() {
 #[test]
 fn service_is_saved_without_its_content() {
     let (net, _peer) = card();
-    let DeviceState::NetV2(state) = super::super::super::VirtioDevice::save(&net) else { panic!() };
+    let DeviceState::Net(state) = super::super::super::VirtioDevice::save(&net) else { panic!() };
     assert_eq!(state.mmds, Some(MmdsConfig::default()));
 }

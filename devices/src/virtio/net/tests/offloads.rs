@@ -1,4 +1,4 @@
-//! What the tap may leave undone is exactly what the driver agreed to.
+//! The tap may use exactly the offloads that the driver accepted.
 
 use super::super::tap::offload_for;
 use super::*;
@@ -9,7 +9,7 @@ fn header_has_twelve_bytes_whatever_was_agreed_on() {
         let (net, peer) = wired();
         let mut driver = MockDriver::new(net);
         driver.start_with(features);
-        // One byte short of a header is no frame in one direction and no buffer in the other.
+        // One byte less than a header is neither a frame to send nor a usable receive buffer.
         driver.request(TX, &[Readable(&NO_HEADER[1..]), Readable(&frame(60))]);
         let left = peer.receive();
         assert!(left.is_none(), "{features:#x}: the frame began a byte late");
@@ -53,7 +53,7 @@ fn frames_for_an_earlier_driver_are_not_given_to_the_next() {
     let (net, peer) = wired();
     let mut driver = MockDriver::ready(net);
     driver.run();
-    // It could have work left undone that the next driver never agreed to.
+    // These frames could use offloads that the next driver did not accept.
     (0..3).for_each(|_| peer.send(&frame(99)));
     driver.start_with(VERSION_1);
     peer.send(&frame(60));

@@ -1,8 +1,8 @@
-//! Names, addresses and taps that are refused, before anything is made.
+//! Names, addresses and taps that are refused before anything is created.
 
 use super::super::config::NetError;
 use super::super::tap::TapError;
-use super::super::{MacError, NetStateV2};
+use super::super::{MacError, NetStateV1};
 use super::*;
 
 fn named(name: &str) -> Result<(), NetError> {
@@ -65,12 +65,12 @@ fn restore_of_impossible_or_other_card_is_refused() {
         let config = NetConfig { mtu, ..NetConfig::new(TapSource::Name("a/b".to_owned())) };
         Net::restore(config, &state).err().unwrap()
     };
-    let good = NetStateV2 { mac: MAC, mtu: Some(1500), mmds: None };
-    let group = NetStateV2 { mac: Mac([1; 6]), ..good };
+    let good = NetStateV1 { mac: MAC, mtu: Some(1500), mmds: None };
+    let group = NetStateV1 { mac: Mac([1; 6]), ..good };
     assert!(matches!(restore(group, None), NetError::Mac { .. }));
-    let tiny = NetStateV2 { mtu: Some(1), ..good };
+    let tiny = NetStateV1 { mtu: Some(1), ..good };
     assert!(matches!(restore(tiny, None), NetError::Mtu { .. }));
     assert!(matches!(restore(good, Some(9000)), NetError::SavedMtu { .. }));
-    // Nothing wrong with the state: it is the name that is refused.
+    // The state is valid: it is the name that is refused.
     assert!(matches!(restore(good, Some(1500)), NetError::Tap { .. }));
 }

@@ -1,7 +1,7 @@
-//! What a packet from the guest does.
+//! Handles packets from the guest.
 //!
-//! The header is read once and judged here and in `connection.rs`; the payload goes from guest memory
-//! straight to the host socket, and only what the socket does not take is copied.
+//! The header is read once and checked here and in `connection.rs`. The payload goes from guest
+//! memory straight to the host socket, and only what the socket does not accept is copied.
 
 use std::io::ErrorKind;
 use std::net::Shutdown;
@@ -17,12 +17,14 @@ use crate::virtio::vsock::state::OwedReset;
 use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, MAX_PAYLOAD, Op, TYPE_STREAM};
 
 impl<H: Host> Mux<H> {
-    /// Whether another packet can be taken: each may owe a reset, and those have a bound.
+    /// Returns whether another packet can be taken: each may cause a reset, and their number is
+    /// bounded.
     pub fn can_take_packet(&self) -> bool {
         self.resets.len() < self.limits.resets
     }
 
-    /// Takes one packet, which is all of `segments`; false if the guest should not have sent it.
+    /// Handles one packet, which is all of `segments`. Returns false if the guest should not have
+    /// sent it.
     pub fn take_packet(
         &mut self,
         now: Instant,
@@ -51,7 +53,8 @@ impl<H: Host> Mux<H> {
             && header.len <= MAX_PAYLOAD
             && u64::from(header.len) == payload;
         match (Op::from_raw(header.op), self.table.find(pair)) {
-            // A reset is never answered, whatever else it says, or two ends would reset for ever.
+            // A reset is never answered, whatever its other fields, or two ends would reset each
+            // other for ever.
             (Some(Op::Reset), None) => {}
             (Some(Op::Reset), Some(slot)) => self.finish(now, slot),
             (Some(op), Some(slot)) if sound => {
@@ -103,9 +106,9 @@ impl<H: Host> Mux<H> {
         self.queue_if_wanted(slot);
     }
 
-    /// The guest asks for a port of the host.
+    /// Opens a connection to a port of the host at the guest's request.
     fn open(&mut self, now: Instant, pair: Pair, request: &Header) {
-        // The guest uses the ports anew, so a reset still owed for them is about the past.
+        // The guest reuses the ports, so a reset still owed for them is obsolete.
         self.resets.retain(|reset| reset.pair() != pair);
         if self.table.is_full() {
             self.counts.capped += 1;
@@ -125,13 +128,13 @@ impl<H: Host> Mux<H> {
         self.resets.push_back(reset);
     }
 
-    /// The guest accepted a client: tell it so.
+    /// Sends the answer to a client whose connection the guest accepted.
     fn answer_client(&mut self, slot: usize) {
         let Some(entry) = self.table.get(slot) else { return };
         let Some(connection) = entry.connection() else { return };
         let answer = format!("OK {}\n", connection.pair.host_port);
         let sent = entry.stream.send(answer.as_bytes(), &[]);
-        // Nothing was ever written to this socket, so it has room, or else nobody is there.
+        // Nothing was written to this socket before, so it has room unless its other end is gone.
         if !sent.is_ok_and(|len| len == answer.len()) {
             self.abort(slot);
         }
@@ -169,7 +172,8 @@ impl<H: Host> Mux<H> {
         }
     }
 
-    /// The guest is done with a connection: its ports are free, its last bytes still go to the host.
+    /// Ends a connection that the guest has closed: its ports are free, its last bytes still go to
+    /// the host.
     fn finish(&mut self, now: Instant, slot: usize) {
         self.table.disconnect(slot);
         match self.table.get(slot) {
@@ -181,7 +185,7 @@ impl<H: Host> Mux<H> {
         }
     }
 
-    /// Gives a connection a deadline while the guest owes something, and takes it when it does not.
+    /// Sets a deadline on a connection while the guest owes an action, and clears it otherwise.
     pub(super) fn watch_the_clock(&mut self, now: Instant, slot: usize) {
         let Some(entry) = self.table.get(slot) else { return };
         let Stage::Live(connection) = &entry.stage else { return };

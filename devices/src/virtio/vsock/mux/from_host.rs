@@ -1,39 +1,39 @@
-//! What host sockets and the clock do to connections.
+//! Handles events of host sockets and deadlines.
 //!
-//! Readiness is only noted when it is reported and acted upon in `serve_host`, so a quiet device can
-//! note it without touching anything.
+//! Readiness is only recorded when it is reported and acted upon in `serve_host`, so a quiesced
+//! device can record it without touching anything.
 
 use std::io::ErrorKind;
 use std::net::Shutdown;
 use std::time::Instant;
 
 use super::Mux;
-use super::table::{Entry, Stage};
+use super::table::{ConnectionEntry, Stage};
 use crate::virtio::vsock::connection::{Connection, Phase};
 use crate::virtio::vsock::host::{Host, Line, MAX_LINE, Stream, parse_line};
 
-/// Clients accepted and slots looked at before other devices get their turn.
+/// Clients accepted and slots served before the other devices are served.
 const MAX_CLIENTS: usize = 64;
 const MAX_TOUCHED: usize = 64;
 
-/// What the event loop saw of a host socket.
+/// The readiness of a host socket as the event loop reports it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Readiness {
-    /// There are bytes or the end to read.
+    /// There are bytes or the end of the stream to read.
     pub read: bool,
-    /// The other end will send no more.
+    /// The peer will send no more.
     pub ended: bool,
-    /// The other end is gone in both directions.
+    /// The peer closed both directions.
     pub hung_up: bool,
 }
 
 impl<H: Host> Mux<H> {
-    /// Notes that clients wait.
+    /// Records that clients are waiting.
     pub fn note_clients(&mut self) {
         self.clients_waiting = true;
     }
 
-    /// Notes that the socket in `slot` can do something.
+    /// Records that the socket in `slot` is ready.
     pub fn note_ready(&mut self, slot: usize, readiness: Readiness) {
         let Some(entry) = self.table.get(slot) else { return };
         entry.hung_up |= readiness.hung_up;
@@ -44,7 +44,8 @@ impl<H: Host> Mux<H> {
         self.table.touch(slot);
     }
 
-    /// Acts on deadlines, new clients and ready sockets; true if some are left for another turn.
+    /// Handles deadlines, new clients and ready sockets. Returns true if some are left for another
+    /// turn.
     pub fn serve_host(&mut self, now: Instant) -> bool {
         self.expire(now);
         let more_clients = self.accept_clients(now);
@@ -81,15 +82,15 @@ impl<H: Host> Mux<H> {
             }
             match self.host.accept() {
                 Ok(None) => self.clients_waiting = false,
-                // Dropping it tells the client at once, where leaving it in the backlog would let it hope.
+                // Closing it notifies the client at once; in the backlog it would wait.
                 Ok(Some(_)) if self.table.is_full() => self.counts.capped += 1,
                 Ok(Some(stream)) => {
                     let slot = self.table.insert(stream, now + self.limits.half_open);
-                    // A client mostly has sent its line already.
+                    // A client has usually sent its request line already.
                     self.table.touch(slot);
                 }
                 Err(_) => {
-                    // Out of descriptors or memory: it may pass, but asking at once again would spin.
+                    // Out of descriptors or memory: this may pass, but retrying at once would spin.
                     self.clients_waiting = false;
                     self.accept_again = Some(now + self.limits.accept_retry);
                 }
@@ -98,7 +99,7 @@ impl<H: Host> Mux<H> {
         self.clients_waiting
     }
 
-    /// Ends whoever waits to be accepted, when there is no guest to talk to.
+    /// Closes the connections of waiting clients, when there is no guest to connect to.
     pub fn turn_clients_away(&mut self) {
         for _ in 0..MAX_CLIENTS {
             if !matches!(self.host.accept(), Ok(Some(_))) {
@@ -111,7 +112,7 @@ impl<H: Host> Mux<H> {
         let Some(entry) = self.table.get(slot) else { return };
         let mut line = [0; MAX_LINE];
         let parsed = match entry.stream.peek(&mut line) {
-            // The end before a newline.
+            // The end of the stream before a newline.
             Ok(0) => Line::Bad,
             Ok(len) => parse_line(&line[..len]),
             Err(error) if error.kind() == ErrorKind::WouldBlock => Line::Partial,
@@ -124,7 +125,7 @@ impl<H: Host> Mux<H> {
                 let pair = self.allocate_pair(port);
                 self.table.connect(slot, Connection::from_host(pair, window));
                 self.table.set_deadline(slot, Some(now + self.limits.half_open));
-                // The socket may have hung up since, and this was the only word of it.
+                // The socket may have hung up since, and its event was already consumed.
                 self.table.touch(slot);
                 self.table.queue(slot);
             }
@@ -132,7 +133,7 @@ impl<H: Host> Mux<H> {
         }
     }
 
-    /// Writes what is held for the host.
+    /// Writes the backlog to the host socket.
     pub(super) fn flush(&mut self, now: Instant, slot: usize) {
         let Some(entry) = self.table.get(slot) else { return };
         let before = entry.backlog.len();
@@ -154,7 +155,7 @@ impl<H: Host> Mux<H> {
         }
         let (left, draining) = (entry.backlog.len(), matches!(entry.stage, Stage::Draining));
         if left == 0 && before > 0 {
-            // Most connections never hold bytes again; the next one that does pays for its own room.
+            // Most connections never need a backlog again, so its memory is freed.
             entry.backlog = Default::default();
             entry.end_writing_if_done();
             self.table.rewatch(slot);
@@ -166,10 +167,13 @@ impl<H: Host> Mux<H> {
         }
     }
 
-    /// Puts a connection in line if it has something for the guest.
+    /// Queues a connection if it has a packet for the guest.
     pub(super) fn queue_if_wanted(&mut self, slot: usize) {
         let entry = self.table.get(slot);
-        if entry.and_then(Entry::connection).is_some_and(|connection| connection.wants_to_send()) {
+        if entry
+            .and_then(ConnectionEntry::connection)
+            .is_some_and(|connection| connection.wants_to_send())
+        {
             self.table.queue(slot);
         }
     }
@@ -186,9 +190,9 @@ impl<H: Host> Mux<H> {
     }
 }
 
-impl<S: Stream> Entry<S> {
-    /// The host takes nothing more: what is held for it counts as passed on, so that the guest is not
-    /// left waiting for room.
+impl<S: Stream> ConnectionEntry<S> {
+    /// Drops the backlog of a host socket that accepts no more bytes. It counts as forwarded, so
+    /// that the guest does not wait for credit.
     pub(super) fn drop_backlog(&mut self) {
         let len = self.backlog.len() as u32;
         self.backlog.clear();
@@ -198,7 +202,8 @@ impl<S: Stream> Entry<S> {
         }
     }
 
-    /// Passes the guest's end of sending on, once everything before it was written.
+    /// Shuts the host socket down for writing once the guest has ended sending and everything is
+    /// written.
     pub(super) fn end_writing_if_done(&mut self) {
         let done = match &self.stage {
             Stage::Live(connection) => connection.is_guest_done_sending(),

@@ -1,7 +1,7 @@
 //! The table of connections: slots, the index by ports, deadlines and the shared buffer budget.
 //!
-//! It knows what exists and what it may cost, not what packets mean. Streams that leave the table are
-//! kept in `retired` until the event loop has forgotten their descriptors.
+//! It holds what exists and what it may cost, and does not interpret packets. Streams that leave
+//! the table are kept in `retired` until the event loop has stopped watching them.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::time::Instant;
@@ -9,38 +9,38 @@ use std::time::Instant;
 use super::Limits;
 use crate::virtio::vsock::connection::{Connection, Pair};
 
-/// What a slot's stream is doing.
+/// The stage of a slot's stream.
 #[derive(Debug)]
 pub enum Stage {
-    /// A host client that has not said yet what it wants.
+    /// A host client that has not sent its request yet.
     Client,
     /// A connection of the guest.
     Live(Connection),
-    /// The guest is done; bytes for the host are left.
+    /// The guest has closed the connection; bytes for the host are left.
     Draining,
 }
 
-/// One stream and what is known of it.
+/// One stream and its state.
 #[derive(Debug)]
-pub struct Entry<S> {
+pub struct ConnectionEntry<S> {
     pub stream: S,
     pub stage: Stage,
-    /// Bytes from the guest that the host socket did not take yet.
+    /// Bytes from the guest that the host socket has not accepted yet.
     pub backlog: VecDeque<u8>,
-    /// The host will send no more, once what it sent is read.
+    /// The host will send no more than the bytes still unread.
     pub ended: bool,
-    /// The host hung up altogether.
+    /// The host closed both directions.
     pub hung_up: bool,
-    /// The event loop watches this stream, for room to write too if the second is set.
+    /// Whether the event loop watches this stream, and if so, whether also for room to write.
     pub watched: Option<bool>,
-    // Membership flags keep every queue free of duplicates, and so bounded by the table.
+    // These flags keep every queue free of duplicates, and so bounded by the table.
     queued: bool,
     touched: bool,
     deadline: Option<Instant>,
     window: u32,
 }
 
-impl<S> Entry<S> {
+impl<S> ConnectionEntry<S> {
     pub fn has_deadline(&self) -> bool {
         self.deadline.is_some()
     }
@@ -56,15 +56,15 @@ impl<S> Entry<S> {
 /// All streams of a device.
 #[derive(Debug)]
 pub struct Table<S> {
-    entries: Vec<Option<Entry<S>>>,
+    entries: Vec<Option<ConnectionEntry<S>>>,
     free: Vec<usize>,
     pairs: HashMap<Pair, usize>,
     deadlines: BTreeSet<(Instant, usize)>,
-    /// Slots with something for the guest, served in turn.
+    /// Slots with packets for the guest, served in turn.
     ready: VecDeque<usize>,
-    /// Slots whose host socket did something.
+    /// Slots whose host socket had an event.
     touched: VecDeque<usize>,
-    /// Slots that the event loop should watch in another way.
+    /// Slots whose watched events must be updated.
     changed: Vec<usize>,
     retired: Vec<S>,
     capacity: usize,
@@ -99,9 +99,9 @@ impl<S> Table<S> {
         self.len() >= self.capacity
     }
 
-    /// Adds a stream; the caller has checked `is_full`.
+    /// Adds a stream. The caller has checked `is_full`.
     pub fn insert(&mut self, stream: S, deadline: Instant) -> usize {
-        let entry = Entry {
+        let entry = ConnectionEntry {
             stream,
             stage: Stage::Client,
             backlog: VecDeque::new(),
@@ -128,7 +128,7 @@ impl<S> Table<S> {
         slot
     }
 
-    pub fn get(&mut self, slot: usize) -> Option<&mut Entry<S>> {
+    pub fn get(&mut self, slot: usize) -> Option<&mut ConnectionEntry<S>> {
         self.entries.get_mut(slot)?.as_mut()
     }
 
@@ -136,8 +136,8 @@ impl<S> Table<S> {
         self.pairs.get(&pair).copied()
     }
 
-    /// A receive window for `slot` out of the shared budget: the first hundred connections get a full
-    /// one, then each gets a share of what is left, and all get the base.
+    /// Reserves a receive window for `slot` from the shared budget: the first hundred connections
+    /// get a full one, later ones a share of the rest, and all get at least the base.
     pub fn reserve_window(&mut self, slot: usize) -> u32 {
         let extra = (self.full_window - self.base_window).min(self.spare_window / 8);
         let window = self.base_window + extra;
@@ -148,7 +148,7 @@ impl<S> Table<S> {
         window
     }
 
-    /// Makes a stream the connection of its pair.
+    /// Makes a stream the connection of its port pair.
     pub fn connect(&mut self, slot: usize, connection: Connection) {
         self.pairs.insert(connection.pair, slot);
         if let Some(entry) = self.get(slot) {
@@ -156,7 +156,7 @@ impl<S> Table<S> {
         }
     }
 
-    /// Takes the pair from a connection, which may then be used again; the stream lives on to drain.
+    /// Frees the port pair of a connection; the stream stays to drain its backlog.
     pub fn disconnect(&mut self, slot: usize) {
         let Some(entry) = self.get(slot) else { return };
         if let Stage::Live(connection) = std::mem::replace(&mut entry.stage, Stage::Draining) {
@@ -164,14 +164,13 @@ impl<S> Table<S> {
         }
     }
 
-    /// Ends a stream.
     pub fn remove(&mut self, slot: usize) {
         self.disconnect(slot);
         self.set_deadline(slot, None);
         let Some(entry) = self.entries.get_mut(slot).and_then(Option::take) else { return };
         self.spare_window += entry.window.saturating_sub(self.base_window);
         self.free.push(slot);
-        // The slot's next owner must not inherit places in line.
+        // The next stream in this slot must not inherit its places in the queues.
         if entry.queued {
             self.ready.retain(|queued| *queued != slot);
         }
@@ -183,7 +182,6 @@ impl<S> Table<S> {
         }
     }
 
-    /// Ends every stream.
     pub fn clear(&mut self) {
         for slot in 0..self.entries.len() {
             self.remove(slot);
@@ -204,7 +202,7 @@ impl<S> Table<S> {
         self.deadlines.first().map(|(deadline, _)| *deadline)
     }
 
-    /// A slot whose deadline has passed; the deadline is gone then.
+    /// Returns a slot whose deadline has passed, and clears that deadline.
     pub fn next_expired(&mut self, now: Instant) -> Option<usize> {
         let (deadline, slot) = *self.deadlines.first()?;
         if deadline > now {
@@ -214,7 +212,7 @@ impl<S> Table<S> {
         Some(slot)
     }
 
-    /// Moves all deadlines, for time in which nobody could meet them.
+    /// Moves all deadlines by a time in which they could not be met.
     pub fn postpone(&mut self, by: std::time::Duration) {
         for (deadline, slot) in std::mem::take(&mut self.deadlines) {
             if let Some(entry) = self.get(slot) {
@@ -224,7 +222,7 @@ impl<S> Table<S> {
         }
     }
 
-    /// Puts a slot in line for the guest's attention, unless it is there.
+    /// Queues a slot to be served to the guest, unless it is queued already.
     pub fn queue(&mut self, slot: usize) {
         let Some(entry) = self.entries.get_mut(slot).and_then(Option::as_mut) else { return };
         if !std::mem::replace(&mut entry.queued, true) {
@@ -232,19 +230,19 @@ impl<S> Table<S> {
         }
     }
 
-    /// The slot whose turn it is.
+    /// Returns the slot to be served next.
     pub fn first_queued(&self) -> Option<usize> {
         self.ready.front().copied()
     }
 
-    /// Takes the first slot out of the line.
+    /// Removes the first slot from the queue.
     pub fn unqueue_first(&mut self) {
         if let Some(entry) = self.ready.pop_front().and_then(|slot| self.get(slot)) {
             entry.queued = false;
         }
     }
 
-    /// Notes that the host socket of a slot did something.
+    /// Records that the host socket of a slot had an event.
     pub fn touch(&mut self, slot: usize) {
         let Some(entry) = self.entries.get_mut(slot).and_then(Option::as_mut) else { return };
         if !std::mem::replace(&mut entry.touched, true) {
@@ -260,7 +258,7 @@ impl<S> Table<S> {
         Some(slot)
     }
 
-    /// Asks for another look at how a slot is watched.
+    /// Makes the worker update the watched events of a slot.
     pub fn rewatch(&mut self, slot: usize) {
         self.changed.push(slot);
     }
@@ -273,7 +271,7 @@ impl<S> Table<S> {
         std::mem::take(&mut self.retired)
     }
 
-    /// The connections, in no order.
+    /// Returns the connections, in no particular order.
     pub fn connections(&self) -> impl Iterator<Item = &Connection> {
         self.entries.iter().flatten().filter_map(|entry| match &entry.stage {
             Stage::Live(connection) => Some(connection),
@@ -281,7 +279,7 @@ impl<S> Table<S> {
         })
     }
 
-    /// Bytes held for the host in all slots.
+    /// Returns the number of bytes held for the host in all slots.
     pub fn held(&self) -> usize {
         self.entries.iter().flatten().map(|entry| entry.backlog.len()).sum()
     }

@@ -1,31 +1,32 @@
-//! What goes into the guest's receive buffers: owed resets first, then the connections in turn.
+//! Fills the guest's receive buffers: owed resets first, then the connections in turn.
 //!
 //! Bytes go from the host socket straight into guest memory, many buffers in one call; nothing is
-//! read that the guest has no credit or no buffer for.
+//! read for which the guest has no credit or no buffer.
 
 use std::io::ErrorKind;
 use std::time::Instant;
 
 use super::Mux;
-use super::table::{Entry, Stage};
+use super::table::{ConnectionEntry, Stage};
 use crate::GuestMemory;
 use crate::virtio::chain::{self, Segment};
 use crate::virtio::vsock::host::{Host, MAX_PIECES, Stream};
 use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, MAX_PAYLOAD, Op};
 
-/// The smallest receive buffer that is of any use: a header and one byte.
+/// The smallest usable receive buffer: a header and one byte.
 pub const MIN_BUFFER: u64 = HEADER_LEN as u64 + 1;
-/// The most buffers filled by one read: stock drivers post 4 KiB ones, so this is 64 KiB.
+/// The maximum number of buffers filled by one read: 64 KiB with the 4 KiB buffers of stock
+/// drivers.
 pub const MAX_BURST: usize = 16;
 
 impl<H: Host> Mux<H> {
-    /// How many receive buffers the next turn can use; none means that there is nothing to send.
+    /// Returns how many receive buffers the next turn can use; zero if there is nothing to send.
     pub fn buffers_wanted(&mut self) -> usize {
         if !self.resets.is_empty() {
             return 1;
         }
         while let Some(slot) = self.table.first_queued() {
-            if let Some(connection) = self.table.get(slot).and_then(Entry::connection) {
+            if let Some(connection) = self.table.get(slot).and_then(ConnectionEntry::connection) {
                 if connection.wants_control() {
                     return 1;
                 }
@@ -38,8 +39,8 @@ impl<H: Host> Mux<H> {
         0
     }
 
-    /// Takes one turn: fills the first few of `buffers`, each at least `MIN_BUFFER` long, and notes in
-    /// `filled` how much each of those holds. A turn may turn out to need none.
+    /// Takes one turn: fills the first few of `buffers`, each at least `MIN_BUFFER` long, and
+    /// appends the length of each to `filled`. It may fill none.
     pub fn fill(
         &mut self,
         now: Instant,
@@ -62,8 +63,11 @@ impl<H: Host> Mux<H> {
         }
         let Some(slot) = self.table.first_queued() else { return };
         self.table.unqueue_first();
-        let control =
-            self.table.get(slot).and_then(Entry::connection).and_then(|c| c.next_control());
+        let control = self
+            .table
+            .get(slot)
+            .and_then(ConnectionEntry::connection)
+            .and_then(|c| c.next_control());
         match control {
             Some(header) => {
                 self.write_header(memory, first, header);
@@ -136,8 +140,8 @@ impl<H: Host> Mux<H> {
             return;
         }
         connection.burst = used;
-        // A stream that gave less than it was asked for has no more, and will say when it has. Only
-        // its end would then go unseen, so it is read on once that was announced.
+        // A stream that returned less than requested is empty, and a new event reports more. Only
+        // its end could be missed, so it is read again if the end was announced.
         connection.readable = ended;
     }
 

@@ -1,7 +1,7 @@
-//! A random walk over the multiplexer: guest, host and clock do whatever a script says.
+//! A random walk over the multiplexer: guest, host and clock act as a script says.
 //!
-//! After every step the bounds must hold, every byte must be the right one in its place, and the host
-//! must never have sent beyond the guest's credit.
+//! After every step the bounds must hold, every byte must be the expected one at its position, and
+//! the host must never have sent beyond the guest's credit.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,14 +21,14 @@ const BUFFERS_AT: u64 = 0x1_0000;
 const BUFFER_STRIDE: u64 = 0x1000;
 const PACKET_AT: u64 = 0x4_0000;
 
-/// What the guest knows of a connection.
+/// The guest's state of a connection.
 #[derive(Debug, Default)]
 struct GuestEnd {
     sent: u64,
     received: u64,
-    /// A request of the host that was not answered yet.
+    /// The host's request was not answered yet.
     asked: bool,
-    /// The furthest that the host was ever allowed to send.
+    /// The highest position up to which the host was ever allowed to send.
     edge: u64,
 }
 
@@ -41,7 +41,7 @@ struct Walk<'a> {
     ends: HashMap<Pair, GuestEnd>,
 }
 
-/// Follows a script to its end, and then lets everything that can still move come to rest.
+/// Follows a script to its end, and then lets everything that can still move finish.
 pub fn walk(script: &[u8]) {
     let limits = Limits {
         connections: 6,
@@ -93,7 +93,7 @@ impl Walk<'_> {
         true
     }
 
-    /// What the event loop would be asked to do.
+    /// Updates the watched streams as the event loop would.
     fn watch(&mut self) {
         self.mux.take_retired();
         let mut changed = Vec::new();
@@ -103,7 +103,7 @@ impl Walk<'_> {
             changed.push(stream.clone());
             Ok::<(), ()>(())
         });
-        // It reports at once what is ready already.
+        // The event loop reports at once what is ready already.
         for stream in changed {
             self.note(&stream);
         }
@@ -116,7 +116,7 @@ impl Walk<'_> {
         recent.get(choice as usize % recent.len().max(1)).cloned()
     }
 
-    /// Reports what the event loop would.
+    /// Reports the readiness that the event loop would report.
     fn note(&mut self, stream: &ScriptedStream) {
         let pipe = stream.pipe();
         let (ended, hung_up) = (pipe.ended, pipe.hung_up);
@@ -124,7 +124,7 @@ impl Walk<'_> {
         let write = pipe.watched_for_room && pipe.room > 0;
         let slot = pipe.slot.filter(|_| read || write || hung_up);
         drop(pipe);
-        // Beside the list of all and this one, only the table can hold it.
+        // With one reference in the list of all streams and one here, a third is the table's.
         if let Some(slot) = slot.filter(|_| Arc::strong_count(&stream.0) > 2) {
             self.mux.note_ready(slot, Readiness { read, ended, hung_up });
         }
@@ -144,7 +144,7 @@ impl Walk<'_> {
 
     fn write(&mut self, stream: &ScriptedStream, len: u64) {
         let pipe = stream.pipe();
-        // A line that is not whole yet would swallow these bytes.
+        // A request line that is not complete yet would take these bytes.
         let whole = pipe.to_device.iter().next_back() != Some(&b'N');
         let open = whole && !pipe.ended;
         drop(pipe);
@@ -224,7 +224,7 @@ impl Walk<'_> {
         true
     }
 
-    /// Lets the device fill up to `count` buffers; returns how many it did.
+    /// Lets the device fill up to `count` buffers. Returns how many it filled.
     fn guest_offers(&mut self, count: usize) -> usize {
         let buffer = |index: usize| Segment {
             address: GuestAddress(BUFFERS_AT + BUFFER_STRIDE * index as u64),
@@ -287,8 +287,8 @@ impl Walk<'_> {
         assert!(self.mux.owed_after_restore().len() <= resets + 2 * connections);
     }
 
-    /// With room, credit and buffers for everyone, nothing may be left lying, and one more byte of each
-    /// host socket must arrive.
+    /// Checks that with room, credit and buffers for all, nothing is left over, and one more byte
+    /// of each host socket arrives.
     fn settle(&mut self) {
         for stream in self.mux.host_mut().streams.clone() {
             stream.pipe().room = 1 << 30;

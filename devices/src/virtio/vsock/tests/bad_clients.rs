@@ -1,4 +1,4 @@
-//! Host clients that are slow, silent or rude.
+//! Host clients that are slow, silent or misbehaving.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -9,7 +9,7 @@ use super::guest::{Guest, Ports, is_closed, pattern, read_rest};
 use crate::virtio::vsock::mux::Limits;
 use crate::virtio::vsock::wire::{MAX_PAYLOAD, Op, SHUTDOWN_BOTH};
 
-/// Deadlines that a test can wait for.
+/// Returns limits with deadlines that a test can wait for.
 fn hasty() -> Limits {
     let half_open = Duration::from_millis(50);
     Limits { half_open, ..Limits::default() }
@@ -80,7 +80,7 @@ fn e14_client_with_a_megabyte_for_a_line_is_closed_and_never_read() {
 
 #[test]
 fn e14_client_that_closes_early_leaves_nothing() {
-    // There is room for one, so that whoever stays behind keeps the next one out.
+    // There is room for one, so that a client left in the table keeps the next one out.
     let mut guest = Guest::with_limits(Limits { connections: 1, ..Limits::default() });
     for request in ["", "CONN", "CONNECT 1024"] {
         drop(guest.client(request));
@@ -92,7 +92,7 @@ fn e14_client_that_closes_early_leaves_nothing() {
         guest.expect(Op::Reset);
         guest.expect_silence();
     }
-    // And one that leaves while the guest thinks about it.
+    // A client that leaves before the guest has answered.
     let client = guest.client("CONNECT 1024\n");
     let (request, _) = guest.expect(Op::Request);
     drop(client);
@@ -112,10 +112,10 @@ fn client_whom_the_guest_never_answers_is_closed_at_the_deadline() {
 
 #[test]
 fn client_of_a_guest_without_buffers_is_closed_at_the_deadline() {
-    let mut guest = Guest::bare(hasty());
+    let mut guest = Guest::without_buffers(hasty());
     let mut client = guest.client("CONNECT 1024\n");
     guest.run_until(|_| is_closed(&mut client));
-    // The guest never heard of it.
+    // The guest was never notified of it.
     guest.post_all();
     guest.expect_silence();
 }
@@ -138,7 +138,7 @@ fn client_that_reads_after_the_guest_closed_gets_everything() {
     let mut guest = Guest::new();
     let (mut client, ports) = guest.connected_client();
     let mut sent: Vec<u8> = Vec::new();
-    // More than a socket buffer and less than that and a window.
+    // More than a socket buffer and less than a socket buffer and a window.
     for chunk in pattern(6 * MAX_PAYLOAD as usize).chunks(MAX_PAYLOAD as usize) {
         guest.send_data(ports, chunk);
         sent.extend(chunk);
@@ -161,7 +161,7 @@ fn client_that_never_reads_what_the_guest_left_is_given_up() {
     guest.send_shutdown(ports, SHUTDOWN_BOTH);
     let start = Instant::now();
     guest.run_until(|_| start.elapsed() > 4 * drain);
-    // What the socket had taken by then is all there is.
+    // Only what the socket had accepted by then arrives.
     assert!(read_rest(&mut client).len() < sent.len());
 }
 

@@ -10,7 +10,7 @@ use crate::virtio::vsock::wire::{
 
 const NOBODY: Ports = Ports { host: 99, guest: 7 };
 
-/// A connection whose guest end can still be heard by `client` is intact.
+/// Checks that a connection is intact: bytes of the guest still reach `client`.
 fn assert_alive(guest: &mut Guest, client: &mut std::os::unix::net::UnixStream, ports: Ports) {
     guest.send_data(ports, b"!");
     guest.expect_silence();
@@ -137,7 +137,7 @@ fn e7_data_before_the_response_is_reset() {
 
 #[test]
 fn e7_data_before_our_response_was_seen_is_reset() {
-    let mut guest = Guest::bare(Default::default());
+    let mut guest = Guest::without_buffers(Default::default());
     let listener = guest.listen(1025);
     let ports = Ports { host: 1025, guest: 7000 };
     guest.send(ports, Op::Request);
@@ -180,7 +180,7 @@ fn payload_on_a_control_packet_is_reset() {
 fn e10_guest_that_ignores_our_credit_is_reset() {
     let mut guest = Guest::new();
     let (mut client, ports) = guest.connected_client();
-    // Nobody reads at the host, so after its socket buffer only the window is left.
+    // The host does not read, so after its socket buffer only the window is left.
     let chunk = vec![1; MAX_PAYLOAD as usize];
     for _ in 0..32 {
         guest.send_data(ports, &chunk);
@@ -196,7 +196,7 @@ fn e10_guest_that_ignores_our_credit_is_reset() {
 
 #[test]
 fn receive_buffer_too_small_for_a_header_is_returned_unused() {
-    let mut guest = Guest::bare(Default::default());
+    let mut guest = Guest::without_buffers(Default::default());
     let mut client = guest.client("CONNECT 1024\n");
     for len in [0, 1, HEADER_LEN as u32] {
         guest.driver.send(super::guest::RX, &[Buffer::Writable(len)]);
@@ -206,7 +206,7 @@ fn receive_buffer_too_small_for_a_header_is_returned_unused() {
     for _ in 0..4 {
         assert_eq!(guest.driver.used(super::guest::RX).unwrap().len, 0);
     }
-    // Heads of the mock's own placing are used up; the fixed ones come next.
+    // The heads that the mock placed are used up; the fixed ones come next.
     for _ in 0..4 {
         guest.skip_slot();
     }

@@ -1,40 +1,41 @@
-//! The credit protocol, checked exhaustively: every order in which a guest, a host socket and the packets
-//! between them can act, for small windows.
+//! The credit protocol, checked exhaustively: every order in which a guest, a host socket and the
+//! packets between them can act, for small windows.
 //!
-//! The host's side is the real `Connection`. The guest's is the laziest driver that the specification
-//! allows: it tells of freed room only in packets that it sends anyhow, when it is asked, and when the
-//! host is, as far as it knows, without credit. From every state that can be reached, nobody has sent
-//! beyond the other's window, and there is a way to the end, where every byte has arrived in its place.
+//! The host's side is the real `Connection`. The guest's side is the laziest driver that the
+//! specification allows: it reports freed room only in packets that it sends anyway, when it is
+//! asked, and when the host has, as far as it knows, no credit. From every reachable state, neither
+//! side has sent beyond the other's window, and there is a way to the end, where every byte has
+//! arrived in its place.
 
 use std::collections::{HashMap, VecDeque};
 
 use crate::virtio::vsock::connection::{Connection, Pair, Verdict};
 use crate::virtio::vsock::wire::{Header, Op, SHUTDOWN_SEND, TYPE_STREAM};
 
-/// Packets on the way in each direction: one shows few races, two show them all.
+/// The number of packets in flight in each direction: one shows few races, two show them all.
 const ON_THE_WAY: usize = 2;
 
-/// What is tried.
+/// The parameters of one exploration.
 #[derive(Clone, Copy, Debug)]
 struct Setting {
     guest_window: u32,
     host_window: u32,
-    /// Bytes that each side has to send.
+    /// The bytes that each side has to send.
     from_guest: u32,
     from_host: u32,
-    /// Where the free-running counters begin.
+    /// The initial value of the free-running counters.
     start: u32,
     /// Whether the driver asks for credit when it has none.
     guest_asks: bool,
 }
 
-/// A packet and the place in the stream of its first byte.
+/// A packet and the position in the stream of its first byte.
 type Packet = (Header, u32);
 
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct State {
     host: Connection,
-    /// Bytes of the host socket not yet read, and those that it was given.
+    /// Bytes of the host socket not yet read, and bytes written to it.
     host_left: u32,
     host_got: u32,
     guest: Driver,
@@ -42,7 +43,7 @@ struct State {
     to_host: VecDeque<Packet>,
 }
 
-/// A driver's side of the connection, in its own words.
+/// A driver's side of the connection, with its own counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Driver {
     left: u32,
@@ -104,7 +105,7 @@ impl State {
             && self.guest.heard_end
     }
 
-    /// Every state that one act leads to.
+    /// Returns every state that one action leads to.
     fn next(&self, setting: Setting) -> Vec<Self> {
         let mut next = Vec::new();
         let mut act = |change: &dyn Fn(&mut Self)| {
@@ -113,10 +114,11 @@ impl State {
             next.push(after);
         };
         if self.to_guest.len() < ON_THE_WAY && self.host.wants_to_send() {
-            let most = match self.host.wants_control() {
-                true => 1,
+            let most = if self.host.wants_control() {
+                1
+            } else {
                 // A read of nothing is the end of the host's stream, and sends nothing.
-                false => self.host.credit.available().min(self.host_left).max(1),
+                self.host.credit.available().min(self.host_left).max(1)
             };
             for len in 1..=most {
                 act(&|state| state.host_sends(len, setting));
@@ -175,7 +177,7 @@ impl State {
         match self.host.take(op, &header) {
             Verdict::Deliver => assert_eq!(place, before, "bytes out of their place"),
             Verdict::Keep => assert_ne!(op, Op::Data),
-            other => panic!("a driver within the rules is told {other:?}"),
+            other => panic!("a driver within the rules gets {other:?}"),
         }
         assert!(!self.host.credit.is_impossible(), "an honest driver is called a liar");
     }
@@ -219,7 +221,8 @@ fn packet(op: Op, len: u32) -> Header {
     Header { op: op as u16, len, kind: TYPE_STREAM, ..Header::default() }
 }
 
-/// Walks every state there is, then back from the end: whoever cannot get there is stuck. Returns how many.
+/// Visits every reachable state, then goes back from the end: a state that is not visited again is
+/// stuck. Returns the number of states.
 fn explore(setting: Setting) -> usize {
     let first = State::first(setting);
     let mut numbers = HashMap::from([(first.clone(), 0)]);
@@ -257,7 +260,8 @@ fn credit_in_every_order_of_events_never_overruns_and_never_gets_stuck() {
     for (guest_window, host_window) in
         (1..=4).flat_map(|guest| (1..=4).map(move |host| (guest, host)))
     {
-        // More than a window, so that credit must come back; in large ones in one direction at a time.
+        // More than a window, so that credit must be returned; in one direction at a time for large
+        // windows.
         let (from_guest, from_host) = (host_window + 1, guest_window + 1);
         let amounts = match guest_window + host_window {
             ..=4 => vec![(from_guest, from_host)],

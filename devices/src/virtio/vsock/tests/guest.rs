@@ -1,7 +1,8 @@
-//! A guest with a vsock driver, reduced to what tests need: packets out, packets in, Unix sockets beside.
+//! A guest with a vsock driver, reduced to what tests need: packets out, packets in, and Unix
+//! sockets on the host.
 //!
-//! Receive buffers have fixed places in the second region of memory, so that they outlive any number
-//! of transmitted packets.
+//! Receive buffers have fixed addresses in the second region of memory, so that they outlive any
+//! number of transmitted packets.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -23,9 +24,9 @@ pub const CID: u64 = 3;
 pub const RX: usize = 0;
 pub const TX: usize = 1;
 pub const EVENT: usize = 2;
-/// What the mock guest lets the host send.
+/// The receive window of the mock guest.
 pub const GUEST_WINDOW: u32 = 64 << 10;
-/// As stock drivers post them.
+/// The size of the receive buffers of stock drivers.
 pub const RX_LEN: u32 = 4096 + HEADER_LEN as u32;
 const RX_STRIDE: u64 = 0x4000;
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -37,7 +38,7 @@ pub struct Guest {
     free_rx: VecDeque<u16>,
 }
 
-/// The guest's view of one connection.
+/// The ports of one connection.
 #[derive(Clone, Copy, Debug)]
 pub struct Ports {
     pub host: u32,
@@ -45,22 +46,22 @@ pub struct Ports {
 }
 
 impl Guest {
-    /// A guest with plenty of receive buffers.
+    /// Creates a guest with plenty of receive buffers.
     pub fn new() -> Self {
-        let mut guest = Self::bare(Limits::default());
+        let mut guest = Self::without_buffers(Limits::default());
         guest.post_all();
         guest
     }
 
-    /// A guest with plenty of receive buffers and a device with other limits.
+    /// Creates a guest with plenty of receive buffers and a device with other limits.
     pub fn with_limits(limits: Limits) -> Self {
-        let mut guest = Self::bare(limits);
+        let mut guest = Self::without_buffers(limits);
         guest.post_all();
         guest
     }
 
-    /// A guest without receive buffers.
-    pub fn bare(limits: Limits) -> Self {
+    /// Creates a guest without receive buffers.
+    pub fn without_buffers(limits: Limits) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let driver = MockDriver::ready(open(&dir, limits));
         Self { driver, dir, free_rx: (0..256).collect() }
@@ -102,7 +103,7 @@ impl Guest {
         }
     }
 
-    /// The next packet from the device, whose buffer is not offered again.
+    /// Returns the next packet from the device; its buffer is not offered again.
     pub fn receive_once(&mut self) -> Option<(Header, Vec<u8>)> {
         let used = self.driver.used(RX)?;
         let slot = used.head as u16;
@@ -117,14 +118,14 @@ impl Guest {
         Some((header, payload))
     }
 
-    /// The next packet from the device, whose buffer is offered again.
+    /// Returns the next packet from the device and offers its buffer again.
     pub fn receive(&mut self) -> Option<(Header, Vec<u8>)> {
         let packet = self.receive_once()?;
         self.post();
         Some(packet)
     }
 
-    /// Runs the device and gives the next packet, which must be an `op`.
+    /// Runs the device and returns the next packet, which must be an `op`.
     pub fn expect(&mut self, op: Op) -> (Header, Vec<u8>) {
         self.run();
         let packet = self.receive().unwrap_or_else(|| panic!("no packet, expected {op:?}"));
@@ -132,13 +133,13 @@ impl Guest {
         packet
     }
 
-    /// Runs the device, which must have nothing to say.
+    /// Runs the device, which must send nothing.
     pub fn expect_silence(&mut self) {
         self.run();
         assert_eq!(self.receive(), None);
     }
 
-    /// A header from the guest with its full window and nothing read yet.
+    /// Returns a header from the guest with its full window and nothing read yet.
     pub fn header(&self, ports: Ports, op: Op, len: u32) -> Header {
         Header {
             src_cid: CID,
@@ -174,13 +175,13 @@ impl Guest {
         self.send_raw(&header, &[]);
     }
 
-    /// Tells the device how much was read so far.
+    /// Reports to the device how much was read so far.
     pub fn send_credit(&mut self, ports: Ports, fwd_cnt: u32) {
         let header = Header { fwd_cnt, ..self.header(ports, Op::CreditUpdate, 0) };
         self.send_raw(&header, &[]);
     }
 
-    /// A host client that asks for `port`, with more bytes behind the request.
+    /// Connects a host client that sends `request`.
     pub fn client(&self, request: impl AsRef<[u8]>) -> UnixStream {
         let mut stream = UnixStream::connect(self.uds()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -188,7 +189,7 @@ impl Guest {
         stream
     }
 
-    /// A host client connected to the guest's port 1024.
+    /// Connects a host client to the guest's port 1024.
     pub fn connected_client(&mut self) -> (UnixStream, Ports) {
         let mut client = self.client("CONNECT 1024\n");
         let (request, _) = self.expect(Op::Request);
@@ -199,12 +200,12 @@ impl Guest {
         (client, ports)
     }
 
-    /// A listener for what the guest connects to at `port`.
+    /// Listens for the guest's connections to `port`.
     pub fn listen(&self, port: u32) -> UnixListener {
         UnixListener::bind(self.dir.path().join(format!("vsock_{port}"))).unwrap()
     }
 
-    /// A connection of the guest to a listener at `port`.
+    /// Connects the guest to a listener at `port`.
     pub fn connected_guest(&mut self, listener: &UnixListener, ports: Ports) -> UnixStream {
         self.send(ports, Op::Request);
         self.expect(Op::Response);
@@ -218,7 +219,7 @@ impl Guest {
         self.free_rx.pop_front();
     }
 
-    /// Forgets which receive buffers were offered, as a driver does that starts anew.
+    /// Forgets which receive buffers were offered, as a new driver does.
     pub fn reset_buffers(&mut self) {
         self.free_rx = (0..256).collect();
     }
@@ -228,11 +229,11 @@ impl Guest {
         self.driver.send(EVENT, &[Buffer::Writable(4)]);
     }
 
-    /// This guest on a restored copy of its device, with sockets elsewhere; its old host side is gone.
+    /// Restores this guest on a new device, with sockets elsewhere; its old host side is gone.
     pub fn restored(self) -> Self {
         let Self { driver, free_rx, .. } = self;
         let suspended = driver.suspend();
-        let DeviceState::VsockV2(state) = suspended.state.device.clone() else {
+        let DeviceState::Vsock(state) = suspended.state.device.clone() else {
             panic!("not a vsock state")
         };
         let dir = tempfile::tempdir().unwrap();
@@ -259,14 +260,14 @@ pub fn read_line(stream: &mut UnixStream) -> String {
     String::from_utf8(line).unwrap()
 }
 
-/// What is left until the end of the stream.
+/// Reads to the end of the stream.
 pub fn read_rest(stream: &mut UnixStream) -> Vec<u8> {
     let mut rest = Vec::new();
     stream.read_to_end(&mut rest).unwrap();
     rest
 }
 
-/// Whether the other end closed the stream without a word.
+/// Returns whether the peer closed the stream without sending anything.
 pub fn is_closed(stream: &mut UnixStream) -> bool {
     stream.set_nonblocking(true).unwrap();
     let closed = match stream.read(&mut [0]) {
@@ -278,7 +279,7 @@ pub fn is_closed(stream: &mut UnixStream) -> bool {
     closed
 }
 
-/// Bytes whose place can be told from their value.
+/// Returns bytes whose position shows in their value.
 pub fn pattern(len: usize) -> Vec<u8> {
     (0..len).map(|at| (at ^ (at >> 8) ^ (at >> 16)) as u8).collect()
 }

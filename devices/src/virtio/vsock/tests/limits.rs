@@ -1,4 +1,5 @@
-//! Floods, starvation and lies: what grows has a cap, what waits has a deadline, what has nothing to do sleeps.
+//! Floods, starvation and false claims: everything that grows is bounded, every wait has a
+//! deadline, and an idle device does not spin.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use crate::virtio::vsock::mux::{FIRST_HOST_PORT, Limits, Mux};
 use crate::virtio::vsock::testing::ScriptedHost;
 use crate::virtio::vsock::wire::{HEADER_LEN, HOST_CID, Header, Op, TYPE_STREAM};
 
-/// Caps that a test can reach, and deadlines that it can wait for even on a busy machine.
+/// Returns limits that a test can reach, and deadlines that it can wait for even on a busy machine.
 fn small() -> Limits {
     let half_open = Duration::from_millis(500);
     Limits { connections: 8, resets: 16, half_open, ..Limits::default() }
@@ -36,7 +37,7 @@ fn e5_request_flood_is_capped_and_reset() {
 
 #[test]
 fn e5_half_open_flood_without_buffers_is_capped_and_expires() {
-    let mut guest = Guest::bare(small());
+    let mut guest = Guest::without_buffers(small());
     let listener = guest.listen(1025);
     listener.set_nonblocking(true).unwrap();
     for port in 0..200 {
@@ -119,13 +120,13 @@ fn e9_guest_that_never_reads_stops_the_host_writer_and_nothing_else() {
         }
     }
     assert!(taken < 4 * GUEST_WINDOW as usize + (1 << 20));
-    // Others are served as before.
+    // Other connections are served as before.
     guest.connected_client();
 }
 
 #[test]
 fn e11_reset_storm_without_buffers_is_bounded_and_ends_in_a_fresh_start() {
-    let mut guest = Guest::bare(small());
+    let mut guest = Guest::without_buffers(small());
     guest.post_event();
     let storm = |guest: &mut Guest, ports: std::ops::Range<u32>| {
         for port in ports {
@@ -134,16 +135,16 @@ fn e11_reset_storm_without_buffers_is_bounded_and_ends_in_a_fresh_start() {
         guest.run();
     };
     storm(&mut guest, 0..40);
-    // Sixteen are owed, and the packets behind them wait.
+    // Sixteen resets are owed, and the packets behind them wait.
     assert_eq!(guest.driver.used_index(1), 16);
     guest.run_until(|guest| guest.driver.used_index(EVENT) == 1);
-    // The guest was told to start anew; its packets are taken again.
+    // The guest was sent a transport reset; its packets are taken again.
     guest.run_until(|guest| guest.driver.used_index(1) >= 32);
 }
 
 #[test]
 fn e11_reset_storm_with_slow_buffers_loses_no_reset() {
-    let mut guest = Guest::bare(Limits { resets: 16, ..Limits::default() });
+    let mut guest = Guest::without_buffers(Limits { resets: 16, ..Limits::default() });
     for port in 0..40 {
         guest.send(Ports { host: 99, guest: port }, Op::Data);
     }
@@ -169,7 +170,7 @@ fn e12_request_for_a_port_without_listener_is_reset() {
 
 #[test]
 fn e16_host_bytes_for_a_guest_without_buffers_do_not_spin() {
-    let mut guest = Guest::bare(Limits::default());
+    let mut guest = Guest::without_buffers(Limits::default());
     guest.post();
     let mut client = guest.client("CONNECT 1024\n");
     guest.run();
@@ -181,7 +182,7 @@ fn e16_host_bytes_for_a_guest_without_buffers_do_not_spin() {
     guest.run();
     assert_eq!(guest.driver.devices.run(100), 0);
     assert!(guest.driver.is_kick_wanted(RX), "would not hear of the next buffer");
-    // Not even a hang-up, which an event loop reports whether or not it was asked.
+    // Not even by a hang-up, which an event loop always reports.
     drop(client);
     guest.run();
     assert_eq!(guest.driver.devices.run(100), 0);
@@ -213,7 +214,7 @@ fn idle_device_with_open_connections_never_wakes_up() {
     let mut guest = Guest::new();
     let (_client, _) = guest.connected_client();
     guest.run();
-    // One wake-up may come of a deadline that was met; then there is rest.
+    // A deadline that was met may cause one wake-up; then the device is idle.
     std::thread::sleep(Duration::from_millis(2100));
     guest.driver.devices.run(100);
     std::thread::sleep(Duration::from_millis(100));
@@ -222,7 +223,7 @@ fn idle_device_with_open_connections_never_wakes_up() {
 
 #[test]
 fn burst_for_one_connection_does_not_starve_another() {
-    let mut guest = Guest::bare(Limits::default());
+    let mut guest = Guest::without_buffers(Limits::default());
     guest.post_all();
     let (mut loud, _) = guest.connected_client();
     let (mut quiet, ports) = guest.connected_client();

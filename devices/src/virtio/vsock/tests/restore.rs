@@ -1,4 +1,5 @@
-//! Pause, snapshot, restore, reset: connections go, listeners stay, nothing is lost or left waiting.
+//! Pause, snapshot, restore, reset: connections go, listeners stay, nothing is lost or left
+//! waiting.
 
 use std::io::{Read, Write};
 use std::sync::atomic::Ordering;
@@ -9,15 +10,15 @@ use vm_memory::{Bytes, GuestAddress};
 use super::guest::{CID, EVENT, Guest, Ports, is_closed, open, read_rest};
 use crate::virtio::registry::DeviceState;
 use crate::virtio::testing::Racer;
+use crate::virtio::vsock::VsockStateV1;
 use crate::virtio::vsock::mux::{FIRST_HOST_PORT, LAST_HOST_PORT, Limits};
 use crate::virtio::vsock::state::OwedReset;
 use crate::virtio::vsock::wire::Op;
-use crate::virtio::vsock::{VsockStateV1, VsockStateV2};
 
 const DIAL: Ports = Ports { host: 1025, guest: 7000 };
 
-fn state() -> VsockStateV2 {
-    VsockStateV2 {
+fn state() -> VsockStateV1 {
+    VsockStateV1 {
         guest_cid: CID,
         next_host_port: FIRST_HOST_PORT,
         owed_resets: Vec::new(),
@@ -36,12 +37,13 @@ fn e15_restored_guest_hears_the_transport_reset_before_anything_else() {
     let mut copy = guest.restored();
     let _new_client = copy.client("CONNECT 1024\n");
     copy.run();
-    // Told, but nothing is sent until the guest has acted and offers its event buffer again.
+    // The event was sent, but nothing else is until the guest has acted and offers its event buffer
+    // again.
     let event = copy.driver.used(EVENT).unwrap();
     assert_eq!(event.len, 4);
     copy.expect_silence();
     copy.post_event();
-    // The packet that lay in the ring is from a connection that is no more.
+    // The packet in the ring is from a connection that no longer exists.
     let (reset, _) = copy.expect(Op::Reset);
     assert_eq!((reset.src_port, reset.dst_port), (ports.host, ports.guest));
     let (request, _) = copy.expect(Op::Request);
@@ -65,7 +67,7 @@ fn e15_restored_guest_that_never_answers_the_event_is_not_waited_for_long() {
 fn e15_restored_guest_that_answers_the_event_at_once_is_reached_at_once() {
     let mut guest = Guest::new();
     guest.post_event();
-    // All slots of the ring name the one buffer, so that another thread has only the index to move.
+    // All slots of the ring name the one buffer, so that another thread only has to move the index.
     let rings = [guest.driver.available_ring(EVENT), guest.driver.used_ring(EVENT)];
     let [offered, used] = rings.map(|ring| GuestAddress(ring.0 + 2));
     let memory = guest.driver.memory.clone();
@@ -127,18 +129,12 @@ fn restored_guest_with_another_address_is_told() {
     let device = open(&tempfile::tempdir().unwrap(), Limits::default());
     assert!(!device.restore(&state()).unwrap().out_of_date);
     let device = open(&tempfile::tempdir().unwrap(), Limits::default());
-    assert!(device.restore(&VsockStateV2 { guest_cid: CID + 1, ..state() }).unwrap().out_of_date);
-}
-
-#[test]
-fn state_of_the_first_version_may_hold_connections() {
-    let old = VsockStateV1 { guest_cid: CID, next_host_port: FIRST_HOST_PORT, owed_resets: vec![] };
-    assert_eq!(VsockStateV2::from(old), VsockStateV2 { connected: true, ..state() });
+    assert!(device.restore(&VsockStateV1 { guest_cid: CID + 1, ..state() }).unwrap().out_of_date);
 }
 
 #[test]
 fn e15_restored_guest_that_was_connecting_is_reset() {
-    let mut guest = Guest::bare(Limits::default());
+    let mut guest = Guest::without_buffers(Limits::default());
     guest.post_event();
     let _listener = guest.listen(DIAL.host);
     guest.send(DIAL, Op::Request);
@@ -180,7 +176,7 @@ fn e15_hundred_restores_in_a_row_each_serve_the_next_client() {
     let mut guest = Guest::new();
     guest.post_event();
     for round in 0..100 {
-        // Taken down with bytes on the way in both directions.
+        // Restored with bytes in flight in both directions.
         let (mut client, ports) = guest.connected_client();
         client.write_all(b"in flight").unwrap();
         guest.send_data(ports, b"in flight too");
@@ -222,7 +218,7 @@ fn quiet_device_neither_spins_nor_loses_a_client() {
     let _client = guest.client("CONNECT 1024\n");
     guest.run();
     assert_eq!(guest.driver.devices.run(100), 0);
-    // A pause longer than the deadline is nobody's fault.
+    // A pause longer than the deadline ends no connection.
     std::thread::sleep(Duration::from_millis(600));
     guest.driver.devices.handle().resume_all().unwrap();
     guest.expect(Op::Request);
@@ -238,7 +234,7 @@ fn device_reset_closes_connections_and_keeps_the_listener() {
     let (mut client, _) = guest.connected_client();
     guest.driver.reset();
     assert_eq!(read_rest(&mut client), b"");
-    // One that comes before the next driver waits for it.
+    // A client that connects before the next driver is ready waits for it.
     let _early = guest.client("CONNECT 1024\n");
     guest.driver.start();
     guest.reset_buffers();
@@ -266,7 +262,7 @@ fn state_of_an_active_device_round_trips() {
     let next_host_port = FIRST_HOST_PORT + 1;
     assert_eq!(
         saved.device,
-        DeviceState::VsockV2(VsockStateV2 { next_host_port, connected: true, ..state() })
+        DeviceState::Vsock(VsockStateV1 { next_host_port, connected: true, ..state() })
     );
 }
 
@@ -275,10 +271,10 @@ fn state_with_impossible_values_is_refused() {
     state().validate().unwrap();
     let reset = OwedReset { host_port: 1, guest_port: 2, kind: 1 };
     let wrong = [
-        VsockStateV2 { guest_cid: 2, ..state() },
-        VsockStateV2 { next_host_port: 0, ..state() },
-        VsockStateV2 { next_host_port: LAST_HOST_PORT, ..state() },
-        VsockStateV2 { owed_resets: vec![reset; 1 << 20], ..state() },
+        VsockStateV1 { guest_cid: 2, ..state() },
+        VsockStateV1 { next_host_port: 0, ..state() },
+        VsockStateV1 { next_host_port: LAST_HOST_PORT, ..state() },
+        VsockStateV1 { owed_resets: vec![reset; 1 << 20], ..state() },
     ];
     for state in wrong {
         assert!(state.validate().is_err(), "{:?}", state.guest_cid);

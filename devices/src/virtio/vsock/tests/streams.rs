@@ -157,7 +157,7 @@ fn host_that_went_away_is_told_to_a_guest_that_writes() {
     client.shutdown(Shutdown::Read).unwrap();
     guest.send_data(ports, b"anyone?");
     assert_eq!(guest.expect(Op::Shutdown).0.flags, SHUTDOWN_RECEIVE);
-    // What was on the way already is no fault of the guest.
+    // Bytes that were already in flight are no error of the guest.
     guest.send_data(ports, b"anyone at all?");
     guest.expect_silence();
 }
@@ -174,14 +174,18 @@ fn host_bytes_beyond_the_guests_window_wait_for_credit() {
             client
         }
     });
-    let (mut heard, mut told) = (Vec::new(), 0);
+    let (mut heard, mut credited) = (Vec::new(), 0);
     guest.run_until(|guest| {
         while let Some((header, payload)) = guest.receive() {
             heard.extend(payload);
-            assert!(heard.len() - told <= GUEST_WINDOW as usize, "{} - {told}", heard.len());
+            assert!(
+                heard.len() - credited <= GUEST_WINDOW as usize,
+                "{} - {credited}",
+                heard.len()
+            );
             if header.op == Op::CreditRequest as u16 {
-                told = heard.len();
-                guest.send_credit(ports, told as u32);
+                credited = heard.len();
+                guest.send_credit(ports, credited as u32);
             }
         }
         heard.len() == sent.len()
@@ -250,10 +254,10 @@ fn packet_in_one_buffer_or_in_many_is_the_same() {
 
 #[test]
 fn host_bytes_fill_receive_buffers_of_any_shape() {
-    let mut guest = Guest::bare(Limits::default());
+    let mut guest = Guest::without_buffers(Limits::default());
     let sent = pattern(12_000);
     let mut client = guest.client([b"CONNECT 1024\n", &sent[..]].concat());
-    // Nothing but small pieces, more than one call can take.
+    // Only small pieces, more than one call can take.
     let shape = [Buffer::Writable(7), Buffer::Writable(40), Buffer::Writable(1)];
     let shape: Vec<Buffer> = shape.into_iter().cycle().take(30).collect();
     let mut offered = VecDeque::new();

@@ -1,4 +1,4 @@
-//! A layered disk against a plain array of bytes.
+//! A layered disk compared with a plain array of bytes.
 
 use std::collections::BTreeSet;
 
@@ -67,7 +67,7 @@ fn rewind_goes_back_to_the_freeze_as_often_as_it_is_asked() {
         write(&disk, 100, &[round; 5000]);
         disk.clear(Clear::Punch, 0, 50).unwrap();
         if round == 3 {
-            // Also back over what was frozen meanwhile.
+            // The rollback also discards what was frozen meanwhile.
             disk.freeze(file).unwrap();
             write(&disk, 7000, &[round; 500]);
         }
@@ -129,7 +129,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(step, 1..40)
 }
 
-/// Eight words of a map, over the end of one piece.
+/// Eight words of a map, across the end of one piece.
 const MAPPED: Range<u64> = PIECE - 256..PIECE + 256;
 
 proptest! {
@@ -146,7 +146,7 @@ proptest! {
         for block in MAPPED.start - 64..MAPPED.end + 64 {
             prop_assert_eq!(map.has(block), model.contains(&block));
         }
-        // The last block may be a part of one.
+        // The last block may be incomplete.
         let size = MAPPED.end * BLOCK - 512;
         let ranges = map.ranges(size);
         prop_assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start));

@@ -1,0 +1,48 @@
+//! A machine that stands still: its state, its memory image and its disks, ready to be shared by
+//! any number of machines.
+//!
+//! `freeze.rs` and `snapshot/` make it; `restore.rs`, `rollback.rs` and `snapshot/` use it.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::kvm::vm::KvmHost;
+use crate::memory::{MemoryImage, WorkingSet, WorkingSetLearner};
+use crate::state::MachineState;
+use crate::storage::FrozenStorage;
+
+/// The snapshot that another one or a machine goes on from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Base {
+    /// The identifier in its manifest, 32 hexadecimal digits.
+    pub id: String,
+    /// The folder of the snapshot.
+    pub dir: PathBuf,
+    /// How many snapshots it takes to restore it.
+    pub(crate) depth: usize,
+}
+
+/// A machine at one instant: the data of a [`crate::Template`] or of a checkpoint.
+pub struct Frozen {
+    pub host: Arc<KvmHost>,
+    pub state: Arc<MachineState>,
+    pub image: MemoryImage,
+    pub drives: Vec<FrozenStorage>,
+    /// The interfaces that the network cards were connected to.
+    pub taps: Vec<String>,
+    pub vsock_path: Option<PathBuf>,
+    /// The snapshot that the lowest layer of the image is the memory of.
+    pub base: Option<Base>,
+    /// What a first use touches, if that was recorded.
+    pub working_set: Option<Arc<WorkingSet>>,
+    /// Where that is a guess: what the first machine shows to be missing in it.
+    pub learner: Option<WorkingSetLearner>,
+    /// The memory was left where it is; machines must get theirs from a page server.
+    pub without_memory: bool,
+    /// What the caller left in the snapshot for itself.
+    pub note: Vec<u8>,
+    /// The sums of the memory, if it came from two files.
+    pub memory_sums: Option<Arc<[u32]>>,
+    pub pause: Duration,
+}

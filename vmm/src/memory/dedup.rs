@@ -1,0 +1,233 @@
+//! What a first use makes of a template's memory is much the same in every machine: of the pages
+//! that one has changed, half hold what they hold in the others. So one machine's pages are kept
+//! beside the image when its template is made, and a machine at rest lies over those wherever its
+//! own are the same.
+//!
+//! A page is compared before it is shared, so it does not matter what the file holds, or whose it
+//! is.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use pvmm_devices::GuestMemory;
+
+use super::sys::View;
+use super::{MemoryError, MemoryImage, PageRanges, pages};
+
+/// The most pieces that the machines of this process share: each may be two mappings more, and a
+/// process may have 65,530.
+const PIECES_MAX: usize = 8 << 10;
+static PIECES: AtomicUsize = AtomicUsize::new(0);
+
+/// Where a machine lies over the pages of a sibling. It may have written there since.
+#[derive(Default)]
+pub struct DedupedPages {
+    runs: PageRanges,
+    pieces: usize,
+}
+
+impl DedupedPages {
+    pub fn runs(&self) -> &PageRanges {
+        &self.runs
+    }
+
+    /// Shares those of the `private` pages of `guest` that are the same in the sibling which
+    /// `image` knows. Returns how many bytes that were. As far as the host has mappings for it. The
+    /// guest must be paused.
+    pub fn share(
+        &mut self,
+        guest: &GuestMemory,
+        private: &PageRanges,
+        image: &MemoryImage,
+    ) -> Result<u64, MemoryError> {
+        let Some(sibling) = image.sibling() else { return Ok(0) };
+        let alone = MemoryImage::empty(image.regions().to_vec()).with_file(sibling.clone());
+        let same = alone.unchanged(guest, private).map_err(MemoryError::Scan)?;
+        let mut taken = Vec::new();
+        for run in same.iter() {
+            if PIECES.fetch_add(1, Ordering::Relaxed) >= PIECES_MAX {
+                PIECES.fetch_sub(1, Ordering::Relaxed);
+                break;
+            }
+            self.pieces += 1;
+            // Before it is tried: of two regions, the first may have changed when the second
+            // cannot.
+            taken.push(run.clone());
+            if pages::map_file(guest, run, sibling, View::Private).is_err() {
+                break;
+            }
+        }
+        let taken = PageRanges::merged(taken);
+        self.runs = self.runs.with(&taken);
+        // Those that were shared before, and written since, are no more pieces than they were.
+        let counted_twice = self.pieces.saturating_sub(self.runs.count());
+        PIECES.fetch_sub(counted_twice, Ordering::Relaxed);
+        self.pieces -= counted_twice;
+        Ok(taken.bytes())
+    }
+}
+
+impl Drop for DedupedPages {
+    fn drop(&mut self) {
+        PIECES.fetch_sub(self.pieces, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::FileExt;
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    use pvmm_devices::sparse;
+    use vm_memory::{Bytes, GuestAddress};
+
+    use super::super::{Memory, PAGE, Pages, Region, sys};
+    use super::*;
+
+    /// The pieces of a process are counted together, so tests that share any run one after the
+    /// other.
+    fn alone() -> MutexGuard<'static, ()> {
+        static ALONE: Mutex<()> = Mutex::new(());
+        ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    const MIB: u64 = 1 << 20;
+    const SAME: u64 = 3 * PAGE;
+    const OTHER: u64 = 9 * PAGE;
+
+    fn put(memory: &Memory, address: u64, value: u8) {
+        memory.guest.write_obj(value, GuestAddress(address)).unwrap();
+    }
+
+    fn get(memory: &Memory, address: u64) -> u8 {
+        memory.guest.read_obj(GuestAddress(address)).unwrap()
+    }
+
+    fn own_pages(memory: &Memory) -> u64 {
+        pages::runs(&memory.guest, Pages::Private).unwrap().bytes() / PAGE
+    }
+
+    /// An image of ones, which knows a machine that has written `pages` with twos.
+    fn template(size: u64, pages: impl Iterator<Item = u64> + Clone) -> MemoryImage {
+        let mut memory =
+            Memory::map(MemoryImage::empty(vec![Region { address: 0, len: size }])).unwrap();
+        (0..size).step_by(PAGE as usize).for_each(|at| put(&memory, at, 1));
+        memory.freeze().unwrap();
+        let sibling = Memory::map(memory.image.clone()).unwrap();
+        pages.for_each(|at| put(&sibling, at, 2));
+        sibling.keep_sibling(&memory.image).unwrap()
+    }
+
+    /// Used as its sibling was, but for one page, and at rest.
+    fn used(image: &MemoryImage) -> Memory {
+        let mut memory = Memory::map_to_fork(image.clone()).unwrap();
+        memory.begin_use();
+        put(&memory, SAME, 2);
+        put(&memory, OTHER, 3);
+        assert_eq!(memory.trim().unwrap(), PAGE);
+        memory
+    }
+
+    #[test]
+    fn pages_that_are_the_same_in_a_sibling_are_shared_until_they_are_written() {
+        let _alone = alone();
+        let image = template(4 * MIB, [SAME, OTHER].into_iter());
+        for image in [image.clone(), image.held().unwrap()] {
+            let [one, two] = [(); 2].map(|()| used(&image));
+            assert_eq!([own_pages(&one), own_pages(&two)], [1, 1]);
+            assert_eq!(one.private_runs().unwrap().bytes(), 2 * PAGE, "still a change");
+            assert_eq!([SAME, OTHER, 0].map(|at| get(&one, at)), [2, 3, 1]);
+            put(&one, SAME, 7);
+            assert_eq!([get(&one, SAME), get(&two, SAME)], [7, 2]);
+        }
+    }
+
+    #[test]
+    fn what_is_shared_is_frozen_and_saved_and_taken_back_like_what_is_not() {
+        let _alone = alone();
+        let image = template(4 * MIB, [SAME].into_iter());
+        let mut frozen = used(&image);
+        frozen.freeze().unwrap();
+        let child = Memory::map(frozen.image.clone()).unwrap();
+        assert_eq!([SAME, OTHER, 0].map(|at| get(&child, at)), [2, 3, 1]);
+
+        let mut saved = used(&image);
+        let changed = saved.changed().unwrap();
+        assert_eq!(changed, saved.private_runs().unwrap());
+        saved.mark_saved();
+        assert_eq!(saved.changed().unwrap().bytes(), 0);
+        put(&saved, SAME, 4);
+        assert_eq!(saved.changed().unwrap(), PageRanges::one(SAME..SAME + PAGE));
+
+        let mut back = used(&image);
+        back.rewind(&image).unwrap();
+        assert_eq!([SAME, OTHER].map(|at| get(&back, at)), [1, 1]);
+        assert_eq!(back.private_runs().unwrap(), PageRanges::default());
+    }
+
+    #[test]
+    fn what_is_shared_is_copied_beside_a_running_guest() {
+        let _alone = alone();
+        let image = template(16 * MIB, [SAME].into_iter());
+        let mut parent = used(&image);
+        (8 * MIB..16 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, 5));
+        let freezing = parent.begin_freeze().unwrap().expect("much was changed");
+        put(&parent, SAME, 6);
+        let child = Memory::map(freezing.finish().unwrap()).unwrap();
+        assert_eq!([SAME, OTHER, 8 * MIB].map(|at| get(&child, at)), [2, 3, 5]);
+    }
+
+    #[test]
+    fn page_that_was_shared_and_is_what_it_was_before_that_is_not_lost() {
+        let _alone = alone();
+        let image = template(4 * MIB, [SAME].into_iter());
+        let mut memory = used(&image);
+        put(&memory, SAME, 1);
+        memory.trim().unwrap();
+        assert_eq!(get(&memory, SAME), 1, "as in the image, which is not what lies under it");
+        put(&memory, SAME, 2);
+        memory.trim().unwrap();
+        assert_eq!((get(&memory, SAME), own_pages(&memory)), (2, 1));
+    }
+
+    #[test]
+    fn page_that_is_shared_again_counts_once() {
+        let _alone = alone();
+        let image = template(4 * MIB, [SAME].into_iter());
+        let mut memory = used(&image);
+        for _ in 0..3 {
+            put(&memory, SAME, 7);
+            put(&memory, SAME, 2);
+            assert_eq!((memory.trim().unwrap(), memory.deduped.pieces), (PAGE, 1));
+        }
+    }
+
+    #[test]
+    fn sibling_that_is_large_is_not_held_and_of_a_large_one_the_short_runs_are_kept() {
+        let image = template(32 * MIB, (MIB..32 * MIB).step_by(PAGE as usize).chain([SAME]));
+        let kept = image.sibling().unwrap();
+        assert_eq!(sparse::data(kept, 0..32 * MIB).unwrap(), vec![SAME..SAME + PAGE]);
+        let large = sys::memfd(c"test", 32 * MIB).unwrap();
+        FileExt::write_all_at(&large, &vec![5; 32 << 20], 0).unwrap();
+        let held = image.with_sibling_file(Some(large.into())).held().unwrap();
+        assert!(held.sibling().is_none());
+    }
+
+    #[test]
+    fn machines_of_a_process_share_no_more_pieces_than_it_may_have_mappings() {
+        let _alone = alone();
+        let places = (0..16 * MIB).step_by(2 * PAGE as usize);
+        let image = template(16 * MIB, places.clone());
+        let share = || {
+            let mut memory = Memory::map(image.clone()).unwrap();
+            places.clone().for_each(|at| put(&memory, at, 2));
+            memory.trim().unwrap();
+            assert!(places.clone().all(|at| get(&memory, at) == 2));
+            memory
+        };
+        let all = 8 * MIB / PAGE;
+        let machines: Vec<_> = (0..=PIECES_MAX as u64 / all).map(|_| share()).collect();
+        assert!(own_pages(machines.last().unwrap()) > 0);
+        drop(machines);
+        assert_eq!(own_pages(&share()), 0);
+    }
+}

@@ -1,0 +1,181 @@
+//! `Template`: a frozen VM, from which any number of VMs are forked.
+//!
+//! `Vm::freeze` makes one of a running VM, `Template::load` one of a snapshot. Each method
+//! delegates to the recipe of its name.
+
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::Vm;
+use crate::agent::{Agent, Refresh};
+use crate::config::{Overrides, Prefault};
+use crate::error::Error;
+use crate::freeze::Unfinished;
+use crate::frozen::Frozen;
+use crate::restore;
+use crate::snapshot::{self, LoadOptions, Manifest, Roots, WriteOptions};
+
+/// A VM at one instant, from which any number of VMs can be forked.
+pub struct Template {
+    frozen: Frozen,
+}
+
+/// A template whose memory may still be copied in the background. Dropping it ends the copy.
+pub struct UnfinishedTemplate {
+    unfinished: Unfinished,
+}
+
+impl UnfinishedTemplate {
+    pub(crate) fn new(unfinished: Unfinished) -> Self {
+        Self { unfinished }
+    }
+
+    /// Waits until all memory is copied, and returns the template.
+    pub fn finish(self) -> Result<Template, Error> {
+        self.unfinished.finish().map(|frozen| Template { frozen })
+    }
+}
+
+/// A paused fork whose guest still has the identity of the VM that was frozen.
+#[must_use = "a fork runs only once it was refreshed, or taken without a refresh"]
+pub struct Forked {
+    vm: Vm,
+}
+
+impl Forked {
+    /// Resumes the fork and has its agent refresh it before the workload goes on.
+    ///
+    /// The workload waits for the refresh only if the agent had frozen it when the template was
+    /// made ([`Agent::freeze`]). A fork that cannot be refreshed by the deadline is ended.
+    pub fn refreshed(mut self, refresh: &Refresh, deadline: Instant) -> Result<(Vm, Agent), Error> {
+        let agent = self.vm.resume_refreshed(refresh, deadline)?;
+        Ok((self.vm, agent))
+    }
+
+    /// Returns the fork as it is, paused: for guests without our agent, and for callers who refresh
+    /// it themselves. Programs in it may draw the same random numbers as those in every other fork.
+    pub fn without_refresh(self) -> Vm {
+        self.vm
+    }
+}
+
+/// How much memory a recorded first use touched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Touched {
+    /// Bytes in the pages that were written.
+    pub written_bytes: u64,
+    /// Bytes in the pages that were only read, small gaps between them included.
+    pub read_bytes: u64,
+}
+
+impl Template {
+    /// Reads the snapshot in the folder `dir`.
+    pub fn load(dir: &Path, options: LoadOptions) -> Result<Self, Error> {
+        snapshot::load(dir, options).map(|frozen| Self { frozen })
+    }
+
+    /// Reads the two files that [`Vm::save_files`] has written. Memory is mapped, not read, so the
+    /// file must stay as it is while VMs live that were forked from the template; it may be a block
+    /// device. Without `memory` every fork must be given a page server.
+    ///
+    /// Drives are opened when a fork is resumed, at their old paths and in place, unless the fork
+    /// was given others.
+    pub fn load_files(state: &Path, memory: Option<&Path>) -> Result<Self, Error> {
+        Self::load_files_under(state, memory, &None)
+    }
+
+    /// Reads two files like [`Self::load_files`], where the state file is not trusted to name
+    /// drives: drives at paths outside of `roots` must be replaced by overrides.
+    pub fn load_files_under(
+        state: &Path,
+        memory: Option<&Path>,
+        roots: &Roots,
+    ) -> Result<Self, Error> {
+        snapshot::load_files(state, memory, roots).map(|frozen| Self { frozen })
+    }
+
+    /// Writes the template as the snapshot folder `dir`.
+    pub fn write(&self, dir: &Path, options: WriteOptions) -> Result<Manifest, Error> {
+        snapshot::write(&self.frozen, dir, options)
+    }
+
+    /// Returns a message and open files from which another process can make this template with
+    /// [`Self::take_over`]. No memory is copied.
+    pub fn hand_over(&self) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
+        snapshot::hand_over(&self.frozen)
+    }
+
+    /// Makes the template that another process handed over.
+    pub fn take_over(bytes: &[u8], files: Vec<OwnedFd>) -> Result<Self, Error> {
+        snapshot::take_over(bytes, files).map(|frozen| Self { frozen })
+    }
+
+    /// Forks a VM, paused. Nothing is read, parsed or copied. [`Forked::refreshed`] or
+    /// [`Forked::without_refresh`] hands it out.
+    ///
+    /// With a page server in `overrides` guest memory comes from there: the server gets one
+    /// message, a JSON array of ranges with the userfaultfd attached, and must serve before this
+    /// returns. If the server ends, so does the VM, with [`crate::Outcome::MemoryLost`]; it cannot
+    /// be frozen.
+    pub fn fork(&self, overrides: Overrides) -> Result<Forked, Error> {
+        restore::restore(&self.frozen, overrides).map(|machine| Forked { vm: Vm::new(machine) })
+    }
+
+    /// Records the working set of a VM's first use: `first_use` gets a paused fork and does with it
+    /// what users will do first. Later forks have those pages prefaulted, and share the pages that
+    /// they then have in common with this one when they are trimmed; a snapshot keeps both.
+    /// Afterwards the fork runs on for `rest`, which should be the age at which others are trimmed.
+    pub fn record_working_set<E: From<Error>>(
+        &mut self,
+        overrides: Overrides,
+        rest: Duration,
+        first_use: impl FnOnce(&mut Vm) -> Result<(), E>,
+    ) -> Result<Touched, E> {
+        let overrides = Overrides { prefault: Prefault::Nothing, ..overrides };
+        let mut vm = self.fork(overrides)?.without_refresh();
+        vm.machine().memory.go_private().map_err(Error::from)?;
+        let each_page = vm.machine().memory.report_each_page();
+        first_use(&mut vm)?;
+        vm.pause()?;
+        let touched = vm.machine().memory.touched().map_err(Error::from)?;
+        drop(each_page);
+        vm.resume()?;
+        thread::sleep(rest);
+        vm.pause()?;
+        let frozen = &mut self.frozen;
+        frozen.image = vm.machine().memory.keep_sibling(&frozen.image).map_err(Error::from)?;
+        let (written_bytes, read_bytes) = (touched.written.bytes(), touched.read.bytes());
+        frozen.working_set = Some(Arc::new(touched));
+        frozen.learner = None;
+        Ok(Touched { written_bytes, read_bytes })
+    }
+
+    /// Returns how long the VM was paused to become this template.
+    pub fn pause(&self) -> Duration {
+        self.frozen.pause
+    }
+
+    /// Returns the note that [`Vm::save_files`] was given; it is empty in a template of another
+    /// origin.
+    pub fn note(&self) -> &[u8] {
+        &self.frozen.note
+    }
+
+    /// Returns the interfaces that the network cards were connected to, in the order of the cards.
+    pub fn taps(&self) -> &[String] {
+        &self.frozen.taps
+    }
+
+    /// Returns the number of vCPUs of every fork.
+    pub fn vcpus(&self) -> usize {
+        self.frozen.state.vcpus.len()
+    }
+
+    /// Returns the size of guest memory of every fork, in MiB.
+    pub fn memory_mib(&self) -> u64 {
+        self.frozen.image.size() >> 20
+    }
+}
