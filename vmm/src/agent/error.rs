@@ -149,6 +149,9 @@ pub enum Lost {
     /// The agent sent something that the protocol does not allow.
     #[error("it broke the protocol: {0}")]
     Protocol(&'static str),
+    /// The request was answered before, so that no more is to come.
+    #[error("it has answered already")]
+    Ended,
     /// The host closed the connection, or cancelled the request.
     #[error("this end closed the connection")]
     Dropped,

@@ -252,9 +252,11 @@ pub(super) fn next_event(stream: &StreamRef, pace: &mut Pace) -> Result<Option<E
 }
 
 fn into_io(error: AgentError) -> io::Error {
-    match error.errno() {
-        Some(errno) => io::Error::new(io::Error::from_raw_os_error(errno).kind(), error),
-        None => io::Error::other(error),
+    let kind = error.errno().map(|errno| io::Error::from_raw_os_error(errno).kind());
+    match kind {
+        // The standard library repeats an interrupted call. This one has failed for good.
+        None | Some(io::ErrorKind::Interrupted) => io::Error::other(error),
+        Some(kind) => io::Error::new(kind, error),
     }
 }
 

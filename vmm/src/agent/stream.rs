@@ -377,6 +377,10 @@ impl StreamRef {
             if let Some(lost) = state.lost {
                 return Err(AgentError::Lost(lost));
             }
+            if state.over && state.outcome.is_none() {
+                // The outcome was taken, and nothing follows it.
+                return Err(AgentError::Lost(Lost::Ended));
+            }
             let nap = match deadline.map(|at| at.saturating_duration_since(Instant::now())) {
                 Some(left) if left.is_zero() => return Ok(None),
                 Some(left) => left.min(nap),

@@ -3,15 +3,16 @@
 //!
 //! The fuzz target `agent_reports` tries many more.
 
+use std::io::Read;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::frame::{HEADER_LEN, Kind};
 use pvmm_guest_agent::message::{
-    Answer, DirEntry, ExecReport, ExecStatus, FileKind, Kept, Metadata, Outcome, OutputCount,
-    ProcessInfo, RunReport, RunStatus, Started, Usage,
+    Answer, Code, DirEntry, ExecReport, ExecStatus, Failure, FileKind, Kept, Metadata, Outcome,
+    OutputCount, ProcessInfo, RunReport, RunStatus, Started, Usage,
 };
 use pvmm_guest_agent::session::{RecordKind, head_of};
 use pvmm_guest_agent::{Channel, encode};
@@ -162,5 +163,27 @@ fn reader_of_a_byte_now_and_then_is_not_held_for_ever() {
     });
     assert!(matches!(agent.read_file("/x", u64::MAX), Err(AgentError::Overdue)));
     given_up.store(true, Ordering::SeqCst);
+    peer.join().unwrap();
+}
+
+#[test]
+fn read_that_the_agent_calls_interrupted_is_not_repeated() {
+    let (agent, peer) = against(|peer| {
+        let stream = peer.opened();
+        let started = Started { metadata: Some(file()), ..Started::default() };
+        peer.control(Kind::Started, stream, &started);
+        let (errno, message) = (Some(libc::EINTR), String::new());
+        let failure = Failure { code: Code::Io, errno, path: None, message };
+        peer.control(Kind::Done, stream, &Outcome::Failed(failure));
+        peer.until_hung_up();
+    });
+    let mut reader = agent.open_read("/x", None).unwrap();
+    let error = reader.read_to_end(&mut Vec::new()).unwrap_err();
+    assert_eq!(error.kind(), std::io::ErrorKind::Other, "{error}");
+    // Nor does a caller wait who asks once more.
+    let asked = Instant::now();
+    assert!(reader.read(&mut [0; 16]).is_err());
+    assert!(asked.elapsed() < Duration::from_secs(1), "{:?}", asked.elapsed());
+    drop((reader, agent));
     peer.join().unwrap();
 }
