@@ -1,12 +1,13 @@
 //! `cargo xtask fuzz`: every fuzz target for a while, under libFuzzer.
 //!
 //! Works with a stable compiler: coverage is asked for by flags of the compiler's back end. What is
-//! found on the way is kept in `target/fuzz`, and a finding is printed with the command that
-//! repeats it.
+//! found on the way is kept in `target/fuzz`, with what libFuzzer printed. Findings are printed at
+//! the end, each with the command that repeats it.
 
 use std::error::Error;
 use std::ffi::OsString;
-use std::path::Path;
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::{env, fs};
 
@@ -14,6 +15,8 @@ use crate::{checkout, packages, progress, report};
 
 /// The folder of kept inputs has one folder for each target.
 const CORPUS: &str = "tests/fuzz/corpus";
+/// How much of libFuzzer's output is shown for a target that failed.
+const LINES: usize = 60;
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
@@ -56,6 +59,8 @@ fn fuzz(seconds: u32, filter: &str) -> Result<ExitCode, Box<dyn Error>> {
         let mut prefix = OsString::from("-artifact_prefix=");
         prefix.push(&findings);
         prefix.push("/");
+        let log = scratch.join(format!("{}.log", target.display()));
+        let output = File::create(&log)?;
         let status = Command::new(&program)
             .env("PVMM_FUZZ", &target)
             .arg(format!("-max_total_time={seconds}"))
@@ -64,23 +69,53 @@ fn fuzz(seconds: u32, filter: &str) -> Result<ExitCode, Box<dyn Error>> {
             .arg(prefix)
             .arg(&grown)
             .arg(Path::new(CORPUS).join(&target))
+            .stdout(output.try_clone()?)
+            .stderr(output)
             .status()?;
         if !status.success() {
-            eprintln!(
-                "fuzz: {} has a finding in {}; repeat it with PVMM_FUZZ={} {} FILE",
-                target.display(),
-                findings.display(),
-                target.display(),
-                program.display()
-            );
-            found.push(target);
+            found.push(Finding { target, log, folder: findings });
         }
     }
+    // Last of all, where nothing that follows can hide it.
+    found.iter().for_each(|finding| finding.print(&program));
     Ok(if found.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// A target that failed.
+struct Finding {
+    target: OsString,
+    /// What libFuzzer printed.
+    log: PathBuf,
+    /// Where libFuzzer put the input.
+    folder: PathBuf,
+}
+
+impl Finding {
+    /// Prints what libFuzzer said at the end, the input's bytes and the command that repeats it.
+    fn print(&self, program: &Path) {
+        let log = fs::read(&self.log).unwrap_or_default();
+        let text = String::from_utf8_lossy(&log);
+        let lines: Vec<_> = text.lines().filter(|line| !line.contains("NEW_FUNC")).collect();
+        for line in &lines[lines.len().saturating_sub(LINES)..] {
+            eprintln!("{line}");
+        }
+        for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            let bytes = fs::read(entry.path()).unwrap_or_default();
+            let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+            eprintln!("fuzz: {}: {hex}", entry.path().display());
+        }
+        eprintln!(
+            "fuzz: {} failed; its findings are in {}; repeat one with PVMM_FUZZ={} {} FILE",
+            self.target.display(),
+            self.folder.display(),
+            self.target.display(),
+            program.display()
+        );
+    }
+}
+
 /// Builds the targets with coverage, apart from everything else that is built.
-fn build(scratch: &Path) -> Result<std::path::PathBuf, Box<dyn Error>> {
+fn build(scratch: &Path) -> Result<PathBuf, Box<dyn Error>> {
     progress::step("building the fuzz targets");
     let built = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .args(["build", "--release", "--package", "pvmm-fuzz", "--features", "libfuzzer"])
