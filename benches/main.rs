@@ -18,6 +18,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
+use ::pvmm::ablation::Mechanism;
 use clap::{Parser, Subcommand};
 
 use board::{Board, Counts, Outcome};
@@ -26,6 +27,8 @@ use stage::Stage;
 
 /// Tells this program, started again from tmpfs, where it is.
 const PLACE: &str = "PVMM_BENCH_PLACE";
+/// Names the mechanisms that are left out, for the library.
+const WITHOUT: &str = "PVMM_WITHOUT";
 
 /// Measures pvmm, and its peers in the same run.
 #[derive(Parser)]
@@ -54,6 +57,9 @@ struct Options {
     /// Where samples, report and picture go
     #[arg(long, default_value = "target/bench")]
     out: PathBuf,
+    /// Leave out these mechanisms, with commas between them; needs the feature `ablation`
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    without: Vec<String>,
     /// Only these moments: create, load, live-fork, rollback, snapshot, fork-memory, rate, grow,
     /// boot, exec, overhead, throughput
     moments: Vec<String>,
@@ -68,11 +74,25 @@ impl Options {
         counts
     }
 
+    fn check_without(&self) -> Outcome<()> {
+        let known = Mechanism::ALL.map(|(name, _)| name);
+        match self.without.iter().find(|name| !known.contains(&name.as_str())) {
+            Some(name) => {
+                Err(format!("{name}: no such mechanism; there are {}", known.join(", ")).into())
+            }
+            None if !self.without.is_empty() && !cfg!(feature = "ablation") => {
+                Err("--without: this program was built without the feature `ablation`".into())
+            }
+            None => Ok(()),
+        }
+    }
+
     fn wants(&self, moment: &str) -> bool {
         self.moments.is_empty() || self.moments.iter().any(|wanted| wanted == moment)
     }
 
     fn check(&self) -> Outcome<()> {
+        self.check_without()?;
         let known = || BAKED.iter().map(|(name, _)| *name).chain(BOOTED.iter().map(|(n, _)| *n));
         match self.moments.iter().find(|name| !known().any(|known| known == *name)) {
             Some(name) => {
@@ -93,16 +113,20 @@ fn main() -> ExitCode {
         return ended(peers::pvmm::work(job));
     }
     ended(match Cli::parse().verb {
-        Verb::Run(options) => options.check().and_then(|()| on_tmpfs()).and_then(|place| {
-            let done = run(&place, &options);
-            let _ = fs::remove_dir_all(place);
-            done
-        }),
-        Verb::Native(options) => on_tmpfs().and_then(|place| {
-            let done = native(&place, &options);
-            let _ = fs::remove_dir_all(place);
-            done
-        }),
+        Verb::Run(options) => {
+            options.check().and_then(|()| on_tmpfs(&options.without)).and_then(|place| {
+                let done = run(&place, &options);
+                let _ = fs::remove_dir_all(place);
+                done
+            })
+        }
+        Verb::Native(options) => {
+            options.check().and_then(|()| on_tmpfs(&options.without)).and_then(|place| {
+                let done = native(&place, &options);
+                let _ = fs::remove_dir_all(place);
+                done
+            })
+        }
     })
 }
 
@@ -118,7 +142,7 @@ fn ended(done: Outcome<()>) -> ExitCode {
 
 /// Moves this program to a tmpfs of its own, in a network of its own, and starts it again from
 /// there: what is timed is then neither a disk nor a share, and nothing stays behind.
-fn on_tmpfs() -> Outcome<PathBuf> {
+fn on_tmpfs(without: &[String]) -> Outcome<PathBuf> {
     if let Some(place) = std::env::var_os(PLACE) {
         return Ok(PathBuf::from(place));
     }
@@ -135,7 +159,11 @@ fn on_tmpfs() -> Outcome<PathBuf> {
     }
     let program = place.join("pvmm-bench");
     fs::copy(std::env::current_exe()?, &program)?;
-    let failed = Command::new(program).args(std::env::args_os().skip(1)).env(PLACE, &place).exec();
+    let failed = Command::new(program)
+        .args(std::env::args_os().skip(1))
+        .env(PLACE, &place)
+        .env(WITHOUT, without.join(","))
+        .exec();
     Err(failed.into())
 }
 

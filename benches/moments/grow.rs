@@ -1,5 +1,5 @@
 //! Growing into new memory: a guest writes 64 MiB that it has never touched, after a boot, after a
-//! restore and in a fork of a running VM.
+//! restore and in a fork of a running VM; and memory that was touched and freed before the fork.
 //!
 //! Each page that the host supplies by itself is a fault of its own, so the faults of the process
 //! are counted next to the time.
@@ -29,13 +29,19 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
         {
             let socket = stage.dir()?.join("v");
             let (mut vm, agent) = live(&baking.template, socket.clone(), tap(0).as_deref())?;
+            vm.settle(SETTLE_MAX);
+            let forked = vm.freeze()?;
             measured.push(("pvmm, restored", grow(&agent)?));
             shell(&agent, "rm /dev/shm/new")?;
             drop(agent);
             vm.settle(SETTLE_MAX);
-            let child = stage.dir()?.join("v");
-            let (_child, agent) = live(&vm.freeze()?, child, tap(1).as_deref())?;
-            measured.push(("pvmm, forked", grow(&agent)?));
+            let reused = vm.freeze()?;
+            drop(vm);
+            for (name, template) in [("pvmm, forked", forked), ("pvmm, forked, reused", reused)] {
+                let child = stage.dir()?.join("v");
+                let (_child, agent) = live(&template, child, tap(1).as_deref())?;
+                measured.push((name, grow(&agent)?));
+            }
         }
         if round > 0 {
             for (name, (took, faults)) in measured {

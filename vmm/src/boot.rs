@@ -14,7 +14,7 @@ use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::{KvmHost, KvmVm};
 use crate::machine::{Machine, MachineBuilder, MachineError, Opened, VmResources, drives};
-use crate::memory::{Memory, MemoryImage};
+use crate::memory::{Memory, MemoryImage, Mode, PageRanges};
 use crate::scratch::Scratch;
 use crate::trace;
 
@@ -32,10 +32,11 @@ pub fn boot(mut config: VmConfig) -> Result<Machine, Error> {
     let scratch = Scratch::new(config.scratch_dir.as_deref(), config.scratch_in_memory);
     let Opened { devices, drives, taps, vsock_path } = open_devices(&mut config)?;
     trace::step("open devices");
-    let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)))?;
-    let guest = &memory.guest;
-
     let (track_changes, vcpu_threads) = (config.track_changes, config.vcpu_threads);
+    let mode = if track_changes { Mode::Tracked } else { Mode::Private };
+    let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)), mode)?;
+    let guest = &memory.guest;
+    memory.prepare_growth(&PageRanges::default())?;
     if config.huge_pages {
         memory.prefer_huge_pages();
     }

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::ablation::Mechanism;
 use crate::error::{Error, ErrorKind};
 use crate::frozen::Frozen;
 use crate::kvm::state::{self, VcpuStateV1};
@@ -64,11 +65,7 @@ pub fn begin_freeze(machine: &mut Machine) -> Result<Unfinished, Error> {
 /// Freezes the machine for a checkpoint: its own memory is mapped over the new image afterwards, so
 /// that it can be rolled back.
 pub fn freeze_in_place(machine: &mut Machine) -> Result<Frozen, Error> {
-    freeze_by(machine, |memory| {
-        memory.go_private()?;
-        in_place(memory)
-    })?
-    .finish()
+    freeze_by(machine, in_place)?.finish()
 }
 
 fn freeze_by(
@@ -83,7 +80,6 @@ fn freeze_by(
     if was_running && machine.resources.drives.iter().all(|drive| drive.copy.is_none()) {
         drives::prepare_copies(machine)?;
     }
-    machine.memory.tidy();
     let begun = Instant::now();
     machine.pause()?;
     let frozen = freeze_paused(machine, freeze);
@@ -168,7 +164,7 @@ pub fn save_state(machine: &Machine) -> Result<MachineState, Error> {
 /// just answered still closes connections, reaps processes and frees memory, and every fork would
 /// do again what it has not done when it is frozen.
 pub fn settle(machine: &Machine, max: Duration) {
-    if machine.running {
+    if machine.running && Mechanism::Settle.in_use() {
         settle_by(max, || machine.vcpus.iter().map(VcpuThread::cpu_time).sum());
         trace::step("settled");
     }

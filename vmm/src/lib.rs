@@ -112,6 +112,7 @@
 
 #![deny(missing_docs)]
 
+pub mod ablation;
 pub mod agent;
 mod arch;
 mod boot;

@@ -10,6 +10,7 @@ use pvmm_devices::virtio::net::{NetConfig, TapSource};
 use pvmm_devices::virtio::registry::{DeviceConfig, DeviceKind, DeviceState};
 use pvmm_devices::virtio::vsock::{VsockConfig, VsockStateV1};
 
+use crate::ablation::Mechanism;
 use crate::boot::open_console;
 use crate::config::{Overrides, Prefault};
 use crate::error::{Error, ErrorKind};
@@ -17,7 +18,7 @@ use crate::frozen::Frozen;
 use crate::kvm::vm::{KvmError, KvmHost, KvmVm};
 use crate::kvm::{state, vcpu};
 use crate::machine::{Machine, MachineBuilder, Opened, VmResources, drives};
-use crate::memory::{Memory, PageServer, WorkingSet};
+use crate::memory::{Memory, Mode, PageRanges, PageServer, WorkingSet};
 use crate::scratch::Scratch;
 use crate::storage::Storage;
 use crate::trace;
@@ -31,6 +32,16 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
         open_devices(template, &mut overrides, &scratch)?;
     trace::step("open devices");
     let memory = map_memory(template, &overrides)?;
+    let (working_set, _first) = match &template.learner {
+        Some(learner) => {
+            let (set, first) = learner.observe(&memory.guest);
+            (Some(set), first)
+        }
+        None => (template.working_set.clone(), None),
+    };
+    // Pages that are prefaulted one by one stay small.
+    memory
+        .prepare_growth(working_set.as_ref().map_or(&PageRanges::default(), |set| &set.written))?;
     trace::step("map memory");
     let mut page_server = connect_page_server(template, &overrides, &memory)?;
 
@@ -76,13 +87,6 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
     builder.generation.renew()?;
     trace::step("serial and generation");
 
-    let (working_set, _first) = match &template.learner {
-        Some(learner) => {
-            let (set, first) = learner.observe(&memory.guest);
-            (Some(set), first)
-        }
-        None => (template.working_set.clone(), None),
-    };
     let prefault = match (&working_set, &page_server) {
         (Some(set), None) => prefault(set, overrides.prefault, &memory, &template.host),
         _ => None,
@@ -106,19 +110,18 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
     Ok(machine)
 }
 
-/// A guest's memory is ready to be forked, unless something else is wanted of its pages.
+/// Maps the template's memory for a guest.
 fn map_memory(template: &Frozen, overrides: &Overrides) -> Result<Memory, Error> {
-    let image = template.image.clone();
+    let mode = match overrides {
+        Overrides { page_server: Some(_), .. } => Mode::Remote,
+        Overrides { track_changes: true, .. } => Mode::Tracked,
+        _ => Mode::Private,
+    };
+    let memory = Memory::map(template.image.clone(), mode)?;
     if overrides.huge_pages {
-        let memory = Memory::map(image)?;
         memory.prefer_huge_pages();
-        return Ok(memory);
     }
-    if overrides.track_changes || overrides.page_server.is_some() {
-        Ok(Memory::map(image)?)
-    } else {
-        Ok(Memory::map_to_fork(image)?)
-    }
+    Ok(memory)
 }
 
 /// Hands the memory's faults to the server that the overrides name.
@@ -149,7 +152,7 @@ fn prefault(
     memory: &Memory,
     host: &Arc<KvmHost>,
 ) -> Option<Preparation> {
-    if wish == Prefault::Nothing {
+    if wish == Prefault::Nothing || !Mechanism::Prefault.in_use() {
         return None;
     }
     let (set, guest, host) = (set.clone(), memory.guest.clone(), host.clone());

@@ -20,6 +20,10 @@ pub struct Options {
     /// Only what needs no guest, on this machine's own /dev/kvm
     #[arg(long)]
     native: bool,
+    /// Leaves out a mechanism, or several with commas between them, to see what it is worth;
+    /// `list` names them
+    #[arg(long, value_name = "NAME")]
+    without: Option<OsString>,
     /// Goes to the benches: names of moments, `--samples N`
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<OsString>,
@@ -36,7 +40,8 @@ pub fn run(options: &Options) -> ExitCode {
 }
 
 fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
-    let program = cargo::ship("pvmm-benches", "pvmm-bench")?;
+    let features: &[&str] = if options.without.is_some() { &["ablation"] } else { &[] };
+    let program = cargo::ship_with("pvmm-benches", "pvmm-bench", features)?;
     artifacts::prepare()?;
     let verb = if options.native { "native" } else { "run" };
     let command = |words: Vec<OsString>, out: &Path| {
@@ -44,6 +49,7 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
         argv.extend([program.clone().into_os_string(), verb.into()]);
         argv.extend(options.quick.then(|| "--quick".into()));
         argv.extend(["--out".into(), out.as_os_str().to_owned()]);
+        argv.extend(options.without.iter().flat_map(|name| ["--without".into(), name.clone()]));
         argv.extend_from_slice(&options.arguments);
         argv
     };

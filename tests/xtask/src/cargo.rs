@@ -94,8 +94,14 @@ impl Drop for Beside {
 /// that it starts without a loader and runs in an empty jail. Only its own link is told so: build
 /// scripts and procedural macros cannot be static.
 pub fn ship(package: &str, name: &str) -> Result<PathBuf, CargoError> {
+    ship_with(package, name, &[])
+}
+
+/// Builds a program as [`ship`] does, with these features of its package.
+pub fn ship_with(package: &str, name: &str, features: &[&str]) -> Result<PathBuf, CargoError> {
     let arguments = ["rustc", "--profile", "shipped", "--package", package, "--bin", name];
-    run(&[&arguments[..], &["--", "-C", "target-feature=+crt-static"]].concat())?;
+    let features: Vec<_> = features.iter().flat_map(|feature| ["--features", feature]).collect();
+    run(&[&arguments[..], &features, &["--", "-C", "target-feature=+crt-static"]].concat())?;
     Ok(target_dir().join("shipped").join(name))
 }
 

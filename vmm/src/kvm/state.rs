@@ -18,6 +18,7 @@ use kvm_ioctls::{Cap, Kvm, VcpuFd, VmFd};
 use serde::{Deserialize, Serialize};
 
 use super::vm::{KvmError, KvmVm};
+use crate::ablation::Mechanism;
 use crate::arch::x86_64::cpuid;
 use crate::packed;
 
@@ -215,7 +216,7 @@ pub fn msrs_to_set(
         Ok(held)
     };
     let held = kvm.host().initial_msrs(id, &state.cpuid, ask)?;
-    Ok(to_set(&state.msrs, Some(&held)))
+    Ok(to_set(&state.msrs, Mechanism::KnownMsrs.in_use().then_some(&held[..])))
 }
 
 /// Loads the state of a vCPU; of its MSRs those in `msrs`, or all.

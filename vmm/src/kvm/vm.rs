@@ -23,6 +23,7 @@ use vmm_sys_util::ioctl::ioctl;
 use vmm_sys_util::ioctl_io_nr;
 
 use super::state::StateShape;
+use crate::ablation::Mechanism;
 use crate::arch::x86_64::layout;
 use crate::error::{Error, ErrorKind};
 
@@ -319,6 +320,9 @@ pub struct KvmKicks {
 
 impl KickShortcut for KvmKicks {
     fn connect(&self, queue: u32, kick: &EventFd) -> io::Result<()> {
+        if !Mechanism::KickShortcut.in_use() {
+            return Ok(());
+        }
         let address = IoEventAddress::Mmio(self.address);
         Ok(self.vm.register_ioevent(kick, &address, queue)?)
     }

@@ -19,6 +19,7 @@ use pvmm_devices::virtio::thread::DeviceThread;
 use pvmm_devices::vmgenid::VmGenId;
 
 use super::{Ending, MAX_VIRTIO, Machine, MachineError, VmResources};
+use crate::ablation::Mechanism;
 use crate::arch::x86_64::layout;
 use crate::arch::x86_64::tables::MmioDevice;
 use crate::error::Error;
@@ -136,7 +137,7 @@ impl MachineBuilder {
 
     /// Hands the machine to its owner. Its threads start when it first runs.
     pub fn start(
-        self,
+        mut self,
         vcpus: Vec<VcpuFd>,
         kvm: KvmVm,
         memory: Memory,
@@ -152,7 +153,11 @@ impl MachineBuilder {
             let name = resources.vcpu_threads.vcpu(id);
             VcpuThread::new(id, name, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
         };
-        let vcpus = (0..).zip(vcpus).map(thread).collect::<Result<Vec<_>, _>>()?;
+        let mut vcpus = (0..).zip(vcpus).map(thread).collect::<Result<Vec<_>, _>>()?;
+        if !Mechanism::LateThreads.in_use() {
+            vcpus.iter_mut().try_for_each(VcpuThread::start)?;
+            self.devices.start().map_err(MachineError::DeviceThread)?;
+        }
         Ok(Machine {
             vcpus,
             devices: self.devices,

@@ -155,7 +155,6 @@ impl Machine {
             self.vcpus.iter_mut().try_for_each(VcpuThread::start)?;
             trace::step("vCPU threads");
             drives::open_deferred(self)?;
-            self.memory.begin_use();
             self.devices.handle().resume_all()?;
             if let Err(error) = self.devices.start() {
                 self.devices.handle().quiesce_all()?;

@@ -10,8 +10,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pvmm_devices::GuestMemory;
 
-use super::sys::View;
 use super::{MemoryError, MemoryImage, PageRanges, pages};
+use crate::ablation::Mechanism;
 
 /// The most pieces that the machines of this process share: each may be two mappings more, and a
 /// process may have 65,530.
@@ -39,7 +39,9 @@ impl DedupedPages {
         private: &PageRanges,
         image: &MemoryImage,
     ) -> Result<u64, MemoryError> {
-        let Some(sibling) = image.sibling() else { return Ok(0) };
+        let Some(sibling) = image.sibling().filter(|_| Mechanism::Dedup.in_use()) else {
+            return Ok(0);
+        };
         let alone = MemoryImage::empty(image.regions().to_vec()).with_file(sibling.clone());
         let same = alone.unchanged(guest, private).map_err(MemoryError::Scan)?;
         let mut taken = Vec::new();
@@ -52,7 +54,7 @@ impl DedupedPages {
             // Before it is tried: of two regions, the first may have changed when the second
             // cannot.
             taken.push(run.clone());
-            if pages::map_file(guest, run, sibling, View::Private).is_err() {
+            if pages::map_file(guest, run, sibling).is_err() {
                 break;
             }
         }
@@ -80,7 +82,7 @@ mod tests {
     use pvmm_devices::sparse;
     use vm_memory::{Bytes, GuestAddress};
 
-    use super::super::{Memory, PAGE, Pages, Region, sys};
+    use super::super::{Memory, Mode, PAGE, Pages, Region, sys};
     use super::*;
 
     /// The pieces of a process are counted together, so tests that share any run one after the
@@ -109,18 +111,18 @@ mod tests {
     /// An image of ones, which knows a machine that has written `pages` with twos.
     fn template(size: u64, pages: impl Iterator<Item = u64> + Clone) -> MemoryImage {
         let mut memory =
-            Memory::map(MemoryImage::empty(vec![Region { address: 0, len: size }])).unwrap();
+            Memory::map(MemoryImage::empty(vec![Region { address: 0, len: size }]), Mode::Tracked)
+                .unwrap();
         (0..size).step_by(PAGE as usize).for_each(|at| put(&memory, at, 1));
         memory.freeze().unwrap();
-        let sibling = Memory::map(memory.image.clone()).unwrap();
+        let sibling = Memory::map(memory.image.clone(), Mode::Tracked).unwrap();
         pages.for_each(|at| put(&sibling, at, 2));
         sibling.keep_sibling(&memory.image).unwrap()
     }
 
     /// Used as its sibling was, but for one page, and at rest.
     fn used(image: &MemoryImage) -> Memory {
-        let mut memory = Memory::map_to_fork(image.clone()).unwrap();
-        memory.begin_use();
+        let mut memory = Memory::map(image.clone(), Mode::Tracked).unwrap();
         put(&memory, SAME, 2);
         put(&memory, OTHER, 3);
         assert_eq!(memory.trim().unwrap(), PAGE);
@@ -147,7 +149,7 @@ mod tests {
         let image = template(4 * MIB, [SAME].into_iter());
         let mut frozen = used(&image);
         frozen.freeze().unwrap();
-        let child = Memory::map(frozen.image.clone()).unwrap();
+        let child = Memory::map(frozen.image.clone(), Mode::Tracked).unwrap();
         assert_eq!([SAME, OTHER, 0].map(|at| get(&child, at)), [2, 3, 1]);
 
         let mut saved = used(&image);
@@ -172,7 +174,7 @@ mod tests {
         (8 * MIB..16 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, 5));
         let freezing = parent.begin_freeze().unwrap().expect("much was changed");
         put(&parent, SAME, 6);
-        let child = Memory::map(freezing.finish().unwrap()).unwrap();
+        let child = Memory::map(freezing.finish().unwrap(), Mode::Tracked).unwrap();
         assert_eq!([SAME, OTHER, 8 * MIB].map(|at| get(&child, at)), [2, 3, 5]);
     }
 
@@ -218,7 +220,7 @@ mod tests {
         let places = (0..16 * MIB).step_by(2 * PAGE as usize);
         let image = template(16 * MIB, places.clone());
         let share = || {
-            let mut memory = Memory::map(image.clone()).unwrap();
+            let mut memory = Memory::map(image.clone(), Mode::Tracked).unwrap();
             places.clone().for_each(|at| put(&memory, at, 2));
             memory.trim().unwrap();
             assert!(places.clone().all(|at| get(&memory, at) == 2));

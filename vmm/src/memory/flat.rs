@@ -68,19 +68,16 @@ impl Memory {
             Some(_) => {
                 pages::runs(&self.guest, Pages::PrivateWritten).map_err(MemoryError::Scan)?
             }
-            None => self.own_runs()?,
+            None => self.private_runs()?,
         };
         let above = self.image.runs_from(layers).into_iter().map(|(start, end)| start..end);
-        Ok(PageRanges::merged(above.chain(private.iter()).collect()).with(&self.newly_used()?))
+        Ok(PageRanges::merged(above.chain(private.iter()).collect()))
     }
 
     /// From now on only what is written later counts as changed, where the kernel can tell. The
     /// guest must be paused.
     pub fn mark_saved(&mut self) {
         self.changes.saved = true;
-        if self.go_private().is_err() {
-            return;
-        }
         if self.changes.written.is_none() {
             self.changes.written = Userfault::for_written(&self.guest).ok();
         }

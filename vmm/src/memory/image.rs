@@ -10,11 +10,10 @@ use std::os::unix::fs::FileExt;
 use std::sync::{Arc, OnceLock};
 
 use pvmm_devices::{GuestMemory, sparse};
-use vm_memory::{Bytes, FileOffset, GuestAddress, GuestRegionMmap, MmapRegion};
+use vm_memory::{Bytes, GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::background_copy::BackgroundCopy;
 use super::rollback_set::RollbackWorkingSet;
-use super::sys::View;
 use super::{PAGE, PageRanges, Pages, TRIM_MAX, pages, sys};
 use crate::error::{Error, ErrorKind};
 
@@ -27,8 +26,9 @@ const GAP: u64 = 32 * PAGE;
 /// How much of what a guest has written it is expected to write again at once: more than a first
 /// command does, and little enough to keep.
 pub const REWRITTEN_MAX: u64 = 2 << 20;
-/// What is bare is found out in blocks of this size: each stretch is a mapping in every machine.
-pub const STRETCH: u64 = 2 << 20;
+/// The size of a huge page, and of the blocks in which an image is searched for holes: each hole is
+/// a mapping in every VM.
+pub const HUGE_PAGE: u64 = 2 << 20;
 /// The most layers of one image.
 pub const MAX_LAYERS: usize = 16;
 
@@ -120,7 +120,7 @@ impl MemoryImage {
     #[must_use]
     pub fn with(&self, layer: Layer) -> Self {
         let unbacked =
-            self.unbacked.get().map(|unbacked| unbacked.without(&layer.runs.blocks(STRETCH)));
+            self.unbacked.get().map(|unbacked| unbacked.without(&layer.runs.blocks(HUGE_PAGE)));
         let mut layers = self.layers.clone();
         layers.push(Arc::new(layer));
         Self {
@@ -168,7 +168,7 @@ impl MemoryImage {
         let mut used = Vec::new();
         for layer in &self.layers {
             for run in layer.runs.iter() {
-                used.extend(sparse::blocks_with_data(&layer.file, run, STRETCH)?);
+                used.extend(sparse::blocks_with_data(&layer.file, run, HUGE_PAGE)?);
             }
         }
         Ok(PageRanges::all(self.size()).without(&PageRanges::merged(used)))
@@ -193,7 +193,7 @@ impl MemoryImage {
     /// Makes `guest` lie over this image, as if it had never written anything. The guest must be
     /// paused.
     pub fn put_under(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
-        pages::clear(guest).map_err(MemoryError::Discard)?;
+        pages::map_zeros(guest, 0..self.size()).map_err(MemoryError::Discard)?;
         self.layers.iter().try_for_each(|layer| layer.cover(guest))
     }
 
@@ -220,26 +220,16 @@ impl MemoryImage {
 
     /// A private view for one guest.
     pub fn map(&self) -> Result<GuestMemory, MemoryError> {
-        let (whole, above) = match self.layers.split_first() {
-            Some((lowest, above)) if lowest.runs == PageRanges::all(self.size()) => {
-                (Some(lowest), above)
-            }
-            _ => (None, self.layers.as_slice()),
-        };
         let mut regions = Vec::with_capacity(self.regions.len());
-        let mut offset = 0;
         for region in self.regions.iter() {
             let failed = |source| MemoryError::Map { mib: region.len >> 20, source };
-            let of = |layer: &Arc<Layer>| FileOffset::from_arc(layer.file.clone(), offset);
-            let mapping = map_private(whole.map(of), region.len as usize).map_err(failed)?;
+            // Anonymous first, whatever lies over it: the kernel aligns that to huge pages.
+            let mapping = map_anonymous(region.len as usize).map_err(failed)?;
             let mapped = GuestRegionMmap::new(mapping, GuestAddress(region.address));
             regions.push(mapped.ok_or(MemoryError::Regions)?);
-            offset += region.len;
         }
         let guest = GuestMemory::from_regions(regions).map_err(|_| MemoryError::Regions)?;
-        for layer in above {
-            layer.cover(&guest)?;
-        }
+        self.layers.iter().try_for_each(|layer| layer.cover(&guest))?;
         Ok(guest)
     }
 
@@ -434,12 +424,11 @@ fn kept(size: u64, fill: impl FnOnce(&File) -> io::Result<()>) -> Result<File, M
     keep().map_err(MemoryError::Keep)
 }
 
-/// Maps a file's range, or zeros, for one guest.
-fn map_private(file: Option<FileOffset>, len: usize) -> io::Result<MmapRegion> {
-    let zeros = if file.is_none() { libc::MAP_ANONYMOUS } else { 0 };
-    let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | zeros);
-    let flags = flags | libc::MAP_NORESERVE;
-    MmapRegion::build(file, len, protection, flags).map_err(io::Error::other)
+/// Maps zeros for one guest.
+fn map_anonymous(len: usize) -> io::Result<MmapRegion> {
+    let protection = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    MmapRegion::build(None, len, protection, flags).map_err(io::Error::other)
 }
 
 impl Layer {
@@ -452,7 +441,7 @@ impl Layer {
     pub fn cover(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         for run in self.runs.iter() {
             let mib = (run.end - run.start) >> 20;
-            pages::map_file(guest, run, &self.file, View::Private)
+            pages::map_file(guest, run, &self.file)
                 .map_err(|source| MemoryError::Map { mib, source })?;
         }
         Ok(())

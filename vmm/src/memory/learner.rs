@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use pvmm_devices::GuestMemory;
 
 use super::{PageRanges, Pages, REWRITTEN_MAX, WorkingSet, pages};
+use crate::ablation::Mechanism;
 
 /// How often the first machine is looked at: it may not have done much at the first time.
 const LOOKS: u32 = 3;
@@ -46,6 +47,9 @@ impl WorkingSetLearner {
     /// to keep if it is the first.
     pub fn observe(&self, guest: &GuestMemory) -> (Arc<WorkingSet>, Option<FirstFork>) {
         let mut progress = lock(&self.progress);
+        if !Mechanism::Learner.in_use() {
+            return (progress.set.clone(), None);
+        }
         let Some(first) = progress.first.clone() else {
             let first = Arc::new(Mutex::new(Some(guest.clone())));
             progress.first = Some(first.clone());
@@ -90,12 +94,12 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use vm_memory::{Bytes, GuestAddress};
 
-    use super::super::{Memory, MemoryImage, PAGE, Region};
+    use super::super::{Memory, MemoryImage, Mode, PAGE, Region};
     use super::*;
 
     fn memory() -> Memory {
         let region = Region { address: 0, len: 64 << 20 };
-        Memory::map(MemoryImage::empty(vec![region])).unwrap()
+        Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked).unwrap()
     }
 
     fn write(memory: &Memory, pages: std::ops::Range<u64>) {
@@ -138,7 +142,8 @@ mod tests {
         parent.freeze().unwrap();
         let learner =
             WorkingSetLearner::new(Arc::new(WorkingSet { written: run(0..2), read: run(8..12) }));
-        let [first, second] = [(); 2].map(|()| Memory::map(parent.image.clone()).unwrap());
+        let [first, second] =
+            [(); 2].map(|()| Memory::map(parent.image.clone(), Mode::Tracked).unwrap());
         let _kept = learner.observe(&first.guest);
         first.guest.read_obj::<u8>(GuestAddress(100 * PAGE)).unwrap();
         let set = learner.observe(&second.guest).0;

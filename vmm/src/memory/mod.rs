@@ -1,28 +1,27 @@
 //! Guest memory: a private mapping over an image that never changes.
 //!
-//! A booted guest's image is empty, a restored guest's is a snapshot's memory. What the guest has
-//! written since is in private pages, which the kernel can list: so no dirty log is kept, and going
-//! back means dropping those pages. Where the image has nothing and the guest may be forked, its
-//! pages lie in a file of its own instead, and a fork takes the file.
+//! A booted guest's image is empty, a restored guest's is the memory of a snapshot. Pages that the
+//! guest writes become private to its mapping, and the kernel can list them: there is no dirty log,
+//! a freeze copies the private pages into a new layer of the image, a fork maps the image again, a
+//! rollback drops the private pages. Where the image has nothing, the mapping is anonymous and
+//! takes huge pages, so that a guest grows by 2 MiB at a fault.
 //!
-//! | file | what it answers |
+//! | file | subject |
 //! | --- | --- |
-//! | `image.rs` | what lies under a guest's memory, and how it is mapped |
-//! | `pages.rs` | which pages the guest has made its own |
-//! | `flat.rs` | how memory becomes one file, and what changed since it did |
-//! | `forkable.rs` | how memory is used for the first time, so that a freeze need not copy it |
-//! | `dedup.rs` | which pages a machine at rest shares with others that were used as it was |
-//! | `rollback_set.rs` | which pages stay in place when a guest is taken back |
-//! | `background_copy.rs` | how pages are copied while the guest runs on |
-//! | `working_set.rs` | which pages a first use touches, and how they are made ready |
-//! | `learner.rs` | what the children of a running machine learn from the first of them |
-//! | `page_server.rs` | how another process supplies the pages |
-//! | `uffd.rs`, `sys.rs` | the system calls |
+//! | `image.rs` | the layers below the guests' memory, and how they are mapped |
+//! | `pages.rs` | the private pages of a guest, and operations on ranges of pages |
+//! | `flat.rs` | guest memory as one file, and the pages that changed since the last one |
+//! | `working_set.rs` | the pages of a first use: recorded or guessed, and prefaulted |
+//! | `learner.rs` | the working set that the forks of a running VM learn from the first fork |
+//! | `rollback_set.rs` | the working set of a VM that was rolled back |
+//! | `dedup.rs` | pages that VMs of one template share after they were trimmed |
+//! | `background_copy.rs` | copying pages while the guest runs |
+//! | `page_server.rs` | pages that another process supplies |
+//! | `uffd.rs`, `sys.rs` | system calls |
 
 mod background_copy;
 mod dedup;
 mod flat;
-mod forkable;
 mod image;
 mod learner;
 mod page_server;
@@ -39,117 +38,67 @@ pub use pages::PageRanges;
 pub(crate) use sys::memfd;
 pub use working_set::WorkingSet;
 
+use crate::ablation::Mechanism;
 use dedup::DedupedPages;
 use flat::Changes;
-use forkable::ForkableMemory;
-use image::{MAX_LAYERS, STRETCH};
+use image::HUGE_PAGE;
 use pvmm_devices::GuestMemory;
 use rollback_set::RollbackWorkingSet;
-use sys::{DeferredUnmap, Pages};
+use sys::Pages;
 use uffd::Userfault;
 
 /// The unit in which memory is mapped, copied and compared.
 pub const PAGE: u64 = 4096;
 
-/// A guest's memory and the image it lies over.
+/// How a guest's mapping gets its pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// The image and the host's memory supply them. New memory comes in huge pages.
+    Private,
+    /// As [`Self::Private`], but huge pages are not asked for: each page that the guest touches
+    /// counts by itself.
+    Tracked,
+    /// A page server supplies them.
+    Remote,
+}
+
+/// A guest's memory and the image below it.
 pub struct Memory {
     pub guest: GuestMemory,
     pub image: MemoryImage,
+    mode: Mode,
     changes: Changes,
-    /// About lives that began at `image`.
+    /// Learned from the lives that began at `image`.
     rollback_set: RollbackWorkingSet,
-    forkable: Option<ForkableMemory>,
     deduped: DedupedPages,
-    /// What is used for the first time goes into a file, whenever that is possible.
-    to_fork: bool,
-    /// The guest has not run yet.
-    unused: bool,
-    deferred_unmaps: Vec<DeferredUnmap>,
 }
 
 impl Memory {
-    /// Maps `image` for one guest: what it writes stays its own.
-    pub fn map(image: MemoryImage) -> Result<Self, MemoryError> {
-        Self::map_for(image, false)
-    }
-
-    /// The same for a guest that may be forked: what it uses for the first time need not be copied
-    /// then.
-    pub fn map_to_fork(image: MemoryImage) -> Result<Self, MemoryError> {
-        Self::map_for(image, true)
-    }
-
-    fn map_for(image: MemoryImage, to_fork: bool) -> Result<Self, MemoryError> {
-        let changes = Changes::since(image.layers().len());
+    /// Maps `image` for one guest. Pages that the guest writes are its own.
+    pub fn map(image: MemoryImage, mode: Mode) -> Result<Self, MemoryError> {
         let guest = image.map()?;
-        let (rollback_set, forkable, deduped) =
-            (RollbackWorkingSet::default(), None, DedupedPages::default());
-        let deferred_unmaps = Vec::new();
-        let unused = true;
-        let memory = Self {
-            guest,
-            image,
-            changes,
-            rollback_set,
-            forkable,
-            deduped,
-            to_fork,
-            unused,
-            deferred_unmaps,
-        };
+        let changes = Changes::since(image.layers().len());
+        let (rollback_set, deduped) = (RollbackWorkingSet::default(), DedupedPages::default());
+        let memory = Self { guest, image, mode, changes, rollback_set, deduped };
         memory.keep_private();
         Ok(memory)
     }
 
-    /// To be called before the guest runs. Only a help: without it a freeze has more to copy.
-    pub fn begin_use(&mut self) {
-        let first = std::mem::replace(&mut self.unused, false);
-        if first
-            && self.to_fork
-            && let Ok(touched) = pages::runs(&self.guest, Pages::Private)
-        {
-            self.renew(&touched);
+    /// Makes huge pages of the memory for which the image has nothing, except near the pages in
+    /// `small`, which will be touched one by one. To be called before anything is written.
+    pub fn prepare_growth(&self, small: &PageRanges) -> Result<(), MemoryError> {
+        if self.mode != Mode::Private || !Mechanism::Growth.in_use() {
+            return Ok(());
         }
-    }
-
-    /// Puts a file under what was not used yet, and is not among the `private` pages. It will be a
-    /// layer, so this leaves room for others: too many would have to become one while the guest
-    /// stands still.
-    fn renew(&mut self, private: &PageRanges) {
-        if self.to_fork && self.forkable.is_none() && self.image.layers().len() < MAX_LAYERS / 2 {
-            let unbacked = self.image.unbacked().without(&private.blocks(STRETCH));
-            self.forkable = ForkableMemory::begin(&self.guest, &unbacked, self.image.size());
+        for hole in self.image.unbacked().without(&small.blocks(HUGE_PAGE)).iter() {
+            let mib = (hole.end - hole.start) >> 20;
+            let failed = |source| MemoryError::Map { mib, source };
+            pages::map_zeros(&self.guest, hole.clone()).map_err(failed)?;
+            // Only a help: without huge pages the host supplies small ones.
+            let _ = pages::advise(&self.guest, hole, libc::MADV_HUGEPAGE);
         }
         self.keep_private();
-    }
-
-    /// What was used for the first time becomes a layer of the image. Returns which pages that
-    /// were. The guest must be paused.
-    fn keep_forkable(&mut self) -> Result<PageRanges, MemoryError> {
-        let used = self.newly_used()?;
-        let Some(forkable) = &mut self.forkable else { return Ok(used) };
-        let (layer, parted) = forkable.part(&self.guest, &used, &mut self.deferred_unmaps);
-        let file = layer.file.clone();
-        if layer.runs.count() > 0 {
-            self.image = self.image.with(layer);
-        }
-        parted.map_err(MemoryError::Keep)?;
-        self.forkable = None;
-        sys::seal(&file).map_err(MemoryError::Keep)?;
-        Ok(used)
-    }
-
-    /// Does what the last freeze has left for later, so that the next one finds nothing to do. The
-    /// guest may run.
-    pub fn tidy(&mut self) {
-        self.deferred_unmaps.clear();
-    }
-
-    /// From now on every page that the guest writes is private, and can be dropped or told apart.
-    /// The guest must be paused.
-    pub fn go_private(&mut self) -> Result<(), MemoryError> {
-        self.to_fork = false;
-        self.keep_forkable().map(|_| ())
+        Ok(())
     }
 
     /// Asks the kernel for large pages. Only a help: where it has none, small ones do.
@@ -171,61 +120,38 @@ impl Memory {
         }
     }
 
-    /// The pages that this guest has changed since its image, as ranges of the image.
+    /// Returns the pages that this guest has changed since its image, as ranges of the image.
     pub fn private_runs(&self) -> Result<PageRanges, MemoryError> {
-        Ok(self.own_runs()?.with(&self.newly_used()?))
-    }
-
-    /// Those of them that lie over the image.
-    fn own_runs(&self) -> Result<PageRanges, MemoryError> {
         let private = pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)?;
         Ok(private.with(self.deduped.runs()))
     }
 
-    /// Those of them that lie in a file of the guest's own.
-    fn newly_used(&self) -> Result<PageRanges, MemoryError> {
-        let used = self
-            .forkable
-            .as_ref()
-            .map(ForkableMemory::used)
-            .transpose()
-            .map_err(MemoryError::Scan)?;
-        Ok(used.unwrap_or_default())
-    }
-
-    /// Moves the changed pages into a sealed layer of the image and lies over that from now on. The
-    /// guest must be paused. Returns which pages that were.
+    /// Moves the changed pages into a sealed layer of the image and maps that in their place. The
+    /// guest must be paused. Returns which pages they were.
     pub fn freeze(&mut self) -> Result<PageRanges, MemoryError> {
-        let used = self.keep_forkable()?;
         let runs = self.private_runs()?;
         let image = self.image.frozen(&self.guest, &runs)?;
         image.cover_top(&self.guest)?;
         if image.layers().len() <= self.image.layers().len() {
-            // All layers became one, and what the last save had is no more a part of them.
+            // All layers became one, and the last save's are no longer among them.
             self.changes = Changes::default();
         }
         self.image = image;
         self.rollback_set = RollbackWorkingSet::default();
         self.deduped = DedupedPages::default();
-        self.renew(&PageRanges::default());
-        Ok(runs.with(&used))
+        self.keep_private();
+        Ok(runs)
     }
 
     /// Begins to copy the changed pages into a layer over the image, while the guest goes on over
-    /// its old one. `None` if there is little to copy, or no way to do it: then [`Self::freeze`] is
-    /// the way. The guest must be paused for this call.
+    /// its old one. Returns `None` if there is little to copy, or no way to do it: then
+    /// [`Self::freeze`] is the way. The guest must be paused during this call.
     pub fn begin_freeze(&mut self) -> Result<Option<Freezing>, MemoryError> {
-        let private = self.own_runs()?;
+        let private = self.private_runs()?;
         if private.bytes() < BACKGROUND_COPY_MIN {
             return Ok(None);
         }
-        let used = self.keep_forkable()?;
-        let begun = self.image.begin_freeze(&self.guest, &private).map_err(MemoryError::Keep)?;
-        self.renew(&private);
-        Ok(begun.map(|mut freezing| {
-            freezing.written = private.with(&used);
-            freezing
-        }))
+        self.image.begin_freeze(&self.guest, &private).map_err(MemoryError::Keep)
     }
 
     /// Gives back pages that hold again what lies under them: those that were made ready and not
@@ -237,16 +163,12 @@ impl Memory {
             return Ok(0);
         }
         let private = pages::runs(&self.guest, Pages::Private).map_err(MemoryError::Scan)?;
-        let (short, _) = private.with(&self.newly_used()?).shortest(TRIM_MAX);
-        // Not the image, but the sibling lies under what is shared.
+        let (short, _) = private.shortest(TRIM_MAX);
+        // A deduplicated page lies over the sibling, not over the image.
         let over_image = short.without(self.deduped.runs());
         let same = self.image.unchanged(&self.guest, &over_image).map_err(MemoryError::Scan)?;
-        let dropped = match &self.forkable {
-            Some(forkable) => forkable.give_back(&same).map_err(MemoryError::Discard)?,
-            None => same.clone(),
-        };
-        pages::discard(&self.guest, &dropped).map_err(MemoryError::Discard)?;
-        let left = short.within(&private).without(&same);
+        pages::discard(&self.guest, &same).map_err(MemoryError::Discard)?;
+        let left = short.without(&same);
         let deduped = self.deduped.share(&self.guest, &left, &self.image)?;
         self.keep_private();
         Ok(same.bytes() + deduped)
@@ -274,17 +196,15 @@ impl Memory {
     /// Makes the memory what `image` is, whatever was written or frozen since. The guest must be
     /// paused.
     pub fn rewind(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
-        // The view of a file that is shared cannot be taken back, only taken away.
-        let all_private = self.forkable.is_none() && self.deduped.runs().count() == 0;
-        if image.is(&self.image) && all_private {
+        if image.is(&self.image) && self.deduped.runs().count() == 0 {
             image.take_back(&self.guest, &mut self.rollback_set).map_err(MemoryError::Discard)?
         } else {
             image.put_under(&self.guest)?;
-            self.forkable = None;
+            self.image = image.clone();
+            self.prepare_growth(&PageRanges::default())?;
             self.deduped = DedupedPages::default();
             self.rollback_set = RollbackWorkingSet::default();
         }
-        self.image = image.clone();
         // What was saved since is not what lies below any more.
         self.changes = Changes::default();
         self.keep_private();

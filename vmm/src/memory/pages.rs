@@ -12,7 +12,7 @@ use pvmm_devices::GuestMemory;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::PAGE;
-use super::sys::{self, DeferredUnmap, Pages, View};
+use super::sys::{self, Pages};
 
 const PAGEMAP: &str = "/proc/self/pagemap";
 /// Runs taken from the kernel in one call.
@@ -313,34 +313,23 @@ pub fn zero_run(guest: &GuestMemory, run: Range<u64>) {
 /// Puts a file's range in place of the same range of guest memory. The guest must be paused or not
 /// begun.
 #[allow(unsafe_code)]
-pub fn map_file(guest: &GuestMemory, run: Range<u64>, file: &File, view: View) -> io::Result<()> {
+pub fn map_file(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Result<()> {
     for (address, part) in host_parts(guest, run) {
         let len = part.end - part.start;
         debug_assert!(part.start % PAGE == 0 && len % PAGE == 0);
         // SAFETY: the range is part of a mapping that `guest` owns; nobody holds references into
         // guest memory, and no vCPU or device runs.
-        unsafe { sys::map_over(address, len as usize, (file, part.start), view)? };
+        unsafe { sys::map_over(address, len as usize, (file, part.start))? };
     }
     Ok(())
 }
 
-/// Moves what the page tables have of a range that is a shared view of a file out of the way. The
-/// guest must be paused.
+/// Puts zeros in place of a range. The guest must be paused or not begun.
 #[allow(unsafe_code)]
-pub fn defer_unmap(guest: &GuestMemory, run: Range<u64>) -> io::Result<Vec<DeferredUnmap>> {
-    // SAFETY: the ranges are mappings that `guest` owns, which nobody reads by reference.
-    let set = |(address, part): (_, Range<u64>)| unsafe {
-        sys::defer_unmap(address, (part.end - part.start) as usize)
-    };
-    host_parts(guest, run).into_iter().map(set).collect()
-}
-
-/// Puts zeros in place of everything. The guest must be paused.
-#[allow(unsafe_code)]
-pub fn clear(guest: &GuestMemory) -> io::Result<()> {
-    for (_, address, len) in places(guest) {
+pub fn map_zeros(guest: &GuestMemory, run: Range<u64>) -> io::Result<()> {
+    for (address, part) in host_parts(guest, run) {
         // SAFETY: the range is a mapping that `guest` owns, which nobody reads by reference.
-        unsafe { sys::map_zeros(address, len as usize)? };
+        unsafe { sys::map_zeros(address, (part.end - part.start) as usize)? };
     }
     Ok(())
 }

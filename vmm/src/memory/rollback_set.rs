@@ -13,6 +13,7 @@ use std::time::Duration;
 use pvmm_devices::GuestMemory;
 
 use super::{PageRanges, Pages, REWRITTEN_MAX, pages};
+use crate::ablation::Mechanism;
 
 /// When a first command has run, and little else.
 const LOOK_AFTER: Duration = Duration::from_millis(100);
@@ -55,7 +56,7 @@ impl RollbackWorkingSet {
     /// Looks at the life that has begun, once it is a moment old. Only a help: without it the guest
     /// takes more faults.
     pub fn learn(&mut self, guest: &GuestMemory) {
-        if self.looks == LOOKS {
+        if self.looks == LOOKS || !Mechanism::RollbackSet.in_use() {
             return;
         }
         self.looks += 1;
@@ -99,14 +100,14 @@ mod tests {
 
     use vm_memory::{Bytes, GuestAddress};
 
-    use super::super::{Memory, MemoryImage, PAGE, Region};
+    use super::super::{Memory, MemoryImage, Mode, PAGE, Region};
     use super::*;
 
     const DATA: std::ops::Range<u64> = 1000..9000;
 
     fn memory() -> Memory {
         let region = Region { address: 0, len: 64 << 20 };
-        let mut memory = Memory::map(MemoryImage::empty(vec![region])).unwrap();
+        let mut memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked).unwrap();
         write(&memory, DATA, 7);
         memory.freeze().unwrap();
         memory

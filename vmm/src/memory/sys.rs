@@ -113,16 +113,8 @@ pub fn scan(
     }
 }
 
-/// Whose a page is that is written through a mapping of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum View {
-    /// The mapping's.
-    Private,
-    /// The file's.
-    Shared,
-}
-
-/// Puts a writable view of a file's range at `address`, in place of what is there.
+/// Maps a file's range at `address`, in place of what is there. A page that is written becomes
+/// private to the mapping; the file stays as it is.
 ///
 /// # Safety
 /// `len` bytes at `address` must be a mapping that the caller owns and through which nobody holds a
@@ -131,57 +123,14 @@ pub unsafe fn map_over(
     address: *mut u8,
     len: usize,
     (file, offset): (&File, u64),
-    view: View,
 ) -> io::Result<()> {
-    let whose = match view {
-        View::Private => libc::MAP_PRIVATE,
-        View::Shared => libc::MAP_SHARED,
-    };
-    let flags = whose | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_FIXED | libc::MAP_NORESERVE;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
     let offset = libc::off_t::try_from(offset).map_err(io::Error::other)?;
     // SAFETY: replaces only what the caller owns; accesses through volatile pointers stay valid.
     let mapped =
         unsafe { libc::mmap(address.cast(), len, protection, flags, file.as_raw_fd(), offset) };
     if mapped == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(()) }
-}
-
-/// A view of a file that was moved out of the way, to be unmapped when there is time: that means to
-/// look at each of its pages.
-pub struct DeferredUnmap {
-    address: usize,
-    len: usize,
-}
-
-/// Moves what the page tables have of a shared view of a file out of the way, so that another view
-/// can take its place at once. The view itself stays, and finds the pages in the file again.
-///
-/// # Safety
-/// As for [`map_over`].
-pub unsafe fn defer_unmap(address: *mut u8, len: usize) -> io::Result<DeferredUnmap> {
-    // Whole page tables are moved where both places lie alike in them.
-    const TABLE: usize = 2 << 20;
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    let room = len + TABLE;
-    // SAFETY: a new mapping, which nobody can use.
-    let new = unsafe { libc::mmap(std::ptr::null_mut(), room, libc::PROT_NONE, flags, -1, 0) };
-    if new == libc::MAP_FAILED {
-        return Err(io::Error::last_os_error());
-    }
-    let aside = DeferredUnmap { address: new as usize, len: room };
-    let alike = (address as usize).wrapping_sub(new as usize) % TABLE;
-    let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
-    // SAFETY: both ranges are the caller's; what is read at `address` stays the same.
-    let moved =
-        unsafe { libc::mremap(address.cast(), len, len, flags, new.wrapping_byte_add(alike)) };
-    if moved == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(aside) }
-}
-
-impl Drop for DeferredUnmap {
-    fn drop(&mut self) {
-        // SAFETY: the range was mapped by `defer_unmap`, and nobody else knows it.
-        unsafe { libc::munmap(self.address as *mut libc::c_void, self.len) };
-    }
 }
 
 /// Puts private memory that reads as zero at `address`, in place of what is there.

@@ -7,9 +7,9 @@ use super::*;
 const HIGH: u64 = 1 << 32;
 
 /// 1 MiB at zero and 1 MiB above the hole.
-fn forkable() -> Memory {
+fn small() -> Memory {
     let regions = vec![Region { address: 0, len: 1 << 20 }, Region { address: HIGH, len: 1 << 20 }];
-    Memory::map(MemoryImage::empty(regions)).unwrap()
+    Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap()
 }
 
 fn put(memory: &Memory, address: u64, value: u8) {
@@ -25,7 +25,7 @@ fn get(memory: &Memory, address: u64) -> u8 {
 
 #[test]
 fn private_runs_are_the_pages_that_were_written() {
-    let memory = forkable();
+    let memory = small();
     assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
     assert_eq!(get(&memory, 0x3000), 0, "a page that was only read is not changed");
     put(&memory, 0x5000, 1);
@@ -41,7 +41,7 @@ fn private_runs_are_the_pages_that_were_written() {
 fn private_runs_are_listed_once_however_many_there_are() {
     let region = Region { address: 0, len: 32 << 20 };
     for count in [511, 512, 513, 700, 1023, 1024, 1025, 1600, 3000] {
-        let memory = Memory::map(MemoryImage::empty(vec![region])).unwrap();
+        let memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked).unwrap();
         pages::advise(&memory.guest, 0..region.len, libc::MADV_NOHUGEPAGE).unwrap();
         (0..count).for_each(|page| put(&memory, page * 2 * PAGE, 1));
         let expected = (0..count).map(|page| page * 2 * PAGE..(page * 2 + 1) * PAGE).collect();
@@ -51,7 +51,7 @@ fn private_runs_are_listed_once_however_many_there_are() {
 
 #[test]
 fn frozen_memory_reads_the_same_and_nothing_is_private_any_more() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     put(&memory, HIGH, 2);
     memory.freeze().unwrap();
@@ -61,7 +61,7 @@ fn frozen_memory_reads_the_same_and_nothing_is_private_any_more() {
 
 #[test]
 fn trim_gives_back_only_what_holds_what_lies_under_it() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     for (address, value) in [(0x5000, 9), (0x5000, 1), (0x7000, 9), (0x7000, 0), (HIGH, 7)] {
@@ -75,7 +75,7 @@ fn trim_gives_back_only_what_holds_what_lies_under_it() {
 
 #[test]
 fn trim_after_a_save_keeps_what_the_next_one_must_hold() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     let base = flat(&memory);
     memory.mark_saved();
@@ -86,7 +86,7 @@ fn trim_after_a_save_keeps_what_the_next_one_must_hold() {
 
 #[test]
 fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     let then = memory.image.clone();
@@ -101,7 +101,7 @@ fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
 #[test]
 fn rewind_of_short_runs_leaves_the_pages_and_of_long_ones_drops_them() {
     let regions = vec![Region { address: 0, len: 16 << 20 }];
-    let mut memory = Memory::map(MemoryImage::empty(regions)).unwrap();
+    let mut memory = Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap();
     let layers = [(0x5000, 1), (0x9000, 2), (8 << 20, 3)];
     for (address, value) in layers {
         put(&memory, address, value);
@@ -129,7 +129,7 @@ fn shortest_runs_are_taken_until_the_budget_is_spent() {
 
 #[test]
 fn rewind_goes_back_over_what_was_frozen_since() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     let then = memory.image.clone();
@@ -146,7 +146,7 @@ fn rewind_goes_back_over_what_was_frozen_since() {
 
 #[test]
 fn image_that_was_flattened_is_not_its_base_any_more() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     memory.image = memory.image.clone().on_base(1);
@@ -160,11 +160,11 @@ fn image_that_was_flattened_is_not_its_base_any_more() {
 
 #[test]
 fn mappings_of_one_image_do_not_see_each_other() {
-    let mut parent = forkable();
+    let mut parent = small();
     put(&parent, 0x5000, 1);
     put(&parent, 0x7000, 7);
     parent.freeze().unwrap();
-    let child = Memory::map(parent.image.clone()).unwrap();
+    let child = Memory::map(parent.image.clone(), Mode::Tracked).unwrap();
     put(&parent, 0x5000, 2);
     put(&child, 0x7000, 3);
     assert_eq!((get(&parent, 0x5000), get(&child, 0x5000)), (2, 1));
@@ -173,25 +173,25 @@ fn mappings_of_one_image_do_not_see_each_other() {
 
 #[test]
 fn zeros_written_over_a_layer_stay_zeros() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     put(&memory, 0x5000, 0);
     memory.freeze().unwrap();
     assert_eq!(get(&memory, 0x5000), 0);
-    assert_eq!(get(&Memory::map(memory.image.held().unwrap()).unwrap(), 0x5000), 0);
+    assert_eq!(get(&Memory::map(memory.image.held().unwrap(), Mode::Tracked).unwrap(), 0x5000), 0);
 }
 
 #[test]
 fn image_of_many_layers_is_flattened_and_reads_the_same() {
-    let mut memory = forkable();
+    let mut memory = small();
     for layer in 1..40u8 {
         put(&memory, u64::from(layer) * 0x2000, layer);
         put(&memory, HIGH, layer);
         memory.freeze().unwrap();
     }
     assert!(memory.image.layers().len() <= 17);
-    let child = Memory::map(memory.image.clone()).unwrap();
+    let child = Memory::map(memory.image.clone(), Mode::Tracked).unwrap();
     for layer in 1..40u8 {
         assert_eq!(get(&child, u64::from(layer) * 0x2000), layer);
     }
@@ -200,7 +200,7 @@ fn image_of_many_layers_is_flattened_and_reads_the_same() {
 
 #[test]
 fn image_reads_as_its_guest_whatever_the_layers_and_holes() {
-    let mut memory = forkable();
+    let mut memory = small();
     for (first, second) in [(1, 2), (0, 3), (4, 0)] {
         put(&memory, 0x5000, first);
         put(&memory, 0x8000, second);
@@ -220,7 +220,7 @@ fn image_reads_as_its_guest_whatever_the_layers_and_holes() {
 #[test]
 fn sealed_layer_cannot_be_written_or_cut() {
     use std::os::unix::fs::FileExt;
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     let file = &memory.image.layers()[0].file;
@@ -232,7 +232,7 @@ fn sealed_layer_cannot_be_written_or_cut() {
 
 #[test]
 fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     put(&memory, 0x6000, 2);
     memory.freeze().unwrap();
@@ -244,7 +244,7 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     // The guest goes on while it is copied.
     put(&memory, 0x5000, 9);
     put(&memory, 0xa000, 9);
-    let child = Memory::map(freezing.finish().unwrap()).unwrap();
+    let child = Memory::map(freezing.finish().unwrap(), Mode::Tracked).unwrap();
     let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
     assert_eq!(seen, [3, 2, 4, 0, 5]);
     assert_eq!((get(&memory, 0x5000), get(&memory, 0xa000)), (9, 9));
@@ -252,14 +252,14 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     // copied.
     let runs = memory.private_runs().unwrap();
     let again = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
-    let child = Memory::map(again.finish().unwrap()).unwrap();
+    let child = Memory::map(again.finish().unwrap(), Mode::Tracked).unwrap();
     let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
     assert_eq!(seen, [9, 2, 4, 9, 5]);
 }
 
 #[test]
 fn freeze_beside_that_is_given_up_leaves_no_process() {
-    let memory = forkable();
+    let memory = small();
     put(&memory, 0x5000, 1);
     let runs = memory.private_runs().unwrap();
     drop(memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process"));
@@ -268,12 +268,12 @@ fn freeze_beside_that_is_given_up_leaves_no_process() {
 
 #[test]
 fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
-    let mut parent = forkable();
+    let mut parent = small();
     for page in 0..200 {
         put(&parent, page * PAGE, 1);
     }
     parent.freeze().unwrap();
-    let first = Memory::map(parent.image.clone()).unwrap();
+    let first = Memory::map(parent.image.clone(), Mode::Tracked).unwrap();
     let each_page = first.report_each_page();
     get(&first, 0x40_000);
     put(&first, 0x60_000, 2);
@@ -286,7 +286,7 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
         assert!(touched.read.iter().any(|run| run.contains(&0x40_000)))
     }
 
-    let second = Memory::map(parent.image.clone()).unwrap();
+    let second = Memory::map(parent.image.clone(), Mode::Tracked).unwrap();
     touched.prefault(&second.guest);
     assert_eq!(second.private_runs().unwrap(), touched.written);
     let shared = pages::runs(&second.guest, sys::Pages::Shared).unwrap();
@@ -322,7 +322,7 @@ fn working_set_of_children_is_the_parents_own_and_the_short_runs_it_has_written(
 #[test]
 fn working_set_that_claims_everything_is_not_made_ready() {
     let huge = vec![Region { address: 0, len: 1 << 40 }];
-    let memory = Memory::map(MemoryImage::empty(huge)).unwrap();
+    let memory = Memory::map(MemoryImage::empty(huge), Mode::Tracked).unwrap();
     let all = PageRanges::all(1 << 40);
     let trap = WorkingSet { written: all.clone(), read: all };
     trap.prefault(&memory.guest);
@@ -347,7 +347,7 @@ fn diff_over(memory: &Memory, base: &[u8]) -> (Vec<u8>, PageRanges) {
 
 #[test]
 fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
-    let memory = forkable();
+    let memory = small();
     put(&memory, 0x5000, 1);
     put(&memory, HIGH + 0x1000, 2);
     let file = tempfile::tempfile().unwrap();
@@ -360,7 +360,7 @@ fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
     // Over an image too, with what is private on top; and mapped again it reads the same.
     let image = MemoryImage::empty(memory.image.regions().to_vec());
     let layer = Layer { file: file.into(), runs: PageRanges::all(2 << 20) };
-    let again = Memory::map(image.with(layer)).unwrap();
+    let again = Memory::map(image.with(layer), Mode::Tracked).unwrap();
     put(&again, 0x5000, 3);
     put(&again, HIGH + 0x1000, 0);
     let bytes = flat(&again);
@@ -369,7 +369,7 @@ fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
 
 #[test]
 fn diff_since_a_save_holds_what_was_written_later_and_zeros_too() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     put(&memory, 0x9000, 1);
     put(&memory, HIGH, 1);
@@ -394,12 +394,12 @@ fn diff_since_a_save_holds_what_was_written_later_and_zeros_too() {
 
 #[test]
 fn diff_without_a_save_holds_all_that_changed_since_the_load() {
-    let mut memory = forkable();
+    let mut memory = small();
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     let image = memory.image.clone();
     let base = flat(&memory);
-    let loaded = Memory::map(image.clone()).unwrap();
+    let loaded = Memory::map(image.clone(), Mode::Tracked).unwrap();
     assert_eq!(loaded.changed().unwrap(), PageRanges::default());
     put(&loaded, 0x7000, 2);
     let (merged, changed) = diff_over(&loaded, &base);
@@ -412,7 +412,7 @@ fn diff_without_a_save_holds_all_that_changed_since_the_load() {
 
 #[test]
 fn sums_are_of_all_memory_and_taken_again_only_where_it_changed() {
-    let memory = forkable();
+    let memory = small();
     put(&memory, 0x5000, 7);
     let asked = std::cell::Cell::new(0);
     let sum = |bytes: &[u8]| {
@@ -435,38 +435,64 @@ fn sums_are_of_all_memory_and_taken_again_only_where_it_changed() {
 
 const MIB: u64 = 1 << 20;
 
-/// 8 MiB at zero, of which the first page has something, and 8 MiB above the hole, as a machine
-/// gets it that was made of a template.
-fn to_fork() -> Memory {
+/// 8 MiB at zero, of which the first page has something, and 8 MiB above the hole, as a VM gets it
+/// that was made of a template.
+fn restored() -> Memory {
     let regions = vec![Region { address: 0, len: 8 * MIB }, Region { address: HIGH, len: 8 * MIB }];
-    let mut parent = Memory::map(MemoryImage::empty(regions)).unwrap();
+    let mut parent = Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap();
     put(&parent, 0, 1);
     parent.freeze().unwrap();
     child_of(parent.image)
 }
 
 fn child_of(image: MemoryImage) -> Memory {
-    let mut memory = Memory::map_to_fork(image).unwrap();
-    memory.begin_use();
+    let memory = Memory::map(image, Mode::Private).unwrap();
+    memory.prepare_growth(&PageRanges::default()).unwrap();
     memory
 }
 
-fn pages_of(file: &std::fs::File) -> u64 {
-    std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512 / PAGE
+/// Minor faults of this thread.
+fn faults() -> u64 {
+    let stat = std::fs::read_to_string("/proc/thread-self/stat").unwrap();
+    let (_, after_name) = stat.rsplit_once(") ").unwrap();
+    after_name.split(' ').nth(7).unwrap().parse().unwrap()
+}
+
+/// Whether this host gives huge pages to who asks for them.
+fn has_huge_pages() -> bool {
+    let setting = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled");
+    setting.is_ok_and(|setting| !setting.contains("[never]"))
 }
 
 #[test]
-fn memory_that_is_used_first_is_not_copied_by_a_freeze() {
-    let mut parent = to_fork();
+fn new_memory_comes_in_huge_pages_and_near_pages_that_are_prefaulted_in_small_ones() {
+    let grown = |memory: &Memory, range: std::ops::Range<u64>| {
+        let before = faults();
+        range.step_by(PAGE as usize).for_each(|at| put(memory, at, 3));
+        faults() - before
+    };
+    let memory = restored();
+    let all = grown(&memory, 2 * MIB..8 * MIB);
+    if has_huge_pages() {
+        assert!(all <= 8 * 6, "{all} faults in 6 MiB");
+    }
+    let memory = Memory::map(restored().image, Mode::Private).unwrap();
+    memory.prepare_growth(&PageRanges::one(3 * MIB..3 * MIB + PAGE)).unwrap();
+    put(&memory, 3 * MIB, 3);
+    assert_eq!(memory.private_runs().unwrap().bytes(), PAGE);
+    assert!(grown(&memory, 2 * MIB..4 * MIB) > 500);
+}
+
+#[test]
+fn memory_that_was_new_is_in_the_layer_of_a_freeze() {
+    let mut parent = restored();
     put(&parent, 0, 2);
     put(&parent, 6 * MIB, 3);
     put(&parent, HIGH + 4 * MIB, 4);
-    assert_eq!(parent.private_runs().unwrap().bytes(), 3 * PAGE);
-    let layers = parent.image.layers().len();
     parent.freeze().unwrap();
-    let kept: Vec<_> =
-        parent.image.layers()[layers..].iter().map(|layer| pages_of(&layer.file)).collect();
-    assert_eq!(kept, [2, 1], "those that were used first, and the one that was changed");
+    let layer = parent.image.layers().last().unwrap();
+    let blocks = std::os::unix::fs::MetadataExt::blocks(&layer.file.metadata().unwrap());
+    assert_eq!(blocks * 512 / PAGE, 3, "zeros of a huge page are not kept");
     let child = child_of(parent.image.clone());
     for (value, at) in [(7, 6 * MIB), (8, 4 * MIB), (9, HIGH + 6 * MIB)] {
         put(&parent, at, value);
@@ -477,9 +503,9 @@ fn memory_that_is_used_first_is_not_copied_by_a_freeze() {
 }
 
 #[test]
-fn memory_that_is_used_first_stays_what_it_was_beside_a_running_guest() {
+fn memory_that_was_new_stays_as_it_was_while_the_guest_runs_on() {
     let regions = vec![Region { address: 0, len: 64 * MIB }];
-    let mut parent = Memory::map(MemoryImage::empty(regions)).unwrap();
+    let mut parent = Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap();
     (0..8 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, 1));
     parent.freeze().unwrap();
     let mut parent = child_of(parent.image);
@@ -503,7 +529,7 @@ fn memory_that_is_used_first_stays_what_it_was_beside_a_running_guest() {
 
 #[test]
 fn machine_that_was_forked_often_lies_over_few_layers() {
-    let mut parent = to_fork();
+    let mut parent = restored();
     for round in 1..60 {
         put(&parent, 2 * MIB + round % 32 * 3 * PAGE, 1 + round as u8);
         parent.freeze().unwrap();
@@ -514,10 +540,9 @@ fn machine_that_was_forked_often_lies_over_few_layers() {
 }
 
 #[test]
-fn machine_with_a_checkpoint_goes_back_in_memory_that_it_used_first() {
-    let mut memory = to_fork();
+fn machine_with_a_checkpoint_goes_back_in_memory_that_was_new() {
+    let mut memory = restored();
     put(&memory, 6 * MIB, 3);
-    memory.go_private().unwrap();
     memory.freeze().unwrap();
     let then = memory.image.clone();
     for value in 4..7 {
@@ -526,7 +551,7 @@ fn machine_with_a_checkpoint_goes_back_in_memory_that_it_used_first() {
         memory.rewind(&then).unwrap();
         assert_eq!([0, 6 * MIB, HIGH + 4 * MIB].map(|at| get(&memory, at)), [1, 3, 0]);
     }
-    // Even if it was not told that it would be taken back.
+    // So does its child.
     let mut memory = child_of(then.clone());
     put(&memory, 6 * MIB, 9);
     put(&memory, HIGH + 4 * MIB, 9);
@@ -535,34 +560,34 @@ fn machine_with_a_checkpoint_goes_back_in_memory_that_it_used_first() {
 }
 
 #[test]
-fn trim_gives_back_what_was_used_first_and_is_zero_again() {
-    let mut memory = to_fork();
+fn trim_gives_back_what_was_new_and_is_zero_again() {
+    let mut memory = restored();
     for (at, value) in [(6 * MIB, 3), (6 * MIB, 0), (7 * MIB, 4), (0, 5), (0, 1)] {
         put(&memory, at, value);
     }
-    assert_eq!(memory.trim().unwrap(), 2 * PAGE);
+    assert!(memory.trim().unwrap() >= 2 * PAGE);
     assert_eq!(memory.private_runs().unwrap(), PageRanges::one(7 * MIB..7 * MIB + PAGE));
     assert_eq!([0, 6 * MIB, 7 * MIB].map(|at| get(&memory, at)), [1, 0, 4]);
 }
 
 #[test]
-fn diff_since_a_save_holds_what_was_used_first_after_it() {
-    let mut memory = to_fork();
+fn diff_since_a_save_holds_what_was_new_after_it() {
+    let mut memory = restored();
     put(&memory, 6 * MIB, 3);
     let base = flat(&memory);
     let before = diff_over(&memory, &vec![0; 16 << 20]).1;
-    assert_eq!(before, PageRanges::one(6 * MIB..6 * MIB + PAGE));
+    assert!(before.within(&PageRanges::one(6 * MIB..6 * MIB + PAGE)).bytes() == PAGE);
     memory.mark_saved();
     put(&memory, 6 * MIB, 4);
     put(&memory, HIGH + 4 * MIB, 5);
     let (merged, changed) = diff_over(&memory, &base);
     assert_eq!(merged, flat(&memory));
-    assert_eq!(changed.bytes(), 2 * PAGE, "{changed:?}");
+    assert!(changed.bytes() <= 2 * HUGE_PAGE, "{changed:?}");
 }
 
 #[test]
-fn bare_is_what_no_layer_has_anything_for() {
-    let memory = to_fork();
+fn unbacked_is_what_no_layer_has_anything_for() {
+    let memory = restored();
     assert_eq!(*memory.image.unbacked(), PageRanges::one(2 * MIB..16 * MIB));
     let known = memory.image.held().unwrap();
     assert_eq!(*known.unbacked(), PageRanges::one(2 * MIB..16 * MIB), "found out from the file");
@@ -572,24 +597,10 @@ fn bare_is_what_no_layer_has_anything_for() {
 }
 
 #[test]
-fn page_that_was_written_before_the_guest_ran_is_kept() {
-    let mut memory = Memory::map_to_fork(to_fork().image).unwrap();
-    put(&memory, 6 * MIB, 3);
-    memory.begin_use();
-    put(&memory, HIGH + 4 * MIB, 4);
-    memory.begin_use();
-    assert_eq!([6 * MIB, HIGH + 4 * MIB].map(|at| get(&memory, at)), [3, 4]);
-    memory.freeze().unwrap();
-    let child = child_of(memory.image.clone());
-    assert_eq!([6 * MIB, HIGH + 4 * MIB].map(|at| get(&child, at)), [3, 4]);
-}
-
-#[test]
 #[ignore = "run by the next test, which limits its files"]
 fn lives_with_small_files() {
     let regions = vec![Region { address: 0, len: 8 * MIB }];
-    let mut memory = Memory::map_to_fork(MemoryImage::empty(regions)).unwrap();
-    memory.begin_use();
+    let mut memory = child_of(MemoryImage::empty(regions));
     put(&memory, 4 * MIB, 3);
     assert!(matches!(memory.freeze(), Err(MemoryError::Keep(_))));
     assert_eq!(get(&memory, 4 * MIB), 3);
@@ -628,7 +639,7 @@ fn flags_of(memory: &Memory) -> Vec<String> {
 
 #[test]
 fn guest_memory_is_left_out_of_core_dumps_whatever_was_mapped_since() {
-    let mut memory = forkable();
+    let mut memory = small();
     let check = |memory: &Memory, count: usize| {
         let flags = flags_of(memory);
         assert!(flags.len() >= count, "{flags:?}");

@@ -134,9 +134,8 @@ impl Template {
         rest: Duration,
         first_use: impl FnOnce(&mut Vm) -> Result<(), E>,
     ) -> Result<Touched, E> {
-        let overrides = Overrides { prefault: Prefault::Nothing, ..overrides };
+        let overrides = Overrides { prefault: Prefault::Nothing, track_changes: true, ..overrides };
         let mut vm = self.fork(overrides)?.without_refresh();
-        vm.machine().memory.go_private().map_err(Error::from)?;
         let each_page = vm.machine().memory.report_each_page();
         first_use(&mut vm)?;
         vm.pause()?;

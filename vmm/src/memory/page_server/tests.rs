@@ -8,12 +8,12 @@ use pvmm_devices::virtio::thread::DeviceThread;
 use vm_memory::{Bytes, GuestAddress};
 
 use super::*;
-use crate::memory::{Memory, MemoryImage, Region};
+use crate::memory::{Memory, MemoryImage, Mode, Region};
 
 fn memory() -> Memory {
     let regions =
         vec![Region { address: 0, len: 1 << 20 }, Region { address: 1 << 32, len: 1 << 20 }];
-    Memory::map(MemoryImage::empty(regions)).unwrap()
+    Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap()
 }
 
 fn listen() -> (tempfile::TempDir, std::path::PathBuf, UnixListener) {
