@@ -61,7 +61,7 @@ struct Options {
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     without: Vec<String>,
     /// Only these moments: create, load, live-fork, rollback, snapshot, fork-memory, rate, grow,
-    /// boot, exec, overhead, throughput
+    /// api, boot, exec, overhead, throughput, run
     moments: Vec<String>,
 }
 

@@ -29,6 +29,8 @@ pub struct Stage {
     pub pvmm: Pvmm,
     pub qemu: Option<Qemu>,
     pub firecracker: Option<Firecracker>,
+    /// The command `pvmm` as it is shipped, if `PVMM_BIN` names it.
+    pub launcher: Option<PathBuf>,
     made: AtomicU32,
 }
 
@@ -59,8 +61,16 @@ impl Stage {
         };
         guest::make_taps();
         facts["network_card"] = json!(guest::tap(0).is_some());
-        let place = place.to_owned();
-        Ok((Self { place, guest, pvmm, qemu, firecracker, made: AtomicU32::new(0) }, facts))
+        let launcher = match std::env::var_os("PVMM_BIN") {
+            Some(path) => {
+                let launcher = place.join("pvmm");
+                fs::copy(path, &launcher)?;
+                Some(launcher)
+            }
+            None => None,
+        };
+        let (place, made) = (place.to_owned(), AtomicU32::new(0));
+        Ok((Self { place, guest, pvmm, qemu, firecracker, launcher, made }, facts))
     }
 
     /// A new directory, with a path short enough for sockets.

@@ -1,5 +1,6 @@
 //! The moments that are promised to be quick or small, a file for each.
 
+mod api;
 mod boot;
 mod create;
 mod exec;
@@ -11,6 +12,7 @@ mod overhead;
 mod processes;
 mod rate;
 mod rollback;
+mod run;
 pub mod set_up;
 mod snapshot;
 mod throughput;
@@ -20,7 +22,7 @@ use crate::stage::{Baking, Stage};
 
 /// Moments of machines that go on from another, by name.
 type Baked = fn(&Stage, &Baking, &mut Board) -> Outcome<()>;
-pub const BAKED: [(&str, Baked); 8] = [
+pub const BAKED: [(&str, Baked); 9] = [
     ("create", create::run),
     ("load", load::run),
     ("live-fork", live_fork::run),
@@ -29,13 +31,15 @@ pub const BAKED: [(&str, Baked); 8] = [
     ("fork-memory", fork_memory::run),
     ("rate", rate::run),
     ("grow", grow::run),
+    ("api", api::run),
 ];
 
 /// Moments of machines that were booted.
 type Booted = fn(&Stage, &mut Board) -> Outcome<()>;
-pub const BOOTED: [(&str, Booted); 4] = [
+pub const BOOTED: [(&str, Booted); 5] = [
     ("boot", boot::run),
     ("exec", exec::run),
     ("overhead", overhead::run),
     ("throughput", throughput::run),
+    ("run", run::run),
 ];

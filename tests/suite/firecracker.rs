@@ -316,6 +316,43 @@ fn snapshot_goes_on_in_another_process_with_another_tap_drive_and_socket() {
     });
 }
 
+/// Clients do nothing for it, and the guest cannot tell the loads apart.
+#[test]
+fn first_load_keeps_its_working_set_and_later_loads_prefault_it() {
+    let vm = Firecracker::new();
+    vm.describe();
+    vm.start();
+    vm.prints("echo baked > /tmp/word");
+    let baked = Baked::of(vm);
+    let kept = baked.dir.path().join("vm.state.working-set");
+    let loaded = |more: Value| {
+        let vm = Firecracker::with(&["--level", "Debug"]);
+        let mut load = baked.load(&vm);
+        load.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        vm.put("/snapshot/load", load);
+        vm.patch("/vm", json!({"state": "Resumed"}));
+        vm.agent();
+        assert_eq!(vm.prints("cat /tmp/word"), "baked");
+        vm
+    };
+    let tracked = loaded(json!({"track_dirty_pages": true}));
+    let first = loaded(json!({}));
+    first.until("the working set", |_| kept.exists().then_some(()));
+    assert!(!first.console().contains("is prefaulted"), "{}", first.console());
+    assert!(!tracked.console().contains("working set"), "{}", tracked.console());
+    let bytes = std::fs::read(&kept).unwrap();
+    for _ in 0..2 {
+        let later = loaded(json!({}));
+        assert!(later.console().contains("is prefaulted"), "{}", later.console());
+        assert!(loaded(json!({"track_dirty_pages": true})).console().find("prefaulted").is_none());
+    }
+    assert_eq!(std::fs::read(&kept).unwrap(), bytes);
+    // One that is damaged is not used, and replaced.
+    std::fs::write(&kept, b"pvmm-ws1 and nothing else").unwrap();
+    let repaired = loaded(json!({}));
+    repaired.until("another one", |_| (std::fs::read(&kept).unwrap().len() > 100).then_some(()));
+}
+
 /// After a load that failed, nobody can say what is left: the client hears why, and the process
 /// ends.
 #[test]

@@ -222,7 +222,8 @@ impl ApiServer {
         let server_at = wants.len();
         wants.extend(self.server.iter().flat_map(HttpServer::wants));
         let due = self.server.as_ref().and_then(HttpServer::deadline);
-        let until = [due, self.metrics.due()].into_iter().flatten().min();
+        let learn_at = machine.and_then(|running| running.learner.as_ref()?.due());
+        let until = [due, self.metrics.due(), learn_at].into_iter().flatten().min();
         let patience = until.map(|at| at.saturating_duration_since(Instant::now()));
         let ready = poll::wait(&wants, patience)?;
         let has = |at: usize| ready[at].read || ready[at].gone;
@@ -243,6 +244,9 @@ impl ApiServer {
         }
         if self.metrics.due().is_some_and(|due| due <= Instant::now()) {
             self.flush_metrics_quietly();
+        }
+        if let MachineStage::Running(running) = &mut self.state {
+            running.learn_if_due();
         }
         let ready = &ready[server_at..];
         let now = Instant::now();

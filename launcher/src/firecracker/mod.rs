@@ -25,6 +25,7 @@ mod fork;
 mod http;
 mod http_server;
 mod keyboard;
+mod learner;
 mod logger;
 mod metric_names;
 mod metrics;

@@ -12,6 +12,7 @@ use super::bodies::{
     NetUpdate, RateLimiter, RefreshBy, StatsUpdate, limits_of,
 };
 use super::http::Refusal;
+use super::learner::Learner;
 use super::mmds::Mmds;
 use crate::machine::SETTLE_MAX;
 
@@ -36,6 +37,8 @@ pub struct Running {
     last_stats: Option<BalloonStats>,
     hinting: Option<Search>,
     hint_status: HintingStatus,
+    /// Present until the working set of the loaded snapshot is known.
+    pub learner: Option<Learner>,
 }
 
 /// Why a VM must be refreshed.
@@ -66,7 +69,13 @@ impl Running {
             last_stats: None,
             hinting: None,
             hint_status,
+            learner: None,
         }
+    }
+
+    /// Lets the first use of the VM be learned, if `learner` is there for it.
+    pub fn learning(self, learner: Option<Learner>) -> Self {
+        Self { learner, ..self }
     }
 
     /// Requires the agent to refresh the VM, at resume, before its workload runs.
@@ -87,7 +96,21 @@ impl Running {
     pub fn resume(&mut self) -> Result<(), Refusal> {
         self.vm.resume().map_err(refuse("Resume"))?;
         self.paused = false;
+        if let Some(learner) = &mut self.learner {
+            learner.resumed();
+        }
         self.settle("Resume")
+    }
+
+    /// Keeps the working set of a snapshot that was loaded for the first time, once the VM has had
+    /// time for a first use.
+    pub fn learn_if_due(&mut self) {
+        let due = self.learner.as_ref().and_then(Learner::due);
+        if due.is_some_and(|due| due <= Instant::now())
+            && let Some(learner) = self.learner.take()
+        {
+            learner.keep(&self.vm);
+        }
     }
 
     /// Refreshes a running VM if that is pending. On failure the VM is paused again.

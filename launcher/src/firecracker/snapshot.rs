@@ -22,6 +22,7 @@ use super::bodies::{
     limits_of,
 };
 use super::http::Refusal;
+use super::learner::Learner;
 use super::running::{Running, refuse};
 use crate::sys::process::effective_uid;
 
@@ -38,6 +39,8 @@ pub fn create(running: &mut Running, wish: &SnapshotCreate) -> Result<(), Refusa
         SnapshotType::Full => SaveKind::Full,
         SnapshotType::Diff => SaveKind::Diff,
     };
+    // Pages that are touched from now on are not those of a first use of the loaded snapshot.
+    running.learner = None;
     let saved = running.vm.save_files(&wish.snapshot_path, &wish.mem_file_path, kind, &note);
     saved.map_err(refuse("Create snapshot error"))
 }
@@ -72,7 +75,7 @@ pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Run
         BackendType::File => (Some(memory.backend_path), None),
         BackendType::Uffd => (None, Some(memory.backend_path)),
     };
-    let template = Template::load_files(&load.snapshot_path, file.as_deref())
+    let mut template = Template::load_files(&load.snapshot_path, file.as_deref())
         .map_err(refuse("Load snapshot error"))?;
     let mut config = read_note(template.note())?;
     let changes = Changes {
@@ -96,6 +99,12 @@ pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Run
     // Images are opened when the VM first runs: until then the client may name another one.
     let drives = config.drives.iter().map(|drive| drive_config(drive, DriveSource::Later));
     let drives = drives.collect::<Result<Vec<_>, _>>()?;
+    // A page that is prefaulted would count as dirty, and a page server wants to be asked.
+    let learner = if file.is_some() && !config.machine_config.track_dirty_pages {
+        Learner::of(&mut template, &load.snapshot_path)
+    } else {
+        None
+    };
     let overrides = Overrides {
         drives: drives.into_iter().enumerate().collect(),
         page_server,
@@ -104,7 +113,7 @@ pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Run
     };
     let forked = template.fork(overrides).map_err(refuse("Load snapshot error"))?;
     // As in Firecracker, a refresh after a load is up to the client.
-    Ok(Running::new(forked.without_refresh(), config))
+    Ok(Running::new(forked.without_refresh(), config).learning(learner))
 }
 
 /// Refuses a drive that a state file must not name. A missing image is allowed, because a later

@@ -42,6 +42,7 @@ pub fn run(options: &Options) -> ExitCode {
 fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
     let features: &[&str] = if options.without.is_some() { &["ablation"] } else { &[] };
     let program = cargo::ship_with("pvmm-benches", "pvmm-bench", features)?;
+    let launcher = cargo::ship("pvmm-launcher", "pvmm")?;
     artifacts::prepare()?;
     let verb = if options.native { "native" } else { "run" };
     let command = |words: Vec<OsString>, out: &Path| {
@@ -60,7 +61,13 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
     }
     let found = probe::find();
     // Before anything runs: a name that means nothing is told now.
-    let words = firecracker::words(&found)?;
+    let mut words = firecracker::words(&found)?;
+    let mut named = OsString::from("PVMM_BIN=");
+    named.push(launcher);
+    if words.is_empty() {
+        words.push("env".into());
+    }
+    words.push(named);
     Ok(match found {
         Found::Here(what) => {
             progress::step(format!("measuring here: {what}"));

@@ -193,6 +193,15 @@ impl Memory {
         Ok(WorkingSet::new(&self.private_runs()?, &read))
     }
 
+    /// Returns what this guest has touched since it was mapped, for other guests to prefault. Long
+    /// ranges that it has written count as read: they are data, and a copy of each page costs
+    /// memory. The guest may run.
+    pub fn learned(&self) -> Result<WorkingSet, MemoryError> {
+        let (written, data) = self.private_runs()?.shortest(REWRITTEN_MAX);
+        let read = pages::runs(&self.guest, Pages::Shared).map_err(MemoryError::Scan)?;
+        Ok(WorkingSet::new(&written, &read.with(&data)))
+    }
+
     /// Makes the memory what `image` is, whatever was written or frozen since. The guest must be
     /// paused.
     pub fn rewind(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {

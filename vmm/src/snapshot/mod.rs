@@ -15,6 +15,7 @@
 //! | `signature.rs` | the proof that a holder of a key has written the snapshot |
 //! | `write.rs` | writing a folder, whole or not at all |
 //! | `files.rs` | a snapshot as two files, as Firecracker's clients use it |
+//! | `working_set_file.rs` | the working set that a snapshot of two files learns |
 //! | `written_file.rs` | writing one file, whole or not at all |
 //! | `edit.rs` | describing a state file, and merging a diff into a memory file |
 //! | `handover.rs` | passing a template to another process without a folder |
@@ -36,6 +37,7 @@ mod sections;
 mod signature;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
+mod working_set_file;
 mod write;
 mod written_file;
 
@@ -50,6 +52,7 @@ pub use outside::{Roots, is_allowed};
 pub use read::LoadOptions;
 pub(crate) use read::load;
 pub use signature::Key;
+pub(crate) use working_set_file::{read as read_working_set, write as write_working_set};
 pub(crate) use write::write;
 pub use write::{Durability, WriteOptions};
 

@@ -148,6 +148,18 @@ impl Vm {
         snapshot::save_files(&mut self.machine, state, memory, kind, note)
     }
 
+    /// Writes the pages that the VM has touched since it was loaded from two files to a third, for
+    /// [`Template::use_working_set`]. To be called once, when the VM has done what users do first
+    /// and before it is saved again; it may run. Fails for a VM that came from elsewhere.
+    pub fn keep_working_set(&self, file: &Path) -> Result<(), Error> {
+        let Some(sums) = &self.machine.resources.memory_sums else {
+            let what = "working set: the machine was not loaded from two files";
+            return Err(Error::plain(ErrorKind::InvalidConfig, what));
+        };
+        let set = self.machine.memory.learned()?;
+        Ok(snapshot::write_working_set(file, sums, &set)?)
+    }
+
     /// Gives back guest memory that the VM need not have of its own: pages that equal the memory
     /// image, and pages that equal the recorded sibling of its template. Pauses a VM that runs for
     /// a moment. Returns the number of bytes given back. [`next_trim`] says when to call it.

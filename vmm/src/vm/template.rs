@@ -97,6 +97,18 @@ impl Template {
         snapshot::load_files(state, memory, roots).map(|frozen| Self { frozen })
     }
 
+    /// Reads the working set that [`Vm::keep_working_set`] has written, so that forks have its
+    /// pages prefaulted. Returns whether the file has that of this snapshot; otherwise nothing
+    /// changes.
+    pub fn use_working_set(&mut self, file: &Path) -> bool {
+        let Some(sums) = &self.frozen.memory_sums else { return false };
+        let size = self.frozen.image.size();
+        let set = snapshot::read_working_set(file, sums, size).map(Arc::new);
+        let found = set.is_some();
+        self.frozen.working_set = set.or(self.frozen.working_set.take());
+        found
+    }
+
     /// Writes the template as the snapshot folder `dir`.
     pub fn write(&self, dir: &Path, options: WriteOptions) -> Result<Manifest, Error> {
         snapshot::write(&self.frozen, dir, options)
