@@ -36,9 +36,9 @@ pub fn boot(mut config: VmConfig) -> Result<Machine, Error> {
     let mode = if track_changes { Mode::Tracked } else { Mode::Private };
     let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)), mode)?;
     let guest = &memory.guest;
-    memory.prepare_growth(&PageRanges::default())?;
+    memory.map_unbacked_as_huge(&PageRanges::default())?;
     if config.huge_pages {
-        memory.prefer_huge_pages();
+        memory.advise_huge_pages();
     }
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.

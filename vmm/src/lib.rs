@@ -64,8 +64,9 @@
 //! # Threads
 //!
 //! Calls block, and most of those that wait for the guest take a deadline. There is no async
-//! runtime. A [`Vm`] has no thread before its first [`Vm::resume`]; from then on it has one for
-//! each vCPU, one for its devices, and one for the console once the guest prints. It has one owner
+//! runtime. A [`Vm`] has no thread before its first [`Vm::resume`], unless a page server supplies
+//! its memory; from then on it has one for each vCPU, one for its devices, and one for the console
+//! once the guest prints. It has one owner
 //! at a time and can be moved to another thread. A [`Template`] can be shared between threads. An
 //! [`agent::Agent`] can be cloned and used from many threads; its connection may have a thread that
 //! reads, which ends with the last handle of the connection.
@@ -104,11 +105,15 @@
 //! | `frozen.rs`, `state.rs` | a machine that stands still, and the registers of one |
 //! | `freeze.rs`, `restore.rs` | how a machine becomes a template, and a template a machine |
 //! | `rollback.rs` | how a machine goes back to its checkpoint |
-//! | `refresh.rs` | how a copy becomes somebody of its own |
+//! | `refresh.rs` | how a copy gets its own identity, randomness and clock |
 //! | `snapshot/` | a template in a folder, or as two files |
 //! | `config.rs` | what can be asked for |
 //! | `trace.rs` | where the time of a restore goes |
-//! | `agent.rs`, `exec.rs` | how commands run in the guest |
+//! | `agent/`, `exec.rs` | how commands run in the guest |
+//! | `memory/` | guest memory: images, dirty pages, working sets |
+//! | `kvm/`, `vcpu/`, `arch/` | KVM's VM and registers, the vCPU threads, what a processor wants |
+//! | `storage.rs`, `scratch.rs` | the drives of a machine, and where their top layers are |
+//! | `ablation.rs` | what a benchmark can leave out |
 
 #![deny(missing_docs)]
 

@@ -1,6 +1,6 @@
 //! Restore: from a template to a machine that goes on where the template stands.
 //!
-//! It never calls `boot.rs`; both walk through the steps of `machine.rs` in the same order.
+//! It never calls `boot.rs`; both walk through the steps of `machine/builder.rs` in one order.
 
 use std::sync::Arc;
 
@@ -40,8 +40,9 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
         None => (template.working_set.clone(), None),
     };
     // Pages that are prefaulted one by one stay small.
-    memory
-        .prepare_growth(working_set.as_ref().map_or(&PageRanges::default(), |set| &set.written))?;
+    memory.map_unbacked_as_huge(
+        working_set.as_ref().map_or(&PageRanges::default(), |set| &set.written),
+    )?;
     trace::step("map memory");
     let mut page_server = connect_page_server(template, &overrides, &memory)?;
 
@@ -119,7 +120,7 @@ fn map_memory(template: &Frozen, overrides: &Overrides) -> Result<Memory, Error>
     };
     let memory = Memory::map(template.image.clone(), mode)?;
     if overrides.huge_pages {
-        memory.prefer_huge_pages();
+        memory.advise_huge_pages();
     }
     Ok(memory)
 }

@@ -1,8 +1,8 @@
 //! Rollback: the same machine, in the same process, back at its checkpoint.
 //!
-//! Memory goes back by dropping the pages that were changed, disks by emptying their top layer;
-//! devices and vCPUs get the registers they had. Nothing is mapped, opened or made, so it can be
-//! done any number of times.
+//! Dirty pages are dropped, or rewritten in place if the guest writes them first; disks lose their
+//! top layer; devices and vCPUs get the registers they had. Nothing is opened or made, so a machine
+//! can be rolled back any number of times.
 
 use crate::error::{Error, ErrorKind};
 use crate::freeze;
@@ -57,7 +57,7 @@ fn check_drives(machine: &Machine) -> Result<(), Error> {
 fn rollback_paused(machine: &mut Machine) -> Result<(), Error> {
     let Some(checkpoint) = &machine.checkpoint else { return Ok(()) };
     let saved = checkpoint.state.clone();
-    machine.memory.rewind(&checkpoint.image)?;
+    machine.memory.rollback(&checkpoint.image)?;
     trace::step("memory taken back");
     for (index, (drive, then)) in
         machine.resources.drives.iter().zip(&checkpoint.drives).enumerate()

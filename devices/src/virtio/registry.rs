@@ -1,7 +1,8 @@
 //! The closed list of virtio devices, and how a device of any kind is opened and restored.
 //!
-//! A new device adds a variant to the enums here, and the compiler then names every place that
-//! must handle it.
+//! A new device adds a variant to the enums here, and the compiler names the places in this crate
+//! that must handle it. Outside of it, a setting of the VM opens the device, and an override
+//! supplies what it needs from the host at a restore.
 
 use std::path::PathBuf;
 

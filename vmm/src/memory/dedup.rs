@@ -1,10 +1,9 @@
-//! What a first use makes of a template's memory is much the same in every machine: of the pages
-//! that one has changed, half hold what they hold in the others. So one machine's pages are kept
-//! beside the image when its template is made, and a machine at rest lies over those wherever its
-//! own are the same.
+//! Page dedup: a trimmed VM maps pages of a recorded VM wherever its own dirty pages are equal.
 //!
-//! A page is compared before it is shared, so it does not matter what the file holds, or whose it
-//! is.
+//! A first use changes memory in much the same way in every VM of a template: half of the dirty
+//! pages of one VM equal those of the others. So the dirty pages of one VM are recorded with the
+//! template, and trimmed VMs share them. A page is compared before it is shared, so the contents of
+//! the recorded file need not be trusted.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -13,64 +12,64 @@ use pvmm_devices::GuestMemory;
 use super::{MemoryError, MemoryImage, PageRanges, pages};
 use crate::ablation::Mechanism;
 
-/// The most pieces that the machines of this process share: each may be two mappings more, and a
-/// process may have 65,530.
-const PIECES_MAX: usize = 8 << 10;
-static PIECES: AtomicUsize = AtomicUsize::new(0);
+/// The most ranges that the VMs of this process share: each may be two mappings more, and a process
+/// may have 65,530.
+const RANGES_MAX: usize = 8 << 10;
+static RANGES: AtomicUsize = AtomicUsize::new(0);
 
-/// Where a machine lies over the pages of a sibling. It may have written there since.
+/// The ranges of a guest that are mapped over the dedup source. The guest may have written there
+/// since.
 #[derive(Default)]
 pub struct DedupedPages {
-    runs: PageRanges,
-    pieces: usize,
+    ranges: PageRanges,
+    counted: usize,
 }
 
 impl DedupedPages {
-    pub fn runs(&self) -> &PageRanges {
-        &self.runs
+    pub fn ranges(&self) -> &PageRanges {
+        &self.ranges
     }
 
-    /// Shares those of the `private` pages of `guest` that are the same in the sibling which
-    /// `image` knows. Returns how many bytes that were. As far as the host has mappings for it. The
-    /// guest must be paused.
+    /// Maps the dedup source of `image` in place of those `private` pages of `guest` that equal it,
+    /// as far as there are mappings left. Returns the number of bytes shared. The guest must be
+    /// paused.
     pub fn share(
         &mut self,
         guest: &GuestMemory,
         private: &PageRanges,
         image: &MemoryImage,
     ) -> Result<u64, MemoryError> {
-        let Some(sibling) = image.sibling().filter(|_| Mechanism::Dedup.in_use()) else {
+        let Some(source) = image.dedup_source().filter(|_| Mechanism::Dedup.in_use()) else {
             return Ok(0);
         };
-        let alone = MemoryImage::empty(image.regions().to_vec()).with_file(sibling.clone());
+        let alone = MemoryImage::empty(image.regions().to_vec()).with_file(source.clone());
         let same = alone.unchanged(guest, private).map_err(MemoryError::Scan)?;
         let mut taken = Vec::new();
         for run in same.iter() {
-            if PIECES.fetch_add(1, Ordering::Relaxed) >= PIECES_MAX {
-                PIECES.fetch_sub(1, Ordering::Relaxed);
+            if RANGES.fetch_add(1, Ordering::Relaxed) >= RANGES_MAX {
+                RANGES.fetch_sub(1, Ordering::Relaxed);
                 break;
             }
-            self.pieces += 1;
-            // Before it is tried: of two regions, the first may have changed when the second
-            // cannot.
+            self.counted += 1;
+            // Noted before the call: it may map the part in one region and fail in the next.
             taken.push(run.clone());
-            if pages::map_file(guest, run, sibling).is_err() {
+            if pages::map_file(guest, run, source).is_err() {
                 break;
             }
         }
         let taken = PageRanges::merged(taken);
-        self.runs = self.runs.with(&taken);
-        // Those that were shared before, and written since, are no more pieces than they were.
-        let counted_twice = self.pieces.saturating_sub(self.runs.count());
-        PIECES.fetch_sub(counted_twice, Ordering::Relaxed);
-        self.pieces -= counted_twice;
+        self.ranges = self.ranges.union(&taken);
+        // Ranges that were shared before and written since are counted already.
+        let counted_twice = self.counted.saturating_sub(self.ranges.count());
+        RANGES.fetch_sub(counted_twice, Ordering::Relaxed);
+        self.counted -= counted_twice;
         Ok(taken.bytes())
     }
 }
 
 impl Drop for DedupedPages {
     fn drop(&mut self) {
-        PIECES.fetch_sub(self.pieces, Ordering::Relaxed);
+        RANGES.fetch_sub(self.counted, Ordering::Relaxed);
     }
 }
 
@@ -82,7 +81,7 @@ mod tests {
     use pvmm_devices::sparse;
     use vm_memory::{Bytes, GuestAddress};
 
-    use super::super::{Memory, Mode, PAGE, Pages, Region, sys};
+    use super::super::{Memory, Mode, PAGE, PageState, Region, sys};
     use super::*;
 
     /// The pieces of a process are counted together, so tests that share any run one after the
@@ -105,7 +104,7 @@ mod tests {
     }
 
     fn own_pages(memory: &Memory) -> u64 {
-        pages::runs(&memory.guest, Pages::Private).unwrap().bytes() / PAGE
+        pages::scan(&memory.guest, PageState::Private).unwrap().bytes() / PAGE
     }
 
     /// An image of ones, which knows a machine that has written `pages` with twos.
@@ -117,7 +116,7 @@ mod tests {
         memory.freeze().unwrap();
         let sibling = Memory::map(memory.image.clone(), Mode::Tracked).unwrap();
         pages.for_each(|at| put(&sibling, at, 2));
-        sibling.keep_sibling(&memory.image).unwrap()
+        sibling.record_dedup_source(&memory.image).unwrap()
     }
 
     /// Used as its sibling was, but for one page, and at rest.
@@ -133,10 +132,10 @@ mod tests {
     fn pages_that_are_the_same_in_a_sibling_are_shared_until_they_are_written() {
         let _alone = alone();
         let image = template(4 * MIB, [SAME, OTHER].into_iter());
-        for image in [image.clone(), image.held().unwrap()] {
+        for image in [image.clone(), image.copy_to_memfd().unwrap()] {
             let [one, two] = [(); 2].map(|()| used(&image));
             assert_eq!([own_pages(&one), own_pages(&two)], [1, 1]);
-            assert_eq!(one.private_runs().unwrap().bytes(), 2 * PAGE, "still a change");
+            assert_eq!(one.dirty_pages().unwrap().bytes(), 2 * PAGE, "still a change");
             assert_eq!([SAME, OTHER, 0].map(|at| get(&one, at)), [2, 3, 1]);
             put(&one, SAME, 7);
             assert_eq!([get(&one, SAME), get(&two, SAME)], [7, 2]);
@@ -153,17 +152,17 @@ mod tests {
         assert_eq!([SAME, OTHER, 0].map(|at| get(&child, at)), [2, 3, 1]);
 
         let mut saved = used(&image);
-        let changed = saved.changed().unwrap();
-        assert_eq!(changed, saved.private_runs().unwrap());
+        let changed = saved.dirty_since_save().unwrap();
+        assert_eq!(changed, saved.dirty_pages().unwrap());
         saved.mark_saved();
-        assert_eq!(saved.changed().unwrap().bytes(), 0);
+        assert_eq!(saved.dirty_since_save().unwrap().bytes(), 0);
         put(&saved, SAME, 4);
-        assert_eq!(saved.changed().unwrap(), PageRanges::one(SAME..SAME + PAGE));
+        assert_eq!(saved.dirty_since_save().unwrap(), PageRanges::one(SAME..SAME + PAGE));
 
         let mut back = used(&image);
-        back.rewind(&image).unwrap();
+        back.rollback(&image).unwrap();
         assert_eq!([SAME, OTHER].map(|at| get(&back, at)), [1, 1]);
-        assert_eq!(back.private_runs().unwrap(), PageRanges::default());
+        assert_eq!(back.dirty_pages().unwrap(), PageRanges::default());
     }
 
     #[test]
@@ -199,19 +198,19 @@ mod tests {
         for _ in 0..3 {
             put(&memory, SAME, 7);
             put(&memory, SAME, 2);
-            assert_eq!((memory.trim().unwrap(), memory.deduped.pieces), (PAGE, 1));
+            assert_eq!((memory.trim().unwrap(), memory.deduped.counted), (PAGE, 1));
         }
     }
 
     #[test]
     fn sibling_that_is_large_is_not_held_and_of_a_large_one_the_short_runs_are_kept() {
         let image = template(32 * MIB, (MIB..32 * MIB).step_by(PAGE as usize).chain([SAME]));
-        let kept = image.sibling().unwrap();
+        let kept = image.dedup_source().unwrap();
         assert_eq!(sparse::data(kept, 0..32 * MIB).unwrap(), vec![SAME..SAME + PAGE]);
         let large = sys::memfd(c"test", 32 * MIB).unwrap();
         FileExt::write_all_at(&large, &vec![5; 32 << 20], 0).unwrap();
-        let held = image.with_sibling_file(Some(large.into())).held().unwrap();
-        assert!(held.sibling().is_none());
+        let held = image.with_dedup_file(Some(large.into())).copy_to_memfd().unwrap();
+        assert!(held.dedup_source().is_none());
     }
 
     #[test]
@@ -227,7 +226,7 @@ mod tests {
             memory
         };
         let all = 8 * MIB / PAGE;
-        let machines: Vec<_> = (0..=PIECES_MAX as u64 / all).map(|_| share()).collect();
+        let machines: Vec<_> = (0..=RANGES_MAX as u64 / all).map(|_| share()).collect();
         assert!(own_pages(machines.last().unwrap()) > 0);
         drop(machines);
         assert_eq!(own_pages(&share()), 0);

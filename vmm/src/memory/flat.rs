@@ -10,37 +10,37 @@ use std::ops::Range;
 
 use pvmm_devices::sparse;
 
-use super::sys::Pages;
+use super::sys::PageState;
 use super::uffd::Userfault;
 use super::{Memory, MemoryError, PAGE, PageRanges, pages};
 
-/// Since when pages count as changed.
+/// The save, or load, that changes are counted from.
 #[derive(Default)]
-pub struct Changes {
-    /// How many layers of the image the last save, or the load, had. None if that is not known any
-    /// more: then everything counts as changed.
+pub struct SaveBaseline {
+    /// The number of layers that the image had then. `None` if that is no longer known: then every
+    /// page counts as changed.
     layers: Option<usize>,
-    /// Keeps the kernel's notes of which private pages were written since the last save.
+    /// Keeps the kernel tracking writes to private pages.
     written: Option<Userfault>,
-    /// There was a save, and another may follow that holds only what changed.
+    /// There was a save, and a diff may follow it.
     saved: bool,
 }
 
-impl Changes {
-    /// As of an image with so many layers.
+impl SaveBaseline {
+    /// The load of an image with so many layers.
     pub fn since(layers: usize) -> Self {
         Self { layers: Some(layers), written: None, saved: false }
     }
 }
 
 impl Memory {
-    /// The ranges that may hold anything but zeros. With `all_here` false, pages may still have to
-    /// come from elsewhere, so all of them may.
-    pub fn filled(&self, all_here: bool) -> Result<PageRanges, MemoryError> {
+    /// Returns the ranges that may have anything but zeros. With `all_here` false, pages may still
+    /// have to come from a page server, so that is all of memory.
+    pub fn nonzero_ranges(&self, all_here: bool) -> Result<PageRanges, MemoryError> {
         if !all_here {
             return Ok(PageRanges::all(self.image.size()));
         }
-        let mut parts: Vec<Range<u64>> = self.private_runs()?.iter().collect();
+        let mut parts: Vec<Range<u64>> = self.dirty_pages()?.iter().collect();
         for layer in self.image.layers() {
             for run in layer.runs.iter() {
                 match sparse::data(&layer.file, run.clone()) {
@@ -53,49 +53,49 @@ impl Memory {
         Ok(PageRanges::merged(parts))
     }
 
-    /// Whether a later save may hold only what changed since an earlier one.
+    /// Returns whether a diff may follow an earlier save.
     pub(super) fn was_saved(&self) -> bool {
-        self.changes.saved
+        self.baseline.saved
     }
 
-    /// The pages that differ from the last save, or from the image if there was none; perhaps a few
-    /// more.
-    pub fn changed(&self) -> Result<PageRanges, MemoryError> {
-        let Some(layers) = self.changes.layers else {
+    /// Returns the pages that changed since the last save, or since the load if there was none;
+    /// perhaps a few more.
+    pub fn dirty_since_save(&self) -> Result<PageRanges, MemoryError> {
+        let Some(layers) = self.baseline.layers else {
             return Ok(PageRanges::all(self.image.size()));
         };
-        let private = match self.changes.written {
+        let private = match self.baseline.written {
             Some(_) => {
-                pages::runs(&self.guest, Pages::PrivateWritten).map_err(MemoryError::Scan)?
+                pages::scan(&self.guest, PageState::PrivateWritten).map_err(MemoryError::Scan)?
             }
-            None => self.private_runs()?,
+            None => self.dirty_pages()?,
         };
         let above = self.image.runs_from(layers).into_iter().map(|(start, end)| start..end);
         Ok(PageRanges::merged(above.chain(private.iter()).collect()))
     }
 
-    /// From now on only what is written later counts as changed, where the kernel can tell. The
-    /// guest must be paused.
+    /// Makes this instant the baseline, where the kernel can track writes. The guest must be paused.
     pub fn mark_saved(&mut self) {
-        self.changes.saved = true;
-        if self.changes.written.is_none() {
-            self.changes.written = Userfault::for_written(&self.guest).ok();
+        self.baseline.saved = true;
+        if self.baseline.written.is_none() {
+            self.baseline.written = Userfault::for_written(&self.guest).ok();
         }
-        let marked = self.changes.written.is_some() && pages::forget_written(&self.guest).is_ok();
+        let marked =
+            self.baseline.written.is_some() && pages::reset_write_tracking(&self.guest).is_ok();
         if marked {
-            self.changes.layers = Some(self.image.layers().len());
+            self.baseline.layers = Some(self.image.layers().len());
         } else {
-            // What counted as changed before goes on to: more than needed, and right.
-            self.changes.written = None;
+            // The old baseline stays: a diff has more pages than needed, and is right.
+            self.baseline.written = None;
         }
     }
 
-    /// Writes all of memory, which is zero but in `filled`, into `file`, which is empty. The guest
-    /// must be paused.
+    /// Writes all of memory, which is zero except in `filled`, into the empty `file`. The guest must
+    /// be paused.
     pub fn write_flat(&self, file: &File, filled: &PageRanges) -> Result<(), MemoryError> {
         let size = self.image.size();
-        if self.share_with(file) {
-            let changed = self.private_runs()?;
+        if self.reflink_to(file) {
+            let changed = self.dirty_pages()?;
             file.set_len(size).map_err(MemoryError::Write)?;
             return self.write_over(file, &changed);
         }
@@ -106,9 +106,9 @@ impl Memory {
         write().map_err(MemoryError::Write)
     }
 
-    /// Lets `file` have the blocks of the image, where it is one file and its file system can share
-    /// them.
-    fn share_with(&self, file: &File) -> bool {
+    /// Makes `file` share the blocks of the image. Returns false if the image is not one file, or
+    /// its file system cannot share blocks.
+    fn reflink_to(&self, file: &File) -> bool {
         let [layer] = self.image.layers() else { return false };
         let whole = layer.runs == PageRanges::all(self.image.size());
         whole && sparse::clone(&layer.file, file).is_ok()

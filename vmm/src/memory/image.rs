@@ -1,7 +1,8 @@
-//! What lies under a guest's memory: files that never change, one over the other.
+//! The memory image: copy-on-write layers that never change, and how guests map them.
 //!
-//! The lowest layer is a snapshot's memory or nothing, which reads as zeros; each layer above holds
-//! the pages that differ. Mapping an image copies nothing, so any number of guests share its pages.
+//! A layer is a file and the page ranges that it covers. The lowest layer is the memory of a
+//! snapshot; without one the image is empty and reads as zeros. Each freeze adds the dirty pages of
+//! a guest as a layer. Mapping an image copies nothing, so any number of guests share its pages.
 
 use std::fs::File;
 use std::io;
@@ -14,17 +15,17 @@ use vm_memory::{Bytes, GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::background_copy::BackgroundCopy;
 use super::rollback_set::RollbackWorkingSet;
-use super::{PAGE, PageRanges, Pages, TRIM_MAX, pages, sys};
+use super::{PAGE, PageRanges, PageState, TRIM_MAX, pages, sys};
 use crate::error::{Error, ErrorKind};
 
-/// The most pieces of one layer: a process may have 65,530 mappings in all.
+/// The most page ranges of one layer: each is a mapping, and a process may have 65,530 in all.
 pub const MAX_RUNS: usize = 2048;
-/// Gaps up to this size between two changed pieces are copied with them beside the guest: each
-/// piece is a mapping in every child, which costs more than a few pages once. A guest that waits
-/// for the copy is spared that.
+/// Gaps up to this size between two dirty ranges are copied with them by a background copy: each
+/// range is a mapping in every fork, which costs more than a few pages once. A guest that waits for
+/// the copy is spared that.
 const GAP: u64 = 32 * PAGE;
-/// How much of what a guest has written it is expected to write again at once: more than a first
-/// command does, and little enough to keep.
+/// How much of its dirty memory a guest is expected to write again at once: more than a first
+/// command writes, and little enough to keep.
 pub const REWRITTEN_MAX: u64 = 2 << 20;
 /// The size of a huge page, and of the blocks in which an image is searched for holes: each hole is
 /// a mapping in every VM.
@@ -32,7 +33,7 @@ pub const HUGE_PAGE: u64 = 2 << 20;
 /// The most layers of one image.
 pub const MAX_LAYERS: usize = 16;
 
-/// What failed with a guest's memory.
+/// Failures of guest memory.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
     #[error("cannot map {mib} MiB")]
@@ -69,38 +70,37 @@ impl From<MemoryError> for Error {
     }
 }
 
-/// A range of guest addresses; its bytes follow those of the region before it in the image.
+/// A range of guest addresses. In the image, regions follow each other without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
     pub address: u64,
     pub len: u64,
 }
 
-/// One file of an image and the ranges for which it speaks.
+/// One file of an image and the page ranges that it covers.
 pub struct Layer {
     pub file: Arc<File>,
     pub runs: PageRanges,
 }
 
-/// Memory that never changes.
+/// Layers of memory that never change.
 #[derive(Clone)]
 pub struct MemoryImage {
     regions: Arc<[Region]>,
     layers: Vec<Arc<Layer>>,
-    /// How many of the lowest layers are those of the snapshot that the image goes on from.
+    /// The number of lowest layers that are those of the snapshot below.
     base_layers: usize,
-    /// The long stretches of nothing but zeros, once somebody has asked.
+    /// The unbacked ranges, once they were searched.
     unbacked: Arc<OnceLock<PageRanges>>,
-    /// What a machine that lay over this had changed after its first use; of the size of all, with
-    /// holes elsewhere.
-    sibling: Option<Arc<File>>,
+    /// The dirty pages of a recorded VM of this image, after its first use; holes elsewhere.
+    dedup_source: Option<Arc<File>>,
 }
 
 impl MemoryImage {
-    /// Nothing but zeros.
+    /// An image without layers, which reads as zeros.
     pub fn empty(regions: Vec<Region>) -> Self {
         let (regions, unbacked) = (regions.into(), Arc::default());
-        Self { regions, layers: Vec::new(), base_layers: 0, unbacked, sibling: None }
+        Self { regions, layers: Vec::new(), base_layers: 0, unbacked, dedup_source: None }
     }
 
     pub fn regions(&self) -> &[Region] {
@@ -111,16 +111,16 @@ impl MemoryImage {
         &self.layers
     }
 
-    /// All bytes, touched or not.
+    /// Returns the size of guest memory in bytes.
     pub fn size(&self) -> u64 {
         self.regions.iter().map(|region| region.len).sum()
     }
 
-    /// The same with a layer on top.
+    /// Returns the image with a layer on top.
     #[must_use]
     pub fn with(&self, layer: Layer) -> Self {
         let unbacked =
-            self.unbacked.get().map(|unbacked| unbacked.without(&layer.runs.blocks(HUGE_PAGE)));
+            self.unbacked.get().map(|unbacked| unbacked.difference(&layer.runs.blocks(HUGE_PAGE)));
         let mut layers = self.layers.clone();
         layers.push(Arc::new(layer));
         Self {
@@ -128,38 +128,40 @@ impl MemoryImage {
             layers,
             base_layers: self.base_layers,
             unbacked: Arc::new(unbacked.map_or_else(OnceLock::new, OnceLock::from)),
-            sibling: None,
+            dedup_source: None,
         }
     }
 
-    /// The same with a layer on top that has everything.
+    /// Returns the image with a layer on top that covers everything.
     #[must_use]
     pub fn with_file(&self, file: Arc<File>) -> Self {
         self.with(Layer { file, runs: PageRanges::all(self.size()) })
     }
 
-    /// The same, knowing what a machine that lay over it had changed. That machine must be paused.
-    pub fn with_sibling(
+    /// Returns the image with the `changed` pages of `guest` as the source for page dedup. The guest
+    /// must be paused.
+    pub fn with_dedup_source(
         &self,
         guest: &GuestMemory,
         changed: &PageRanges,
     ) -> Result<Self, MemoryError> {
-        let file = kept(self.size(), |file| {
+        let file = sealed_memfd(self.size(), |file| {
             changed.iter().try_for_each(|run| pages::write_run(guest, run, file))
         });
-        Ok(self.clone().with_sibling_file(Some(file?.into())))
+        Ok(self.clone().with_dedup_file(Some(file?.into())))
     }
 
     #[must_use]
-    pub fn with_sibling_file(self, sibling: Option<Arc<File>>) -> Self {
-        Self { sibling, ..self }
+    pub fn with_dedup_file(self, dedup_source: Option<Arc<File>>) -> Self {
+        Self { dedup_source, ..self }
     }
 
-    pub fn sibling(&self) -> Option<&Arc<File>> {
-        self.sibling.as_ref()
+    pub fn dedup_source(&self) -> Option<&Arc<File>> {
+        self.dedup_source.as_ref()
     }
 
-    /// Long stretches for which no layer has anything; none where that cannot be known.
+    /// Returns the ranges, in huge pages, for which no layer has data; none where a file cannot tell
+    /// its holes.
     pub fn unbacked(&self) -> &PageRanges {
         self.unbacked.get_or_init(|| self.find_unbacked().unwrap_or_default())
     }
@@ -171,10 +173,10 @@ impl MemoryImage {
                 used.extend(sparse::blocks_with_data(&layer.file, run, HUGE_PAGE)?);
             }
         }
-        Ok(PageRanges::all(self.size()).without(&PageRanges::merged(used)))
+        Ok(PageRanges::all(self.size()).difference(&PageRanges::merged(used)))
     }
 
-    /// The same, where the `layers` lowest ones are a snapshot's.
+    /// Returns the image, whose `layers` lowest layers are those of a snapshot.
     #[must_use]
     pub fn on_base(self, layers: usize) -> Self {
         Self { base_layers: layers.min(self.layers.len()), ..self }
@@ -184,41 +186,41 @@ impl MemoryImage {
         self.base_layers
     }
 
-    /// Whether both are made of the very same layers.
-    pub fn is(&self, other: &Self) -> bool {
+    /// Returns whether both have the very same layers.
+    pub fn has_same_layers(&self, other: &Self) -> bool {
         let same = |(one, other): (&Arc<Layer>, &Arc<Layer>)| Arc::ptr_eq(one, other);
         self.layers.len() == other.layers.len() && self.layers.iter().zip(&other.layers).all(same)
     }
 
-    /// Makes `guest` lie over this image, as if it had never written anything. The guest must be
-    /// paused.
-    pub fn put_under(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
+    /// Maps this image in place of all memory of `guest`, whose dirty pages are lost. The guest must
+    /// be paused.
+    pub fn remap(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         pages::map_zeros(guest, 0..self.size()).map_err(MemoryError::Discard)?;
-        self.layers.iter().try_for_each(|layer| layer.cover(guest))
+        self.layers.iter().try_for_each(|layer| layer.map_into(guest))
     }
 
-    /// Undoes what `guest`, which lies over this image, has written. What it will write
-    /// `rollback_set` gets its old bytes where it is, which saves the guest a fault on each page;
-    /// the rest is dropped. The guest must be paused.
-    pub fn take_back(
+    /// Reverts the dirty pages of `guest`, which is mapped over this image. Pages in `rollback_set`
+    /// are rewritten in place, which saves the guest a fault on each; the others are discarded. The
+    /// guest must be paused.
+    pub fn revert_dirty_pages(
         &self,
         guest: &GuestMemory,
         rollback_set: &mut RollbackWorkingSet,
     ) -> io::Result<()> {
-        let private = pages::runs(guest, Pages::Private)?;
+        let private = pages::scan(guest, PageState::Private)?;
         let mut kept = rollback_set.keep(&private);
-        pages::discard(guest, &private.without(&kept).at_most(MAX_RUNS))?;
+        pages::discard(guest, &private.difference(&kept).at_most(MAX_RUNS))?;
         for layer in self.layers.iter().rev() {
-            for run in kept.within(&layer.runs).iter() {
+            for run in kept.intersection(&layer.runs).iter() {
                 pages::read_run(guest, run, &layer.file)?;
             }
-            kept = kept.without(&layer.runs);
+            kept = kept.difference(&layer.runs);
         }
         kept.iter().for_each(|run| pages::zero_run(guest, run));
         Ok(())
     }
 
-    /// A private view for one guest.
+    /// Maps the image for one guest: a page that is written becomes private to the mapping.
     pub fn map(&self) -> Result<GuestMemory, MemoryError> {
         let mut regions = Vec::with_capacity(self.regions.len());
         for region in self.regions.iter() {
@@ -229,13 +231,17 @@ impl MemoryImage {
             regions.push(mapped.ok_or(MemoryError::Regions)?);
         }
         let guest = GuestMemory::from_regions(regions).map_err(|_| MemoryError::Regions)?;
-        self.layers.iter().try_for_each(|layer| layer.cover(&guest))?;
+        self.layers.iter().try_for_each(|layer| layer.map_into(&guest))?;
         Ok(guest)
     }
 
-    /// The image as `guest` sees it now, and the layer by which it differs from this one. The guest
+    /// Returns the image with the dirty pages of `guest`, which are in `runs`, as a layer. The guest
     /// must be paused.
-    pub fn frozen(&self, guest: &GuestMemory, runs: &PageRanges) -> Result<Self, MemoryError> {
+    pub fn with_dirty_pages(
+        &self,
+        guest: &GuestMemory,
+        runs: &PageRanges,
+    ) -> Result<Self, MemoryError> {
         if self.layers.len() < MAX_LAYERS {
             self.layered(guest, runs).map_err(MemoryError::Keep)
         } else {
@@ -253,8 +259,9 @@ impl MemoryImage {
         Ok(self.with(Layer { file: file.into(), runs }))
     }
 
-    /// Begins to make the image as `guest` sees it now. The guest must be paused for this call, and
-    /// may go on afterwards. `None` where only [`Self::frozen`] can do it.
+    /// Begins a background copy of the pages of `guest` that are in `written`. The guest must be
+    /// paused for this call, and may run afterwards. Returns `None` where only
+    /// [`Self::with_dirty_pages`] can do it.
     pub fn begin_freeze(
         &self,
         guest: &GuestMemory,
@@ -280,7 +287,7 @@ impl MemoryImage {
         }
     }
 
-    /// One layer with everything, when there are too many to put another on top.
+    /// Copies all layers and the dirty pages into one layer, when there are too many to add one.
     fn flattened(&self, guest: &GuestMemory, runs: &PageRanges) -> io::Result<Self> {
         let file = sys::memfd(c"pvmm-memory", self.size())?;
         self.write_to(&file)?;
@@ -293,25 +300,25 @@ impl MemoryImage {
         Ok(Self::empty(self.regions.to_vec()).with_file(file.into()))
     }
 
-    /// Puts the top layer over what `guest` has there; it must be what `guest` has there already.
-    pub fn cover_top(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
-        self.layers.last().map_or(Ok(()), |layer| layer.cover(guest))
+    /// Maps the top layer in place of the pages of `guest` that it was made of.
+    pub fn map_top_layer_into(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
+        self.layers.last().map_or(Ok(()), |layer| layer.map_into(guest))
     }
 
-    /// The same in one sealed file of this host's memory.
-    pub fn held(&self) -> Result<Self, MemoryError> {
+    /// Copies all layers into one sealed memfd.
+    pub fn copy_to_memfd(&self) -> Result<Self, MemoryError> {
         let size = self.size();
-        let file = kept(size, |file| self.write_to(file))?;
-        // Only a help, and a large one is none: a trim would not look at it.
+        let file = sealed_memfd(size, |file| self.write_to(file))?;
+        // A trim does not compare more than this.
         let is_small = |sibling: &&Arc<File>| {
             let data = sparse::data(sibling, 0..size).map(PageRanges::merged);
             data.is_ok_and(|data| data.bytes() <= TRIM_MAX)
         };
-        let hold = |sibling| kept(size, |file| sparse::copy(sibling, file, 0..size)).ok();
-        let sibling = self.sibling.as_ref().filter(is_small).and_then(|file| hold(file));
+        let hold = |sibling| sealed_memfd(size, |file| sparse::copy(sibling, file, 0..size)).ok();
+        let sibling = self.dedup_source.as_ref().filter(is_small).and_then(|file| hold(file));
         let held = Self::empty(self.regions.to_vec()).with_file(file.into());
-        let held = held.with_sibling_file(sibling.map(Arc::new));
-        // It still is what the snapshot holds, if it was nothing else before.
+        let held = held.with_dedup_file(sibling.map(Arc::new));
+        // The copy is the snapshot's memory if all layers were.
         let all_base = self.base_layers == self.layers.len();
         Ok(held.on_base(usize::from(all_base && self.base_layers > 0)))
     }
@@ -329,32 +336,33 @@ impl MemoryImage {
         Ok(())
     }
 
-    /// Fills `bytes` with what the layers from the `first` on have from `at` on, zeros where they
-    /// have nothing. Returns how much was not a hole.
+    /// Reads from the layers from `first` on, at offset `at`, with zeros where they have no data.
+    /// Returns the number of bytes that were no hole.
     pub fn read(&self, first: usize, at: u64, bytes: &mut [u8]) -> io::Result<u64> {
         let range = at..at + bytes.len() as u64;
         let place = |part: &Range<u64>| (part.start - at) as usize..(part.end - at) as usize;
         let mut data = Vec::new();
         let mut left = PageRanges::one(range.clone());
         for layer in self.layers.iter().skip(first).rev() {
-            let own = layer.runs.between(&range);
-            for run in left.within(&own).iter() {
+            let own = layer.runs.clip(&range);
+            for run in left.intersection(&own).iter() {
                 for part in sparse::data(&layer.file, run)? {
                     let bytes = bytes.get_mut(place(&part)).unwrap_or_default();
                     layer.file.read_exact_at(bytes, part.start)?;
                     data.push(part);
                 }
             }
-            left = left.without(&own);
+            left = left.difference(&own);
         }
         let data = PageRanges::merged(data);
-        for hole in PageRanges::one(range).without(&data).iter() {
+        for hole in PageRanges::one(range).difference(&data).iter() {
             bytes.get_mut(place(&hole)).unwrap_or_default().fill(0);
         }
         Ok(data.bytes())
     }
 
-    /// Which pages of `runs` are in `guest` what they are here. The guest must be paused.
+    /// Returns the pages of `runs` that are equal in `guest` and in the image. The guest must be
+    /// paused.
     pub fn unchanged(&self, guest: &GuestMemory, runs: &PageRanges) -> io::Result<PageRanges> {
         let mut same = PageRanges::default();
         let (mut own, mut theirs) = (Vec::new(), Vec::new());
@@ -376,7 +384,7 @@ impl MemoryImage {
         Ok(same)
     }
 
-    /// The ranges for which the layers from the `first` on speak.
+    /// Returns the ranges that the layers from `first` on cover.
     pub fn runs_from(&self, first: usize) -> Vec<(u64, u64)> {
         let layers = self.layers.iter().skip(first);
         let mut all: Vec<_> = layers.flat_map(|layer| layer.runs.iter()).collect();
@@ -392,9 +400,9 @@ impl MemoryImage {
     }
 }
 
-/// An image that is being made while its guest runs on.
+/// A memory image that is being made while its guest runs.
 pub struct Freezing {
-    /// What the guest had changed.
+    /// The dirty pages of the guest.
     pub written: PageRanges,
     below: MemoryImage,
     layer: Layer,
@@ -402,7 +410,7 @@ pub struct Freezing {
 }
 
 impl Freezing {
-    /// The image, once all of it is there.
+    /// Waits for the copy and returns the image.
     pub fn finish(self) -> Result<MemoryImage, MemoryError> {
         let finish = || -> io::Result<()> {
             self.background_copy.finish()?;
@@ -413,8 +421,11 @@ impl Freezing {
     }
 }
 
-/// A sealed file of this host's memory.
-fn kept(size: u64, fill: impl FnOnce(&File) -> io::Result<()>) -> Result<File, MemoryError> {
+/// Makes a sealed memfd of what `fill` writes.
+fn sealed_memfd(
+    size: u64,
+    fill: impl FnOnce(&File) -> io::Result<()>,
+) -> Result<File, MemoryError> {
     let keep = || -> io::Result<File> {
         let file = sys::memfd(c"pvmm-memory", size)?;
         fill(&file)?;
@@ -432,13 +443,14 @@ fn map_anonymous(len: usize) -> io::Result<MmapRegion> {
 }
 
 impl Layer {
-    /// How much there is to copy.
-    pub fn data_bytes(&self) -> u64 {
+    /// Returns how many bytes the ranges have, holes of the file included.
+    pub fn range_bytes(&self) -> u64 {
         self.runs.bytes()
     }
 
-    /// Puts the layer's ranges over what `guest` has there. The guest must be paused or not begun.
-    pub fn cover(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
+    /// Maps the layer's ranges in place of what `guest` has there. The guest must be paused or not
+    /// have run.
+    pub fn map_into(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         for run in self.runs.iter() {
             let mib = (run.end - run.start) >> 20;
             pages::map_file(guest, run, &self.file)

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use pvmm_devices::GuestMemory;
 
-use super::{PageRanges, Pages, REWRITTEN_MAX, WorkingSet, pages};
+use super::{PageRanges, PageState, REWRITTEN_MAX, WorkingSet, pages};
 use crate::ablation::Mechanism;
 
 /// How often the first machine is looked at: it may not have done much at the first time.
@@ -68,11 +68,11 @@ impl WorkingSetLearner {
     /// somebody's data.
     fn learned(&self, written: &PageRanges, read: &PageRanges) -> WorkingSet {
         let grown = |guess: &PageRanges, seen: &PageRanges| {
-            let (new, _) = seen.without(guess).shortest(REWRITTEN_MAX);
-            guess.with(&new)
+            let (new, _) = seen.difference(guess).shortest(REWRITTEN_MAX);
+            guess.union(&new)
         };
         let written = grown(&self.guess.written, written);
-        WorkingSet::new(&written, &grown(&self.guess.read, read).without(&written))
+        WorkingSet::new(&written, &grown(&self.guess.read, read).difference(&written))
     }
 }
 
@@ -83,7 +83,10 @@ impl WorkingSetLearner {
 /// that it has mapped. Only a help, so the machine may run meanwhile; where pages cannot be listed,
 /// the guess stays.
 fn look(guest: &GuestMemory) -> Option<(PageRanges, PageRanges)> {
-    Some((pages::runs(guest, Pages::Private).ok()?, pages::runs(guest, Pages::Shared).ok()?))
+    Some((
+        pages::scan(guest, PageState::Private).ok()?,
+        pages::scan(guest, PageState::FileMapped).ok()?,
+    ))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -121,7 +124,7 @@ mod tests {
         write(&first, 1000..9000);
         let (set, none) = learner.observe(&second.guest);
         assert!(none.is_none());
-        assert_eq!(set.written.without(&run(0..2)), run(10..11));
+        assert_eq!(set.written.difference(&run(0..2)), run(10..11));
         assert_eq!(set.read, guess.read);
     }
 
@@ -148,8 +151,8 @@ mod tests {
         first.guest.read_obj::<u8>(GuestAddress(100 * PAGE)).unwrap();
         let set = learner.observe(&second.guest).0;
         assert_eq!(set.written, run(0..2));
-        assert_eq!(set.read.within(&run(8..12)), run(8..12));
-        assert_eq!(set.read.within(&run(100..101)), run(100..101));
+        assert_eq!(set.read.intersection(&run(8..12)), run(8..12));
+        assert_eq!(set.read.intersection(&run(100..101)), run(100..101));
     }
 
     #[test]

@@ -105,7 +105,7 @@ impl PageServer {
             source,
         })?;
         let faults = Userfault::for_missing(guest).map_err(PageServerError::Userfault)?;
-        let mappings: Vec<_> = pages::places(guest)
+        let mappings: Vec<_> = pages::host_regions(guest)
             .into_iter()
             .map(|(offset, address, size)| Mapping {
                 base_host_virt_addr: address as u64,

@@ -1,7 +1,8 @@
-//! Which pages of its memory a guest has made its own, asked of the kernel's page tables.
+//! Page ranges, the scan for a guest's dirty pages, and operations on ranges of guest memory.
 //!
-//! A page that a guest writes in a private mapping becomes anonymous. That is the dirty log: it
-//! costs the guest nothing while it runs, and it sees what devices wrote as well.
+//! A page that is written in a private mapping becomes anonymous, whoever writes it: the guest or a
+//! device. The scan asks the page tables which pages are, so no dirty log of KVM is needed, and the
+//! guest pays nothing while it runs.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +13,7 @@ use pvmm_devices::GuestMemory;
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::PAGE;
-use super::sys::{self, Pages};
+use super::sys::{self, PageState};
 
 const PAGEMAP: &str = "/proc/self/pagemap";
 /// Runs taken from the kernel in one call.
@@ -38,20 +39,20 @@ impl PageRanges {
         runs
     }
 
-    /// None yet, and room for so many that none is wasted while they come.
-    pub fn with_room(count: usize) -> Self {
+    /// No ranges yet, with room for `count`.
+    pub fn with_capacity(count: usize) -> Self {
         Self(Vec::with_capacity(count))
     }
 
-    /// The parts that lie in `range`.
+    /// Returns the parts that lie in `range`.
     #[must_use]
-    pub fn between(&self, range: &Range<u64>) -> Self {
+    pub fn clip(&self, range: &Range<u64>) -> Self {
         let first = self.0.partition_point(|run| run.end <= range.start);
         let near = self.0.iter().skip(first).take_while(|run| run.start < range.end);
         Self(near.map(|run| run.start.max(range.start)..run.end.min(range.end)).collect())
     }
 
-    /// Ranges in any order, which may overlap.
+    /// Makes ranges of parts in any order, which may overlap.
     pub fn merged(mut parts: Vec<Range<u64>>) -> Self {
         parts.sort_by_key(|part| part.start);
         let mut joined: Vec<Range<u64>> = Vec::new();
@@ -77,15 +78,15 @@ impl PageRanges {
         self.0.iter().cloned()
     }
 
-    /// What is in either.
+    /// Returns the pages that are in either.
     #[must_use]
-    pub fn with(&self, other: &Self) -> Self {
+    pub fn union(&self, other: &Self) -> Self {
         Self::merged(self.iter().chain(other.iter()).collect())
     }
 
-    /// What is in these runs and not in `other`.
+    /// Returns the pages that are in these ranges and not in `other`.
     #[must_use]
-    pub fn without(&self, other: &Self) -> Self {
+    pub fn difference(&self, other: &Self) -> Self {
         let mut rest = Self::default();
         let mut holes = other.0.iter().peekable();
         for run in &self.0 {
@@ -104,13 +105,14 @@ impl PageRanges {
         rest
     }
 
-    /// What is in both.
+    /// Returns the pages that are in both.
     #[must_use]
-    pub fn within(&self, other: &Self) -> Self {
-        self.without(&self.without(other))
+    pub fn intersection(&self, other: &Self) -> Self {
+        self.difference(&self.difference(other))
     }
 
-    /// The shortest runs that have `budget` bytes together at most, and the others.
+    /// Splits the ranges into the shortest, which have at most `budget` bytes together, and the
+    /// others.
     pub fn shortest(&self, budget: u64) -> (Self, Self) {
         let mut by_length: Vec<_> = self.0.clone();
         by_length.sort_unstable_by_key(|run| run.end - run.start);
@@ -124,7 +126,7 @@ impl PageRanges {
         (Self::merged(by_length), Self::merged(longer))
     }
 
-    /// How many runs there are.
+    /// Returns the number of ranges.
     pub fn count(&self) -> usize {
         self.0.len()
     }
@@ -133,14 +135,14 @@ impl PageRanges {
         self.0.iter().map(|run| run.end - run.start).sum()
     }
 
-    /// The whole blocks of `size` bytes in which any of these lie.
+    /// Returns the whole blocks of `size` bytes that contain any page of these.
     #[must_use]
     pub fn blocks(&self, size: u64) -> Self {
         let block = |run: Range<u64>| run.start / size * size..run.end.next_multiple_of(size);
         Self::merged(self.iter().map(block).collect())
     }
 
-    /// Runs with gaps of up to `gap` bytes joined into one.
+    /// Joins ranges that are at most `gap` bytes apart.
     #[must_use]
     pub fn joined(&self, gap: u64) -> Self {
         let mut joined: Vec<Range<u64>> = Vec::with_capacity(self.0.len());
@@ -153,7 +155,7 @@ impl PageRanges {
         Self(joined)
     }
 
-    /// The same, with the smallest gaps joined until there are no more than `max` runs.
+    /// Closes the smallest gaps until there are at most `max` ranges.
     #[must_use]
     pub fn at_most(&self, max: usize) -> Self {
         if self.0.len() <= max {
@@ -166,8 +168,8 @@ impl PageRanges {
     }
 }
 
-/// Where each region of guest memory lies: in the image and in this process.
-pub fn places(guest: &GuestMemory) -> Vec<(u64, *mut u8, u64)> {
+/// Returns the regions of guest memory: offset in the image, host address, length.
+pub fn host_regions(guest: &GuestMemory) -> Vec<(u64, *mut u8, u64)> {
     let mut offset = 0;
     let mut places = Vec::new();
     for region in guest.iter() {
@@ -177,24 +179,26 @@ pub fn places(guest: &GuestMemory) -> Vec<(u64, *mut u8, u64)> {
     places
 }
 
-/// The pages of a kind, as ranges of the image.
-pub fn runs(guest: &GuestMemory, wanted: Pages) -> io::Result<PageRanges> {
+/// Lists the pages in state `wanted`, as ranges of the image.
+pub fn scan(guest: &GuestMemory, wanted: PageState) -> io::Result<PageRanges> {
     let pagemap = match File::open(PAGEMAP) {
         Ok(pagemap) => pagemap,
-        // In a jail without /proc every page may be the guest's own, and none is known not to be.
-        Err(error) if error.kind() == io::ErrorKind::NotFound && wanted != Pages::Shared => {
-            return Ok(PageRanges::all(places(guest).iter().map(|(_, _, len)| len).sum()));
+        // In a jail without /proc every page may be private.
+        Err(error)
+            if error.kind() == io::ErrorKind::NotFound && wanted != PageState::FileMapped =>
+        {
+            return Ok(PageRanges::all(host_regions(guest).iter().map(|(_, _, len)| len).sum()));
         }
         Err(error) => return Err(error),
     };
     let mut runs = PageRanges::default();
-    for (offset, address, len) in places(guest) {
+    for (offset, address, len) in host_regions(guest) {
         let (start, end) = (address as u64, address as u64 + len);
         let mut take = |from: u64, to: u64| runs.push(from - start + offset..to - start + offset);
-        match scan(&pagemap, wanted, start, end, &mut take) {
+        match scan_by_ioctl(&pagemap, wanted, start, end, &mut take) {
             // A kernel before 6.7, or one that hides the call.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) => {
-                walk(&pagemap, wanted, start, end, &mut take)?;
+                scan_by_reading(&pagemap, wanted, start, end, &mut take)?;
             }
             result => result?,
         }
@@ -202,9 +206,9 @@ pub fn runs(guest: &GuestMemory, wanted: Pages) -> io::Result<PageRanges> {
     Ok(runs)
 }
 
-fn scan(
+fn scan_by_ioctl(
     pagemap: &File,
-    wanted: Pages,
+    wanted: PageState,
     start: u64,
     end: u64,
     take: &mut impl FnMut(u64, u64),
@@ -225,9 +229,9 @@ fn scan(
     Ok(())
 }
 
-fn walk(
+fn scan_by_reading(
     pagemap: &File,
-    wanted: Pages,
+    wanted: PageState,
     start: u64,
     end: u64,
     take: &mut impl FnMut(u64, u64),
@@ -242,10 +246,10 @@ fn walk(
             let entry = u64::from_ne_bytes(entry.try_into().unwrap_or_default());
             let (present, of_file) = (entry & ENTRY_PRESENT != 0, entry & ENTRY_FILE != 0);
             let is_wanted = match wanted {
-                Pages::Private | Pages::PrivateWritten => {
+                PageState::Private | PageState::PrivateWritten => {
                     (present || entry & ENTRY_SWAPPED != 0) && !of_file
                 }
-                Pages::Shared => present && of_file,
+                PageState::FileMapped => present && of_file,
             };
             if is_wanted {
                 let page = from + index as u64 * PAGE;
@@ -257,10 +261,10 @@ fn walk(
     Ok(())
 }
 
-/// The parts of an image's range, each with its host address.
+/// Splits a range of the image by regions, each part with its host address.
 pub fn host_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(*mut u8, Range<u64>)> {
     let mut parts = Vec::new();
-    for (offset, address, len) in places(guest) {
+    for (offset, address, len) in host_regions(guest) {
         let part = run.start.max(offset)..run.end.min(offset + len);
         if part.start < part.end {
             parts.push((address.wrapping_add((part.start - offset) as usize), part));
@@ -269,7 +273,7 @@ pub fn host_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(*mut u8, Range<u
     parts
 }
 
-/// The parts of an image's range, each with its guest address.
+/// Splits a range of the image by regions, each part with its guest address.
 pub fn guest_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(u64, Range<u64>)> {
     let mut parts = Vec::new();
     let mut offset = 0;
@@ -283,8 +287,7 @@ pub fn guest_parts(guest: &GuestMemory, run: Range<u64>) -> Vec<(u64, Range<u64>
     parts
 }
 
-/// Drops pages that the guest has made its own: they read as the image again. The guest must be
-/// paused.
+/// Drops private pages, so that they read as the image again. The guest must be paused.
 pub fn discard(guest: &GuestMemory, runs: &PageRanges) -> io::Result<()> {
     runs.iter().try_for_each(|run| advise(guest, run, libc::MADV_DONTNEED))
 }
@@ -310,8 +313,8 @@ pub fn zero_run(guest: &GuestMemory, run: Range<u64>) {
     }
 }
 
-/// Puts a file's range in place of the same range of guest memory. The guest must be paused or not
-/// begun.
+/// Maps a file's range, privately, in place of the same range of guest memory. The guest must be
+/// paused or not have run.
 #[allow(unsafe_code)]
 pub fn map_file(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Result<()> {
     for (address, part) in host_parts(guest, run) {
@@ -324,7 +327,7 @@ pub fn map_file(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Result
     Ok(())
 }
 
-/// Puts zeros in place of a range. The guest must be paused or not begun.
+/// Maps anonymous memory in place of a range. The guest must be paused or not have run.
 #[allow(unsafe_code)]
 pub fn map_zeros(guest: &GuestMemory, run: Range<u64>) -> io::Result<()> {
     for (address, part) in host_parts(guest, run) {
@@ -381,7 +384,7 @@ pub fn write_all(guest: &GuestMemory, run: Range<u64>, file: &File) -> io::Resul
     Ok(())
 }
 
-/// Fills `bytes` with what memory has at an offset of the image.
+/// Reads guest memory at an offset of the image.
 pub fn read(guest: &GuestMemory, offset: u64, bytes: &mut [u8]) -> io::Result<()> {
     let mut left = bytes;
     let end = offset + left.len() as u64;
@@ -394,13 +397,14 @@ pub fn read(guest: &GuestMemory, offset: u64, bytes: &mut [u8]) -> io::Result<()
     if left.is_empty() { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
 }
 
-/// Makes the kernel take note of what is written from now on. The guest must be paused.
-pub fn forget_written(guest: &GuestMemory) -> io::Result<()> {
+/// Marks all private pages as not written, for [`PageState::PrivateWritten`]. The guest must be
+/// paused.
+pub fn reset_write_tracking(guest: &GuestMemory) -> io::Result<()> {
     let pagemap = File::open(PAGEMAP)?;
-    for (_, address, len) in places(guest) {
+    for (_, address, len) in host_regions(guest) {
         let (mut from, end) = (address as u64, address as u64 + len);
         while from < end {
-            let next = sys::forget_written(&pagemap, (from, end))?;
+            let next = sys::reset_write_tracking(&pagemap, (from, end))?;
             if next <= from {
                 return Err(io::Error::other("the page scan does not advance"));
             }
@@ -428,19 +432,19 @@ mod tests {
     #[test]
     fn runs_without_others_are_what_is_left() {
         let all = runs(&[(0, 10), (20, 30)]);
-        assert_eq!(all.without(&runs(&[])), all);
-        assert_eq!(all.without(&all), runs(&[]));
-        let left = all.without(&runs(&[(2, 3), (5, 6), (9, 22), (29, 40)]));
+        assert_eq!(all.difference(&runs(&[])), all);
+        assert_eq!(all.difference(&all), runs(&[]));
+        let left = all.difference(&runs(&[(2, 3), (5, 6), (9, 22), (29, 40)]));
         assert_eq!(left, runs(&[(0, 2), (3, 5), (6, 9), (22, 29)]));
-        assert_eq!(runs(&[(5, 6), (7, 8)]).without(&runs(&[(0, 100)])), runs(&[]));
+        assert_eq!(runs(&[(5, 6), (7, 8)]).difference(&runs(&[(0, 100)])), runs(&[]));
     }
 
     #[test]
     fn runs_between_two_places_are_cut_there() {
         let all = runs(&[(0, 10), (20, 30), (40, 50)]);
-        assert_eq!(all.between(&(5 * PAGE..45 * PAGE)), runs(&[(5, 10), (20, 30), (40, 45)]));
-        assert_eq!(all.between(&(10 * PAGE..20 * PAGE)), runs(&[]));
-        assert_eq!(all.between(&(22 * PAGE..23 * PAGE)), runs(&[(22, 23)]));
+        assert_eq!(all.clip(&(5 * PAGE..45 * PAGE)), runs(&[(5, 10), (20, 30), (40, 45)]));
+        assert_eq!(all.clip(&(10 * PAGE..20 * PAGE)), runs(&[]));
+        assert_eq!(all.clip(&(22 * PAGE..23 * PAGE)), runs(&[(22, 23)]));
     }
 
     #[test]

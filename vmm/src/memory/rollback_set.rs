@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use pvmm_devices::GuestMemory;
 
-use super::{PageRanges, Pages, REWRITTEN_MAX, pages};
+use super::{PageRanges, PageState, REWRITTEN_MAX, pages};
 use crate::ablation::Mechanism;
 
 /// When a first command has run, and little else.
@@ -48,8 +48,8 @@ impl RollbackWorkingSet {
         self.looking = None;
         let mut known = lock(&self.known);
         let (short, _) = private.shortest(REWRITTEN_MAX);
-        let seen = private.within(&known.seen);
-        known.kept = short.with(&seen);
+        let seen = private.intersection(&known.seen);
+        known.kept = short.union(&seen);
         known.kept.clone()
     }
 
@@ -75,9 +75,9 @@ impl RollbackWorkingSet {
 impl Known {
     /// Short runs first: long ones are somebody's data.
     fn look(&mut self, guest: &GuestMemory) {
-        let Ok(private) = pages::runs(guest, Pages::Private) else { return };
-        let (new, _) = private.without(&self.kept).shortest(REWRITTEN_MAX);
-        self.seen = self.seen.with(&new);
+        let Ok(private) = pages::scan(guest, PageState::Private) else { return };
+        let (new, _) = private.difference(&self.kept).shortest(REWRITTEN_MAX);
+        self.seen = self.seen.union(&new);
     }
 }
 
@@ -118,7 +118,7 @@ mod tests {
     }
 
     fn private(memory: &Memory) -> PageRanges {
-        memory.private_runs().unwrap()
+        memory.dirty_pages().unwrap()
     }
 
     #[test]
@@ -127,7 +127,7 @@ mod tests {
         let image = memory.image.clone();
         for known in [false, true] {
             write(&memory, DATA, 1);
-            memory.rewind(&image).unwrap();
+            memory.rollback(&image).unwrap();
             let expected = if known { 1 } else { 0 };
             assert_eq!(private(&memory).bytes(), expected * PAGE);
             for page in [DATA.start, 2000] {

@@ -1,4 +1,4 @@
-//! The system calls of memory images, with what makes each one sound beside it.
+//! The system calls of guest memory, each with the reason why it is sound.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -10,12 +10,12 @@ use vmm_sys_util::ioctl_iowr_nr;
 
 ioctl_iowr_nr!(PAGEMAP_SCAN, b'f' as u32, 16, ScanArgument);
 
-/// Pages that belong to a file or to shared memory, or to nothing but zeros.
-const IS_WRITTEN: u64 = 1 << 1;
-const IS_FILE: u64 = 1 << 2;
-const IS_PRESENT: u64 = 1 << 3;
-const IS_SWAPPED: u64 = 1 << 4;
-const IS_ZERO: u64 = 1 << 5;
+// Categories of pages in `PAGEMAP_SCAN`.
+const PAGE_IS_WRITTEN: u64 = 1 << 1;
+const PAGE_IS_FILE: u64 = 1 << 2;
+const PAGE_IS_PRESENT: u64 = 1 << 3;
+const PAGE_IS_SWAPPED: u64 = 1 << 4;
+const PAGE_IS_PFNZERO: u64 = 1 << 5;
 
 #[repr(C)]
 #[derive(Default)]
@@ -34,7 +34,7 @@ pub struct ScanArgument {
     return_mask: u64,
 }
 
-/// A run of pages as the kernel reports it, in host addresses.
+/// A range of pages as the kernel reports it, in host addresses.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub struct PageRegion {
@@ -43,29 +43,34 @@ pub struct PageRegion {
     categories: u64,
 }
 
-/// Which pages are looked for.
+/// The state of a page in a guest's mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pages {
-    /// Those that belong to this mapping alone.
+pub enum PageState {
+    /// Anonymous: written since it was mapped, and private to the mapping.
     Private,
-    /// Those of them that were written since [`forget_written`].
+    /// Private, and written since [`reset_write_tracking`].
     PrivateWritten,
-    /// Those of the file below that have an entry in the page tables.
-    Shared,
+    /// A page of the file below that has an entry in the page tables.
+    FileMapped,
 }
 
-/// What a page must be to belong to a mapping alone: bits that are turned around, that must be set,
-/// and one of which must be.
-const PRIVATE: (u64, u64, u64) = (IS_FILE | IS_ZERO, IS_FILE | IS_ZERO, IS_PRESENT | IS_SWAPPED);
-/// Marks what was found as not written, and fails where the kernel cannot.
-const FORGET: u64 = 1 | 2;
+/// The masks that select private pages: categories to invert, categories that must all be set after
+/// that, categories of which one must be set.
+const PRIVATE: (u64, u64, u64) = (
+    PAGE_IS_FILE | PAGE_IS_PFNZERO,
+    PAGE_IS_FILE | PAGE_IS_PFNZERO,
+    PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
+);
+/// Write-protects the pages that match, and fails if the range is not registered for that.
+const PM_SCAN_WP_MATCHING: u64 = 1;
+const PM_SCAN_CHECK_WPASYNC: u64 = 2;
 
 /// Marks the private pages between two host addresses as not written, up to where this call came.
-pub fn forget_written(pagemap: &File, (start, end): (u64, u64)) -> io::Result<u64> {
+pub fn reset_write_tracking(pagemap: &File, (start, end): (u64, u64)) -> io::Result<u64> {
     let (category_inverted, category_mask, category_anyof_mask) = PRIVATE;
     let mut argument = ScanArgument {
         size: size_of::<ScanArgument>() as u64,
-        flags: FORGET,
+        flags: PM_SCAN_WP_MATCHING | PM_SCAN_CHECK_WPASYNC,
         start,
         end,
         category_inverted,
@@ -84,14 +89,14 @@ pub fn forget_written(pagemap: &File, (start, end): (u64, u64)) -> io::Result<u6
 /// where to go on.
 pub fn scan(
     pagemap: &File,
-    wanted: Pages,
+    wanted: PageState,
     (start, end): (u64, u64),
     found: &mut [PageRegion],
 ) -> io::Result<(usize, u64)> {
     let (inverted, mask, any) = match wanted {
-        Pages::Private => PRIVATE,
-        Pages::PrivateWritten => (PRIVATE.0, PRIVATE.1 | IS_WRITTEN, PRIVATE.2),
-        Pages::Shared => (0, IS_FILE | IS_PRESENT, 0),
+        PageState::Private => PRIVATE,
+        PageState::PrivateWritten => (PRIVATE.0, PRIVATE.1 | PAGE_IS_WRITTEN, PRIVATE.2),
+        PageState::FileMapped => (0, PAGE_IS_FILE | PAGE_IS_PRESENT, 0),
     };
     let mut argument = ScanArgument {
         size: size_of::<ScanArgument>() as u64,
@@ -102,7 +107,7 @@ pub fn scan(
         category_inverted: inverted,
         category_mask: mask,
         category_anyof_mask: any,
-        return_mask: IS_PRESENT,
+        return_mask: PAGE_IS_PRESENT,
         ..Default::default()
     };
     // SAFETY: the kernel writes at most `vec_len` regions to `found`, and `walk_end` into the

@@ -26,11 +26,11 @@ fn get(memory: &Memory, address: u64) -> u8 {
 #[test]
 fn private_runs_are_the_pages_that_were_written() {
     let memory = small();
-    assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
+    assert_eq!(memory.dirty_pages().unwrap(), PageRanges::default());
     assert_eq!(get(&memory, 0x3000), 0, "a page that was only read is not changed");
     put(&memory, 0x5000, 1);
     put(&memory, HIGH + 0x1ff8, 2);
-    let runs: Vec<_> = memory.private_runs().unwrap().iter().collect();
+    let runs: Vec<_> = memory.dirty_pages().unwrap().iter().collect();
     let high = (1 << 20) + 0x1000;
     // Transparent huge pages may give the guest more than it asked for, never less.
     assert!(runs.iter().any(|run| run.contains(&0x5000)), "{runs:?}");
@@ -45,7 +45,7 @@ fn private_runs_are_listed_once_however_many_there_are() {
         pages::advise(&memory.guest, 0..region.len, libc::MADV_NOHUGEPAGE).unwrap();
         (0..count).for_each(|page| put(&memory, page * 2 * PAGE, 1));
         let expected = (0..count).map(|page| page * 2 * PAGE..(page * 2 + 1) * PAGE).collect();
-        assert_eq!(memory.private_runs().unwrap(), PageRanges::merged(expected), "{count} runs");
+        assert_eq!(memory.dirty_pages().unwrap(), PageRanges::merged(expected), "{count} runs");
     }
 }
 
@@ -55,7 +55,7 @@ fn frozen_memory_reads_the_same_and_nothing_is_private_any_more() {
     put(&memory, 0x5000, 1);
     put(&memory, HIGH, 2);
     memory.freeze().unwrap();
-    assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
+    assert_eq!(memory.dirty_pages().unwrap(), PageRanges::default());
     assert_eq!((get(&memory, 0x5000), get(&memory, HIGH), get(&memory, 0x6000)), (1, 2, 0));
 }
 
@@ -68,7 +68,7 @@ fn trim_gives_back_only_what_holds_what_lies_under_it() {
         put(&memory, address, value);
     }
     assert_eq!(memory.trim().unwrap(), 2 * PAGE);
-    let left = memory.private_runs().unwrap();
+    let left = memory.dirty_pages().unwrap();
     assert_eq!(left, PageRanges::one(1 << 20..(1 << 20) + PAGE));
     assert_eq!([0x5000, 0x7000, HIGH].map(|at| get(&memory, at)), [1, 0, 7]);
 }
@@ -93,7 +93,7 @@ fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
     for value in 3..6 {
         put(&memory, 0x5000, value);
         put(&memory, 0x9000, value);
-        memory.rewind(&then).unwrap();
+        memory.rollback(&then).unwrap();
         assert_eq!((get(&memory, 0x5000), get(&memory, 0x9000)), (1, 0));
     }
 }
@@ -111,8 +111,8 @@ fn rewind_of_short_runs_leaves_the_pages_and_of_long_ones_drops_them() {
     for address in [0x5000, 0x9000, 0xd000].into_iter().chain((8 << 20..12 << 20).step_by(0x1000)) {
         put(&memory, address, 9);
     }
-    memory.rewind(&then).unwrap();
-    let left: Vec<_> = memory.private_runs().unwrap().iter().collect();
+    memory.rollback(&then).unwrap();
+    let left: Vec<_> = memory.dirty_pages().unwrap().iter().collect();
     assert_eq!(left, [0x5000..0x6000, 0x9000..0xa000, 0xd000..0xe000]);
     assert!(layers.iter().all(|(address, value)| get(&memory, *address) == *value));
     assert_eq!((get(&memory, 0xd000), get(&memory, 9 << 20)), (0, 0));
@@ -138,9 +138,9 @@ fn rewind_goes_back_over_what_was_frozen_since() {
         put(&memory, HIGH, value);
         memory.freeze().unwrap();
         put(&memory, 0x9000, value);
-        memory.rewind(&then).unwrap();
+        memory.rollback(&then).unwrap();
         assert_eq!((get(&memory, 0x5000), get(&memory, HIGH), get(&memory, 0x9000)), (1, 0, 0));
-        assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
+        assert_eq!(memory.dirty_pages().unwrap(), PageRanges::default());
     }
 }
 
@@ -150,7 +150,7 @@ fn image_that_was_flattened_is_not_its_base_any_more() {
     put(&memory, 0x5000, 1);
     memory.freeze().unwrap();
     memory.image = memory.image.clone().on_base(1);
-    assert_eq!(memory.image.held().unwrap().base_layers(), 1);
+    assert_eq!(memory.image.copy_to_memfd().unwrap().base_layers(), 1);
     for layer in 0..20u8 {
         put(&memory, 0x5000, layer);
         memory.freeze().unwrap();
@@ -179,7 +179,10 @@ fn zeros_written_over_a_layer_stay_zeros() {
     put(&memory, 0x5000, 0);
     memory.freeze().unwrap();
     assert_eq!(get(&memory, 0x5000), 0);
-    assert_eq!(get(&Memory::map(memory.image.held().unwrap(), Mode::Tracked).unwrap(), 0x5000), 0);
+    assert_eq!(
+        get(&Memory::map(memory.image.copy_to_memfd().unwrap(), Mode::Tracked).unwrap(), 0x5000),
+        0
+    );
 }
 
 #[test]
@@ -239,7 +242,7 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     put(&memory, 0x5000, 3);
     put(&memory, 0x9000, 4);
     put(&memory, HIGH + 0x3000, 5);
-    let runs = memory.private_runs().unwrap();
+    let runs = memory.dirty_pages().unwrap();
     let freezing = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
     // The guest goes on while it is copied.
     put(&memory, 0x5000, 9);
@@ -250,7 +253,7 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     assert_eq!((get(&memory, 0x5000), get(&memory, 0xa000)), (9, 9));
     // A second freeze knows all changes since the layer below, also those that the first has
     // copied.
-    let runs = memory.private_runs().unwrap();
+    let runs = memory.dirty_pages().unwrap();
     let again = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
     let child = Memory::map(again.finish().unwrap(), Mode::Tracked).unwrap();
     let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
@@ -261,7 +264,7 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
 fn freeze_beside_that_is_given_up_leaves_no_process() {
     let memory = small();
     put(&memory, 0x5000, 1);
-    let runs = memory.private_runs().unwrap();
+    let runs = memory.dirty_pages().unwrap();
     drop(memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process"));
     assert_eq!(get(&memory, 0x5000), 1);
 }
@@ -288,8 +291,8 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
 
     let second = Memory::map(parent.image.clone(), Mode::Tracked).unwrap();
     touched.prefault(&second.guest);
-    assert_eq!(second.private_runs().unwrap(), touched.written);
-    let shared = pages::runs(&second.guest, sys::Pages::Shared).unwrap();
+    assert_eq!(second.dirty_pages().unwrap(), touched.written);
+    let shared = pages::scan(&second.guest, sys::PageState::FileMapped).unwrap();
     assert!(shared.iter().any(|run| run.contains(&0x40_000)), "{shared:?}");
     assert_eq!((get(&second, 0x60_000), get(&second, 0x40_000)), (1, 1));
     assert_eq!(touched.guest_ranges(&second.guest), [(0x40_000, PAGE), (0x60_000, PAGE)]);
@@ -326,13 +329,13 @@ fn working_set_that_claims_everything_is_not_made_ready() {
     let all = PageRanges::all(1 << 40);
     let trap = WorkingSet { written: all.clone(), read: all };
     trap.prefault(&memory.guest);
-    assert_eq!(memory.private_runs().unwrap(), PageRanges::default());
+    assert_eq!(memory.dirty_pages().unwrap(), PageRanges::default());
     assert!(trap.guest_ranges(&memory.guest).is_empty());
 }
 
 fn flat(memory: &Memory) -> Vec<u8> {
     let file = tempfile::NamedTempFile::new().unwrap();
-    memory.write_flat(file.as_file(), &memory.filled(true).unwrap()).unwrap();
+    memory.write_flat(file.as_file(), &memory.nonzero_ranges(true).unwrap()).unwrap();
     std::fs::read(file.path()).unwrap()
 }
 
@@ -340,7 +343,7 @@ fn flat(memory: &Memory) -> Vec<u8> {
 fn diff_over(memory: &Memory, base: &[u8]) -> (Vec<u8>, PageRanges) {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), base).unwrap();
-    let changed = memory.changed().unwrap();
+    let changed = memory.dirty_since_save().unwrap();
     memory.write_over(file.as_file(), &changed).unwrap();
     (std::fs::read(file.path()).unwrap(), changed)
 }
@@ -351,7 +354,7 @@ fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
     put(&memory, 0x5000, 1);
     put(&memory, HIGH + 0x1000, 2);
     let file = tempfile::tempfile().unwrap();
-    memory.write_flat(&file, &memory.filled(true).unwrap()).unwrap();
+    memory.write_flat(&file, &memory.nonzero_ranges(true).unwrap()).unwrap();
     assert!(std::os::unix::fs::MetadataExt::blocks(&file.metadata().unwrap()) * 512 < 1 << 20);
     let bytes = flat(&memory);
     assert_eq!(bytes.len(), 2 << 20);
@@ -375,7 +378,7 @@ fn diff_since_a_save_holds_what_was_written_later_and_zeros_too() {
     put(&memory, HIGH, 1);
     let base = flat(&memory);
     memory.mark_saved();
-    assert_eq!(memory.changed().unwrap(), PageRanges::default());
+    assert_eq!(memory.dirty_since_save().unwrap(), PageRanges::default());
     put(&memory, 0x5000, 0);
     put(&memory, 0xa000, 4);
     assert_eq!(get(&memory, 0x9000), 1, "reading changes nothing");
@@ -400,14 +403,14 @@ fn diff_without_a_save_holds_all_that_changed_since_the_load() {
     let image = memory.image.clone();
     let base = flat(&memory);
     let loaded = Memory::map(image.clone(), Mode::Tracked).unwrap();
-    assert_eq!(loaded.changed().unwrap(), PageRanges::default());
+    assert_eq!(loaded.dirty_since_save().unwrap(), PageRanges::default());
     put(&loaded, 0x7000, 2);
     let (merged, changed) = diff_over(&loaded, &base);
     assert_eq!((merged, changed.bytes()), (flat(&loaded), PAGE));
     // After a rollback nobody knows what the last save had.
     let mut loaded = loaded;
-    loaded.rewind(&image).unwrap();
-    assert_eq!(loaded.changed().unwrap(), PageRanges::all(2 << 20));
+    loaded.rollback(&image).unwrap();
+    assert_eq!(loaded.dirty_since_save().unwrap(), PageRanges::all(2 << 20));
 }
 
 #[test]
@@ -420,14 +423,14 @@ fn sums_are_of_all_memory_and_taken_again_only_where_it_changed() {
         crc32fast::hash(bytes)
     };
     let (piece, all) = (1 << 16, PageRanges::all(2 << 20));
-    let filled = memory.filled(true).unwrap();
+    let filled = memory.nonzero_ranges(true).unwrap();
     let sums = memory.sums(piece, sum, None, &all, &filled).unwrap();
     let expected: Vec<_> = flat(&memory).chunks(1 << 16).map(crc32fast::hash).collect();
     assert_eq!(sums, expected);
     assert_eq!(asked.get(), 2, "one for the zeros, one for the piece that is not");
     put(&memory, 0x15000, 8);
     let changed = PageRanges::merged(std::iter::once(0x15000..0x16000).collect());
-    let filled = memory.filled(true).unwrap();
+    let filled = memory.nonzero_ranges(true).unwrap();
     let again = memory.sums(piece, sum, Some(&sums), &changed, &filled).unwrap();
     let expected: Vec<_> = flat(&memory).chunks(1 << 16).map(crc32fast::hash).collect();
     assert_eq!((again, asked.get()), (expected, 4));
@@ -447,7 +450,7 @@ fn restored() -> Memory {
 
 fn child_of(image: MemoryImage) -> Memory {
     let memory = Memory::map(image, Mode::Private).unwrap();
-    memory.prepare_growth(&PageRanges::default()).unwrap();
+    memory.map_unbacked_as_huge(&PageRanges::default()).unwrap();
     memory
 }
 
@@ -477,9 +480,9 @@ fn new_memory_comes_in_huge_pages_and_near_pages_that_are_prefaulted_in_small_on
         assert!(all <= 8 * 6, "{all} faults in 6 MiB");
     }
     let memory = Memory::map(restored().image, Mode::Private).unwrap();
-    memory.prepare_growth(&PageRanges::one(3 * MIB..3 * MIB + PAGE)).unwrap();
+    memory.map_unbacked_as_huge(&PageRanges::one(3 * MIB..3 * MIB + PAGE)).unwrap();
     put(&memory, 3 * MIB, 3);
-    assert_eq!(memory.private_runs().unwrap().bytes(), PAGE);
+    assert_eq!(memory.dirty_pages().unwrap().bytes(), PAGE);
     assert!(grown(&memory, 2 * MIB..4 * MIB) > 500);
 }
 
@@ -548,14 +551,14 @@ fn machine_with_a_checkpoint_goes_back_in_memory_that_was_new() {
     for value in 4..7 {
         put(&memory, 6 * MIB, value);
         put(&memory, HIGH + 4 * MIB, value);
-        memory.rewind(&then).unwrap();
+        memory.rollback(&then).unwrap();
         assert_eq!([0, 6 * MIB, HIGH + 4 * MIB].map(|at| get(&memory, at)), [1, 3, 0]);
     }
     // So does its child.
     let mut memory = child_of(then.clone());
     put(&memory, 6 * MIB, 9);
     put(&memory, HIGH + 4 * MIB, 9);
-    memory.rewind(&then).unwrap();
+    memory.rollback(&then).unwrap();
     assert_eq!([0, 6 * MIB, HIGH + 4 * MIB].map(|at| get(&memory, at)), [1, 3, 0]);
 }
 
@@ -566,7 +569,7 @@ fn trim_gives_back_what_was_new_and_is_zero_again() {
         put(&memory, at, value);
     }
     assert!(memory.trim().unwrap() >= 2 * PAGE);
-    assert_eq!(memory.private_runs().unwrap(), PageRanges::one(7 * MIB..7 * MIB + PAGE));
+    assert_eq!(memory.dirty_pages().unwrap(), PageRanges::one(7 * MIB..7 * MIB + PAGE));
     assert_eq!([0, 6 * MIB, 7 * MIB].map(|at| get(&memory, at)), [1, 0, 4]);
 }
 
@@ -576,7 +579,7 @@ fn diff_since_a_save_holds_what_was_new_after_it() {
     put(&memory, 6 * MIB, 3);
     let base = flat(&memory);
     let before = diff_over(&memory, &vec![0; 16 << 20]).1;
-    assert!(before.within(&PageRanges::one(6 * MIB..6 * MIB + PAGE)).bytes() == PAGE);
+    assert!(before.intersection(&PageRanges::one(6 * MIB..6 * MIB + PAGE)).bytes() == PAGE);
     memory.mark_saved();
     put(&memory, 6 * MIB, 4);
     put(&memory, HIGH + 4 * MIB, 5);
@@ -589,7 +592,7 @@ fn diff_since_a_save_holds_what_was_new_after_it() {
 fn unbacked_is_what_no_layer_has_anything_for() {
     let memory = restored();
     assert_eq!(*memory.image.unbacked(), PageRanges::one(2 * MIB..16 * MIB));
-    let known = memory.image.held().unwrap();
+    let known = memory.image.copy_to_memfd().unwrap();
     assert_eq!(*known.unbacked(), PageRanges::one(2 * MIB..16 * MIB), "found out from the file");
     let file = sys::memfd(c"test", 16 * MIB).unwrap();
     let more = known.with(Layer { file: file.into(), runs: PageRanges::one(7 * MIB..9 * MIB) });
@@ -652,7 +655,7 @@ fn guest_memory_is_left_out_of_core_dumps_whatever_was_mapped_since() {
     let then = memory.image.clone();
     put(&memory, 0x9000, 2);
     memory.freeze().unwrap();
-    memory.rewind(&then).unwrap();
+    memory.rollback(&then).unwrap();
     check(&memory, 2);
     memory.trim().unwrap();
     check(&memory, 2);

@@ -75,7 +75,7 @@ impl Userfault {
         // SAFETY: the kernel reads and writes this struct only.
         check(unsafe { ioctl_with_mut_ref(&file, UFFDIO_API(), &mut api) })?;
         let mut ranges = Vec::new();
-        for (_, address, len) in pages::places(guest) {
+        for (_, address, len) in pages::host_regions(guest) {
             let range = Range { start: address as u64, len };
             let mut register = Register { range, mode, ioctls: 0 };
             // SAFETY: the kernel reads and writes this struct only; what faults there is guest

@@ -36,9 +36,9 @@ impl WorkingSet {
         let (again, _) = written.shortest(REWRITTEN_MAX);
         // A fork's own set is a guess too: without a bound every generation would add to it.
         let (own_again, _) = own.map(|own| own.written.shortest(REWRITTEN_MAX)).unwrap_or_default();
-        let written = again.with(&own_again);
+        let written = again.union(&own_again);
         let own = own.into_iter().flat_map(|own| own.written.iter().chain(own.read.iter()));
-        let read = PageRanges::merged(own.collect()).without(&written);
+        let read = PageRanges::merged(own.collect()).difference(&written);
         Self::new(&written, &read)
     }
 
@@ -63,7 +63,7 @@ impl WorkingSet {
     pub fn guest_ranges(&self, guest: &GuestMemory) -> Vec<(u64, u64)> {
         let mut ranges = Vec::new();
         let mut left = PREFAULT_MAX;
-        for run in self.written.with(&self.read).joined(FAULT_AROUND).iter() {
+        for run in self.written.union(&self.read).joined(FAULT_AROUND).iter() {
             for (address, part) in pages::guest_parts(guest, run) {
                 let len = part.end - part.start;
                 if len > left {

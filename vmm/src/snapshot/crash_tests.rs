@@ -52,7 +52,7 @@ fn write_with(dir: &Path, durability: Durability) -> Result<Manifest, Error> {
     }
     memory.freeze().unwrap();
     memory.guest.write_slice(&[8; 4096], GuestAddress(0x5000)).unwrap();
-    let image = memory.keep_sibling(&memory.image).unwrap();
+    let image = memory.record_dedup_source(&memory.image).unwrap();
     let disk = tempfile::tempfile().unwrap();
     disk.write_all_at(&[9; 8192], 0).unwrap();
     let saved = super::testing::saved();

@@ -198,7 +198,7 @@ pub(super) fn write_memory(
 ) -> Result<(WrittenFile, FileSums), Error> {
     let size = memory.image.size();
     let all = PageRanges::all(size);
-    let (changed, filled) = (memory.changed()?, memory.filled(all_here)?);
+    let (changed, filled) = (memory.dirty_since_save()?, memory.nonzero_ranges(all_here)?);
     let file = match kind {
         SaveKind::Full => {
             let file = WrittenFile::create(path)?;

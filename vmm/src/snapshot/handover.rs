@@ -90,7 +90,7 @@ pub fn hand_over(frozen: &Frozen) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
         files.push(layer.file.try_clone().map_err(failed)?.into());
         layers.push(layer.runs.iter().map(|run| (run.start, run.end)).collect());
     }
-    if let Some(sibling) = frozen.image.sibling() {
+    if let Some(sibling) = frozen.image.dedup_source() {
         files.push(sibling.try_clone().map_err(failed)?.into());
     }
     let mut drives = Vec::new();
@@ -125,7 +125,7 @@ pub fn hand_over(frozen: &Frozen) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
         sections,
         regions: frozen.image.regions().iter().map(|r| (r.address, r.len)).collect(),
         layers,
-        sibling: frozen.image.sibling().is_some(),
+        sibling: frozen.image.dedup_source().is_some(),
         drives,
         taps: frozen.taps.clone(),
         vsock_path: frozen.vsock_path.clone(),
@@ -169,7 +169,7 @@ pub fn take_over(bytes: &[u8], files: Vec<OwnedFd>) -> Result<Frozen, Error> {
         return Err(bad("the base has more layers than there are").into());
     }
     let sibling = message.sibling.then(&mut next).transpose()?.map(Arc::new);
-    image = image.on_base(message.base_layers).with_sibling_file(sibling);
+    image = image.on_base(message.base_layers).with_dedup_file(sibling);
     let working_set = saved.working_set.as_ref().map(|set| set.check(size)).transpose()?;
     let mut drives = Vec::new();
     for (index, drive) in message.drives.into_iter().enumerate() {

@@ -80,9 +80,9 @@ pub fn load(dir: &Path, options: LoadOptions) -> Result<Frozen, Error> {
     for layer in layers {
         image = image.with(layer);
     }
-    image = image.on_base(depth).with_sibling_file(folder.large(SIBLING, size).ok().map(Arc::new));
+    image = image.on_base(depth).with_dedup_file(folder.large(SIBLING, size).ok().map(Arc::new));
     if options.hold && !options.without_memory {
-        image = image.held()?;
+        image = image.copy_to_memfd()?;
     }
     trace::step("memory layers");
     let drives = folder.drives(&mut files, &options)?;
@@ -366,7 +366,7 @@ fn refuse_foreign_folder(path: &Path) -> Result<(), SnapshotError> {
 
 /// Checks that ranges are whole pages, ascending and within the memory, and converts them.
 pub fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<PageRanges, SnapshotError> {
-    let mut checked = PageRanges::with_room(runs.len());
+    let mut checked = PageRanges::with_capacity(runs.len());
     let mut end = 0;
     for (start, stop) in runs {
         let whole = start.is_multiple_of(PAGE) && stop.is_multiple_of(PAGE);

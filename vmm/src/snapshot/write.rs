@@ -131,7 +131,7 @@ impl Contents<'_> {
             || FileSums::write(MEMORY, &memory, size, read, &mut |bytes| progress.add(bytes));
         let mut sums = vec![folder.finish(MEMORY, &memory, size, fill)?];
 
-        if let Some(sibling) = self.image.sibling() {
+        if let Some(sibling) = self.image.dedup_source() {
             folder.copy_sibling(sibling, size)?;
         }
         trace::step("memory written");
@@ -215,7 +215,7 @@ impl Contents<'_> {
     }
 
     fn data_bytes(&self, from_layer: usize) -> u64 {
-        self.image.layers().iter().skip(from_layer).map(|layer| layer.data_bytes()).sum()
+        self.image.layers().iter().skip(from_layer).map(|layer| layer.range_bytes()).sum()
     }
 }
 

@@ -157,7 +157,8 @@ impl Template {
         thread::sleep(rest);
         vm.pause()?;
         let frozen = &mut self.frozen;
-        frozen.image = vm.machine().memory.keep_sibling(&frozen.image).map_err(Error::from)?;
+        frozen.image =
+            vm.machine().memory.record_dedup_source(&frozen.image).map_err(Error::from)?;
         let (written_bytes, read_bytes) = (touched.written.bytes(), touched.read.bytes());
         frozen.working_set = Some(Arc::new(touched));
         frozen.learner = None;

@@ -34,7 +34,7 @@ fn hand_over_is_one_short_json_array_with_one_descriptor() {
     let ranges: serde_json::Value = serde_json::from_slice(&bytes[..len]).unwrap();
     let ranges = ranges.as_array().unwrap();
     assert_eq!(ranges.len(), 2);
-    for (range, (offset, address, size)) in ranges.iter().zip(pages::places(&memory.guest)) {
+    for (range, (offset, address, size)) in ranges.iter().zip(pages::host_regions(&memory.guest)) {
         assert_eq!(range["base_host_virt_addr"], address as u64);
         assert_eq!((&range["size"], &range["offset"]), (&size.into(), &offset.into()));
         assert_eq!((&range["page_size"], &range["page_size_kib"]), (&4096.into(), &4096.into()));
