@@ -1,4 +1,5 @@
-//! All samples of a run: taken in random order, kept raw, printed as one table.
+//! The samples of a run. They are taken in random order, written raw to `samples.jsonl`, and
+//! summarised in one table.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -15,7 +16,7 @@ use crate::stats::{Random, Ratio, Summary};
 pub type Failure = Box<dyn std::error::Error + Send + Sync>;
 pub type Outcome<T> = Result<T, Failure>;
 
-/// What a number is, and whether less of it is better.
+/// The unit of a sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub enum Unit {
     #[serde(rename = "ms")]
@@ -42,7 +43,7 @@ impl Unit {
     }
 }
 
-/// One contender at one moment.
+/// The samples of one contender at one moment.
 pub struct Cell {
     pub moment: &'static str,
     pub contender: String,
@@ -50,23 +51,23 @@ pub struct Cell {
     pub samples: Vec<f64>,
 }
 
-/// One measurement to take again and again.
+/// The name of a contender, and a measurement that returns one sample for each call.
 pub type Act<'a> = (String, Box<dyn FnMut() -> Outcome<f64> + 'a>);
 
-/// How much of everything.
+/// How many samples a run takes, and how much work one sample is.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Counts {
-    /// Rounds whose samples are dropped.
+    /// Rounds that run first and whose samples are dropped.
     pub warm_ups: usize,
-    /// Samples of what takes a tenth of a second where processors are emulated, and of what takes
-    /// seconds.
+    /// Samples of a moment that takes about 100 ms on an emulated processor (`quick`), and of a
+    /// moment that takes seconds (`slow`).
     pub quick: usize,
     pub slow: usize,
-    /// Children of one fork.
+    /// Children of one live fork, and idle forks whose memory is measured.
     pub children: usize,
-    /// How long a sustained rate is kept up.
+    /// How long a sustained rate is measured.
     pub sustained: Duration,
-    /// How much goes through a stream or a disk, in MiB.
+    /// How much data passes through a stream or a disk, in MiB.
     pub stream_mib: usize,
 }
 
@@ -89,13 +90,13 @@ impl Counts {
     };
 }
 
-/// Steps in their order, with what each took in every sample.
+/// The steps of a trace in order, each with its duration in every sample, in milliseconds.
 type Steps = Vec<(String, Vec<f64>)>;
 
 pub struct Board {
     pub counts: Counts,
     pub cells: Vec<Cell>,
-    /// For each contender of a traced moment: what was done, and how long each took.
+    /// The steps of each traced moment, by the title of the trace.
     traces: Vec<(String, Steps)>,
     random: Random,
     raw: File,
@@ -125,13 +126,14 @@ impl Board {
         writeln!(self.raw, "{value}")
     }
 
-    /// Says what comes now.
+    /// Prints `what` to standard error, with the seconds since the run began.
     pub fn say(&self, what: &str) {
         eprintln!("bench: {:5.0} s  {what}", self.begun.elapsed().as_secs_f64());
     }
 
-    /// Takes `rounds` samples of every contender, in a new random order each round; warm-ups are
-    /// dropped.
+    /// Takes `rounds` samples of every contender, in a new random order in each round, after
+    /// `warm_ups` rounds whose samples are dropped. The first measurement that fails ends the
+    /// moment.
     pub fn interleave(
         &mut self,
         moment: &'static str,
@@ -153,7 +155,7 @@ impl Board {
         Ok(())
     }
 
-    /// The first `count` numbers in random order.
+    /// Returns the numbers below `count` in random order.
     pub fn order(&mut self, count: usize) -> Vec<usize> {
         let mut order: Vec<_> = (0..count).collect();
         self.random.shuffle(&mut order);
@@ -180,7 +182,7 @@ impl Board {
         )
     }
 
-    /// Adds the steps of one sample, in milliseconds, to what `title` is made of.
+    /// Adds the steps of one sample, in milliseconds, to the trace `title`.
     pub fn trace(&mut self, title: &str, steps: &[(String, f64)]) -> io::Result<()> {
         if !self.traces.iter().any(|(known, _)| known == title) {
             self.traces.push((title.to_owned(), Vec::new()));
@@ -197,7 +199,7 @@ impl Board {
         self.line(&json!({ "trace": title, "ms": steps }))
     }
 
-    /// The table, the ratios and the steps, as they are printed and kept.
+    /// Returns the table, the ratios and the traces as text, and writes the text to `report.txt`.
     pub fn report(&mut self) -> Outcome<String> {
         let mut text = String::new();
         let mut put = |line: String| {
@@ -252,19 +254,20 @@ fn is_ours(cell: &Cell) -> bool {
     cell.contender.starts_with("pvmm")
 }
 
-/// A duration in milliseconds.
+/// Converts a duration to milliseconds.
 pub fn millis(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
 }
 
-/// Does something and says how long it took.
+/// Runs `act`. Returns its value and its duration in milliseconds.
 pub fn timed<T>(act: impl FnOnce() -> Outcome<T>) -> Outcome<(T, f64)> {
     let begun = Instant::now();
     let value = act()?;
     Ok((value, millis(begun.elapsed())))
 }
 
-/// How many milliseconds each step took.
+/// Returns the name and the duration in milliseconds of each step. The first step starts at
+/// `begun`.
 pub fn durations(begun: Instant, steps: &[Step]) -> Vec<(String, f64)> {
     let mut from = begun;
     let each = |step: &Step| {

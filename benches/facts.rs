@@ -1,10 +1,10 @@
-//! Where a run took place: without it a number means nothing.
+//! The facts of a run: host, guest and contenders. Without them its numbers cannot be compared.
 
 use std::fs;
 
 use serde_json::{Value, json};
 
-/// Adds what this host is to what is known of the guest and the contenders.
+/// Adds the facts of this host to `known`, the facts of the guest and the contenders.
 pub fn of(mut known: Value) -> Value {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
     let cpuinfo = read("/proc/cpuinfo");
@@ -35,7 +35,7 @@ pub fn of(mut known: Value) -> Value {
     known
 }
 
-/// Whether this is a nested host, whose processor is a program.
+/// Returns whether this is a nested host, whose processor is emulated.
 pub fn emulated() -> bool {
     std::env::var_os("PVMM_NESTED_HOST").is_some()
 }

@@ -1,4 +1,4 @@
-//! The guest that every contender runs: one kernel, one initramfs, one root image, on one tmpfs.
+//! The guest that every contender runs: one kernel, one initramfs and one root image, on one tmpfs.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,16 +18,16 @@ use crate::board::Outcome;
 use crate::facts;
 
 pub const MEMORY_MIB: u64 = 512;
-/// How long anything about a guest may take where processors are emulated.
+/// The longest time that an operation on a guest may take, also on an emulated processor.
 pub const PATIENCE: Duration = Duration::from_secs(120);
-/// Interfaces that are made before anything is timed: the first for a parent, the others for
-/// children.
+/// The number of taps that are made before anything is timed: the first is for a parent, the others
+/// are for its children.
 pub const TAPS: usize = 16;
 
 const CMDLINE: &str = "quiet reboot=k panic=-1 pvmm.root=/dev/vda pvmm.rootfstype=ext4 \
                        pvmm.hostname=guest";
 
-/// The files of a guest.
+/// The files of the guest on the host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Guest {
     pub kernel: PathBuf,
@@ -35,20 +35,21 @@ pub struct Guest {
     pub rootfs: PathBuf,
 }
 
-/// What one machine has beside the guest.
+/// One VM: the guest, and what VMs do not share.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Spec {
     pub guest: Guest,
-    /// Where its sockets go.
+    /// Where the sockets of the VM are made.
     pub dir: PathBuf,
     pub tap: Option<String>,
-    /// A second, writable disk.
+    /// A second disk, writable.
     pub disk: Option<PathBuf>,
     pub cmdline: String,
 }
 
 impl Guest {
-    /// Copies the default kernel and the base template to `place`.
+    /// Copies the default kernel, its initramfs and the root image of the template `base` to
+    /// `place`. Returns the copies, and facts about them.
     pub fn prepare(place: &Path) -> Outcome<(Self, Value)> {
         let cache = Cache::open()?;
         let kernel = Kernel::default_in(&cache, &mut pvmm_sandbox::Silent)?;
@@ -72,14 +73,15 @@ impl Guest {
         Ok((guest, facts))
     }
 
-    /// A machine with a network card if there are taps, and nothing else of its own.
+    /// Returns a VM that has a network card if `tap` is given, and no second disk.
     pub fn spec(&self, dir: &Path, tap: Option<String>) -> Spec {
         let (guest, dir) = (self.clone(), dir.to_owned());
         Spec { guest, dir, tap, disk: None, cmdline: cmdline() }
     }
 }
 
-/// Fixed addresses in the guest for the reason that `main.rs` gives for the host.
+/// Returns the kernel command line. On a nested host it turns off the randomisation of addresses in
+/// the guest, for the reason that `main.rs` gives for the host.
 fn cmdline() -> String {
     CMDLINE.to_owned() + if facts::emulated() { " norandmaps" } else { "" }
 }
@@ -89,7 +91,7 @@ impl Spec {
         self.dir.join("v")
     }
 
-    /// The same machine for pvmm.
+    /// Returns the configuration of the VM for pvmm.
     pub fn config(&self) -> VmConfig {
         let mut config = VmConfig::new(&self.guest.kernel);
         config.initrd = Some(Initrd::Path(self.guest.initrd.clone()));
@@ -107,14 +109,14 @@ pub fn net(tap: &str) -> Net {
     Net::new(TapSource::Name(tap.to_owned()))
 }
 
-/// The name of a tap, if taps could be made.
+/// Returns the name of the tap `index`, or `None` if the taps could not be made.
 pub fn tap(index: usize) -> Option<String> {
     HAS_TAPS.get().is_some_and(|has| *has).then(|| format!("bench{index}"))
 }
 
 static HAS_TAPS: OnceLock<bool> = OnceLock::new();
 
-/// Makes the taps; without the right to, machines go without a card, on all sides.
+/// Makes the taps. If a tap cannot be made, every contender runs without a network card.
 pub fn make_taps() {
     let ip = |arguments: &[&str]| {
         Command::new("ip").args(arguments).output().is_ok_and(|output| output.status.success())
@@ -127,13 +129,13 @@ pub fn make_taps() {
     HAS_TAPS.get_or_init(|| made);
 }
 
-/// Runs `/bin/true` to its end.
+/// Runs `/bin/true` in the guest and waits for its end. Fails if the command does not succeed.
 pub fn exec_true(agent: &Agent) -> Outcome<()> {
     let output = agent.exec(&ExecRequest::argv(["/bin/true"]).timeout(PATIENCE))?;
     if output.status.success() { Ok(()) } else { Err(format!("/bin/true: {output:?}").into()) }
 }
 
-/// What a shell line prints; it must succeed.
+/// Runs a shell line in the guest and returns its output. Fails if the line does not succeed.
 pub fn shell(agent: &Agent, line: &str) -> Outcome<String> {
     let output = agent.exec(&ExecRequest::shell(line).timeout(PATIENCE))?;
     if output.status.success() {

@@ -1,7 +1,8 @@
-//! `pvmm-bench`: every moment that is promised to be quick or small, measured beside its peers.
+//! `pvmm-bench`: measures each moment that is promised to be quick or small, for pvmm and its
+//! peers.
 //!
-//! One program: it is the harness, and started again with `vmm` it is the process that holds a
-//! machine. `cargo xtask bench` builds it and runs it where guests run.
+//! The program is the harness. Started again with the argument `vmm`, it is a process that holds
+//! one VM. `cargo xtask bench` builds the program and runs it where guests run.
 
 mod board;
 mod facts;
@@ -25,12 +26,12 @@ use board::{Board, Counts, Outcome};
 use moments::{BAKED, BOOTED};
 use stage::Stage;
 
-/// Tells this program, started again from tmpfs, where it is.
+/// The environment variable that tells this program, executed from tmpfs, where the tmpfs is.
 const PLACE: &str = "PVMM_BENCH_PLACE";
-/// Names the mechanisms that are left out, for the library.
+/// The environment variable that names, for the library, the mechanisms to leave out.
 const WITHOUT: &str = "PVMM_WITHOUT";
 
-/// Measures pvmm, and its peers in the same run.
+/// Measures pvmm and its peers in one run.
 #[derive(Parser)]
 #[command(name = "pvmm-bench", disable_help_subcommand = true)]
 struct Cli {
@@ -40,28 +41,28 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Verb {
-    /// Every moment, or those that are named, with real guests
+    /// Measure every moment, or the named ones, with real guests
     Run(Options),
-    /// What the host's part of a restore costs; no guest runs, so any /dev/kvm will do
+    /// Measure the host's part of a restore; no guest runs, so any /dev/kvm will do
     Native(Options),
 }
 
 #[derive(clap::Args)]
 struct Options {
-    /// Few samples
+    /// Take few samples
     #[arg(long)]
     quick: bool,
-    /// How many samples of what is quick; overrides the number that goes with the run
+    /// Take this many samples of quick moments, instead of the number that goes with the run
     #[arg(long)]
     samples: Option<usize>,
-    /// Where samples, report and picture go
+    /// The folder for samples, report and picture
     #[arg(long, default_value = "target/bench")]
     out: PathBuf,
-    /// Leave out these mechanisms, with commas between them; needs the feature `ablation`
+    /// Leave out these mechanisms, separated by commas; needs the feature `ablation`
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     without: Vec<String>,
-    /// Only these moments: create, load, live-fork, rollback, snapshot, fork-memory, rate, grow,
-    /// api, boot, exec, overhead, throughput, run
+    /// Measure only these moments: create, load, live-fork, rollback, snapshot, fork-memory, rate,
+    /// grow, api, boot, exec, overhead, throughput, run
     moments: Vec<String>,
 }
 
@@ -106,7 +107,8 @@ impl Options {
 
 fn main() -> ExitCode {
     sys::keep_one_heap();
-    // A process that holds one machine is timed from its first instruction.
+    // A process that holds one VM is timed from its first instruction, so its arguments are handled
+    // before the command line is parsed.
     if let [_, verb, job] = &std::env::args().collect::<Vec<_>>()[..]
         && verb == peers::pvmm::VERB
     {
@@ -140,8 +142,10 @@ fn ended(done: Outcome<()>) -> ExitCode {
     }
 }
 
-/// Moves this program to a tmpfs of its own, in a network of its own, and starts it again from
-/// there: what is timed is then neither a disk nor a share, and nothing stays behind.
+/// Copies this program to a new tmpfs, in a new network namespace, and executes the copy. In the
+/// copy, returns the place of the tmpfs. Neither a disk nor a share is then part of a measured
+/// time, and nothing stays behind. If the host refuses the namespace or the tmpfs, a message says
+/// so, and an ordinary directory is used.
 fn on_tmpfs(without: &[String]) -> Outcome<PathBuf> {
     if let Some(place) = std::env::var_os(PLACE) {
         return Ok(PathBuf::from(place));
@@ -153,8 +157,9 @@ fn on_tmpfs(without: &[String]) -> Outcome<PathBuf> {
         eprintln!("bench: no network and tmpfs of its own ({e}); using {}", place.display());
     }
     if facts::emulated() {
-        // An emulator translates a program anew for each address it finds it at. No processor does
-        // anything like that, and it would be most of what a new process costs, whoever's it is.
+        // An emulator translates a program again for each address at which it is loaded. A
+        // processor has no such cost. On an emulator it would be most of the cost of a new process,
+        // for every contender.
         sys::fix_addresses()?;
     }
     let program = place.join("pvmm-bench");
@@ -168,8 +173,8 @@ fn on_tmpfs(without: &[String]) -> Outcome<PathBuf> {
 }
 
 fn run(place: &Path, options: &Options) -> Outcome<()> {
-    // The first machine on a host makes the kernel patch its own code, and so does the last one's
-    // end: a host that serves anybody has long done that.
+    // The kernel patches its own code when the first VM on a host is made, and again when the last
+    // VM ends. A host in use always has a VM, so one VM exists during the whole run.
     let _first = kvm_ioctls::Kvm::new().and_then(|kvm| kvm.create_vm());
     let (stage, guest) = Stage::new(place)?;
     let facts = facts::of(guest);
@@ -189,7 +194,7 @@ fn run(place: &Path, options: &Options) -> Outcome<()> {
     finish(board, &options.out).and(done)
 }
 
-/// A moment that fails does not take the others with it.
+/// Prints the error and returns it. The other moments are still measured.
 fn told(error: board::Failure) -> board::Failure {
     eprintln!("bench: {error}");
     error

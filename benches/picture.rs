@@ -1,4 +1,5 @@
-//! The run as a picture: every sample of every time a dot on one logarithmic axis, medians marked.
+//! The picture of a run: each sample of each time is a dot on one logarithmic axis, and medians are
+//! marked.
 
 use std::fmt::Write;
 
@@ -12,7 +13,7 @@ const TOP: f64 = 40.0;
 const COLOURS: [(&str, &str); 3] =
     [("pvmm", "#1f6feb"), ("firecracker", "#d1242f"), ("qemu", "#6e7781")];
 
-/// An SVG of all cells that are times; `None` if there is none.
+/// Returns an SVG of all cells in milliseconds, or `None` if there is no such cell.
 pub fn draw(cells: &[Cell]) -> Option<String> {
     let times = cells.iter().filter(|cell| cell.unit == Unit::Millis && !cell.samples.is_empty());
     let times: Vec<_> = times.collect();
@@ -52,7 +53,7 @@ pub fn draw(cells: &[Cell]) -> Option<String> {
             escaped(&title)
         );
         for (index, sample) in cell.samples.iter().enumerate() {
-            // Spread a little, so that equal samples are seen as many.
+            // The dots are spread vertically, so that equal samples do not cover each other.
             let spread = (index % 5) as f64 * 2.0 - 4.0;
             let _ = writeln!(
                 svg,

@@ -34,10 +34,10 @@ pub struct Stage {
     made: AtomicU32,
 }
 
-/// Machines at rest, from which others go on.
+/// The snapshots and the template from which VMs are made.
 pub struct Baking {
     pub snapshot: PathBuf,
-    /// The same, held by this process.
+    /// The snapshot, loaded as a template that this process holds.
     pub template: Template,
     pub firecracker: Option<Baked>,
 }
@@ -73,7 +73,7 @@ impl Stage {
         Ok((Self { place, guest, pvmm, qemu, firecracker, launcher, made }, facts))
     }
 
-    /// A new directory, with a path short enough for sockets.
+    /// Makes a directory whose path is short enough for sockets.
     pub fn dir(&self) -> Outcome<PathBuf> {
         let number = self.made.fetch_add(1, Ordering::Relaxed);
         let dir = self.place.join(format!("d{number}"));
@@ -85,7 +85,7 @@ impl Stage {
         Ok(self.guest.spec(&self.dir()?, guest::tap(tap)))
     }
 
-    /// Everyone who can boot a guest here.
+    /// Returns all contenders that can boot a guest on this host.
     pub fn peers(&self) -> Vec<&dyn Peer> {
         let mut peers: Vec<&dyn Peer> = vec![&self.pvmm];
         peers.extend(self.qemu.as_ref().map(|qemu| qemu as &dyn Peer));
@@ -93,7 +93,7 @@ impl Stage {
         peers
     }
 
-    /// A guest in this process, warm: it has run a command.
+    /// Boots a guest in this process. The guest is warm: it has run a command.
     pub fn parent(&self) -> Outcome<(Vm, Agent)> {
         let spec = self.spec(0)?;
         let mut vm = Vm::boot(spec.config())?;
@@ -103,7 +103,8 @@ impl Stage {
         Ok((vm, agent))
     }
 
-    /// Bakes a template of each kind: agent up, one command run, workload frozen.
+    /// Makes a template for pvmm and a snapshot for Firecracker: the agent runs, one command has
+    /// run, and the workload is frozen.
     pub fn bake(&self) -> Outcome<Baking> {
         let (mut vm, agent) = self.parent()?;
         let socket = vm.vsock_path().ok_or("no vsock")?.to_owned();
@@ -124,7 +125,8 @@ impl Stage {
         Ok(Baking { snapshot, template, firecracker })
     }
 
-    /// Lets one machine live its first exec, as the launcher does when it bakes a template.
+    /// Records the working set of a template: a VM runs its first exec, as when the launcher bakes
+    /// a template.
     fn record(&self, template: &mut Template) -> Outcome<()> {
         let (socket, tap) = (self.dir()?.join("v"), guest::tap(0));
         let overrides = pvmm::overrides(socket.clone(), tap.as_deref());
@@ -135,9 +137,9 @@ impl Stage {
     }
 }
 
-/// What the launcher does before it freezes a template, on all sides: a refresh, so that what it
-/// needs in the guest is there; then the workload is frozen, and the kernel has time for what it
-/// has put off.
+/// Prepares a guest for its snapshot as the launcher does, for every contender. A refresh loads
+/// into the guest what later refreshes need. Then the workload is frozen, and the kernel gets time
+/// for the work that it has deferred.
 pub fn rehearse(socket: &Path) -> Outcome<()> {
     let control = Agent::connect_control(socket, deadline())?;
     control.refresh(&Refresh::new(0)?.without_thaw(), deadline())?;

@@ -1,12 +1,12 @@
-//! Order statistics of samples, and how far their ratio can be trusted.
+//! Order statistics of samples, and confidence intervals of their ratios.
 //!
-//! Times have long tails, so there is no mean here: percentiles, and a bootstrap interval for the
-//! ratio of two medians.
+//! Times have long tails, so there is no mean here. There are percentiles, and a bootstrap interval
+//! for the ratio of two medians.
 
-/// How often samples are drawn anew for an interval.
+/// How often samples are redrawn for an interval.
 const DRAWS: usize = 2000;
 
-/// What a cell's samples come to.
+/// The order statistics of the samples of one cell.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Summary {
     pub count: usize,
@@ -18,7 +18,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Of at least one sample.
+    /// Returns `None` if there is no sample.
     pub fn of(samples: &[f64]) -> Option<Self> {
         let mut sorted = samples.to_vec();
         sorted.sort_by(f64::total_cmp);
@@ -28,14 +28,14 @@ impl Summary {
     }
 }
 
-/// Between the two nearest ranks of sorted samples.
+/// Interpolates between the two nearest ranks. `sorted` is sorted and not empty.
 fn percentile(sorted: &[f64], part: f64) -> f64 {
     let place = part * (sorted.len() - 1) as f64;
     let (low, high) = (place.floor() as usize, place.ceil() as usize);
     sorted[low] + (sorted[high] - sorted[low]) * (place - low as f64)
 }
 
-/// The ratio of two medians and the range in which 95 of 100 redrawn ones lie.
+/// The ratio of two medians, and the range in which 95 of 100 ratios of redrawn samples lie.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Ratio {
     pub value: f64,
@@ -64,7 +64,7 @@ fn median(mut samples: Vec<f64>) -> Option<f64> {
     (!samples.is_empty()).then(|| percentile(&samples, 0.5))
 }
 
-/// Numbers that are random enough for the order of samples.
+/// A pseudorandom generator that is good enough to shuffle and redraw samples.
 pub struct Random(u64);
 
 impl Random {
@@ -73,7 +73,7 @@ impl Random {
     }
 
     fn next(&mut self) -> u64 {
-        // Marsaglia's xorshift, with 64 bits of state.
+        // Marsaglia's xorshift with 64 bits of state.
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;

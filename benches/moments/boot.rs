@@ -1,4 +1,5 @@
-//! Boot: from the start of the process to the answer of the first command, same kernel and image.
+//! Boot: from the start of the process to the answer of the first command. All contenders have one
+//! kernel and one image.
 
 use crate::board::{Act, Board, Outcome, Unit};
 use crate::stage::Stage;

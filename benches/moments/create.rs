@@ -1,4 +1,5 @@
-//! Create: from the caller's wish to the exit status of the first command, and every step between.
+//! Create: from the caller's request to the exit status of the first command, and each step
+//! between.
 
 use std::cell::RefCell;
 use std::time::Instant;
@@ -58,7 +59,7 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     }
     let counts = board.counts;
     board.interleave("create", Unit::Millis, counts.warm_ups, counts.quick, acts)?;
-    // Warm-ups come first, two traces in each.
+    // The traces of the warm-up rounds come first, two for each round.
     for (title, steps) in traces.into_inner().into_iter().skip(2 * counts.warm_ups) {
         board.trace(title, &steps)?;
     }

@@ -1,4 +1,4 @@
-//! A command in a guest that is warm: fork, exec and exit of `/bin/true`, there and back.
+//! Exec: the round trip of a command in a warm guest, which is fork, exec and exit of `/bin/true`.
 
 use crate::board::{Act, Board, Outcome, Unit, timed};
 use crate::guest::exec_true;

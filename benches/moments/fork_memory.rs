@@ -1,4 +1,5 @@
-//! What one more machine of a template costs in memory, after its first command and a rest.
+//! Fork memory: what one more VM of a template costs in memory, after its first command and some
+//! seconds of idling.
 
 use std::ops::Range;
 use std::thread;
@@ -27,12 +28,14 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
         let (process, ..) = start(&stage.pvmm.program, &Job::Restore { snapshot, socket, tap })?;
         Ok((process.pid(), process))
     };
-    // What the host's slabs grow by only once would count for whoever comes first.
+    // The host's slabs grow once for the first VMs. These VMs are dropped, so that no contender is
+    // charged for that growth.
     drop((0..count).map(own_process).collect::<Outcome<Vec<_>>>()?);
     measure(board, "pvmm, a process each", count, own_process)?;
 
     let own = std::process::id();
-    // Without the caller's end of the connection, which other contenders have in another process.
+    // The caller's end of the agent's connection is dropped, because the other contenders have it
+    // in another process.
     let live = |index| {
         let (vm, _agent) =
             live(&baking.template, stage.dir()?.join("v"), tap(index + 1).as_deref())?;
@@ -50,8 +53,8 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
         thread::sleep(REST.saturating_sub(made.elapsed()));
         Outcome::Ok(machines)
     };
-    // Two that pay for what others share: a page of the template that only one has mapped counts as
-    // its own. What this process kept for itself until here goes with the first trim.
+    // Two VMs pay first for what all VMs share: a page of the template that only one VM has mapped
+    // counts as private. The first trim also returns what this process has kept until here.
     let first = rested(count..count + 2)?;
     let before = (processes::private_mib(own)?, processes::host_mib()?);
     let machines = rested(0..count)?;
@@ -73,14 +76,15 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     Ok(())
 }
 
-/// Makes `count` machines in processes of their own and looks at each.
+/// Makes `count` VMs with `make`, each in a process of its own. Adds the memory of each process,
+/// and the memory of the host for each VM.
 fn measure<T>(
     board: &mut Board,
     name: &str,
     count: usize,
     make: impl Fn(usize) -> Outcome<(u32, T)>,
 ) -> Outcome<()> {
-    // The first of all pays for what later ones share.
+    // The first VM pays for what later VMs share.
     let first = make(count)?;
     thread::sleep(REST);
     let before = processes::host_mib()?;

@@ -1,8 +1,8 @@
 //! Growing into new memory: a guest writes 64 MiB that it has never touched, after a boot, after a
 //! restore and in a fork of a running VM; and memory that was touched and freed before the fork.
 //!
-//! Each page that the host supplies by itself is a fault of its own, so the faults of the process
-//! are counted next to the time.
+//! The page faults of the process are counted too, because each page that the host supplies singly
+//! is one fault.
 
 use crate::board::{Act, Board, Outcome, Unit, timed};
 use crate::guest::{deadline, shell, tap};
@@ -63,8 +63,8 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     board.interleave(TIME, Unit::Millis, 1, counts.slow, acts)
 }
 
-/// Lets the guest write. Returns the milliseconds that it took, and the faults of this process for
-/// each MiB.
+/// Makes the guest write 64 MiB. Returns the milliseconds that the write took, and the page faults
+/// of this process for each MiB.
 fn grow(agent: &Agent) -> Outcome<(f64, f64)> {
     let (before, ..) = sys::usage();
     let (_, took) = timed(|| shell(agent, WRITE))?;

@@ -1,4 +1,4 @@
-//! Live fork: how long the parent stands still, and when all of its children have answered.
+//! Live fork: how long the parent is paused, and the time until all of its children have answered.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,14 +15,14 @@ use crate::peers::pvmm::live;
 use crate::peers::{Machine, Peer};
 use crate::stage::{Baking, SETTLE_MAX, Stage};
 
-/// Fills the same 64 MiB of the guest's memory anew.
+/// A shell line that rewrites 64 MiB of guest memory, always in one file.
 const DIRTY: &str = "yes $RANDOM | head -c 67108864 1<> /dev/shm/dirty";
 type Child = (pvmm::Vm, Agent);
 type Durations = Vec<(String, f64)>;
 
 const PAUSE: &str = "live fork: parent's pause";
 const ANSWERED: &str = "live fork: children answered";
-/// The same parent once more, after it has filled the same memory anew.
+/// A second fork of a parent that has rewritten its 64 MiB since the first fork.
 const AGAIN_PAUSE: &str = "live fork again: parent's pause";
 const AGAIN_ANSWERED: &str = "live fork again: children answered";
 
@@ -41,12 +41,12 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     for round in 0..counts.slow + 1 {
         let mut kept = Vec::new();
         {
-            // A parent that went on from a template itself, as most do: what it changed since is
-            // what is new.
+            // The parent is itself a fork of a template, as most parents are: only the pages that
+            // it has written since are new.
             let socket = stage.dir()?.join("v");
             let (mut vm, _) = live(&baking.template, socket.clone(), tap(0).as_deref())?;
             for moments in [(PAUSE, ANSWERED), (AGAIN_PAUSE, AGAIN_ANSWERED)] {
-                // A connection of its own, for a freeze may cut older ones.
+                // This is a new connection, because a freeze may cut older ones.
                 shell(&Agent::connect(&socket, deadline())?, DIRTY)?;
                 kept.push((
                     moments,
@@ -55,7 +55,7 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
             }
         }
         if let Some((peer, _machine, dir)) = &peer {
-            // A snapshot cuts connections there.
+            // This is a new connection, because a snapshot of Firecracker cuts older ones.
             shell(&Agent::connect(&dir.join(SOCKET), deadline())?, DIRTY)?;
             let took = fork_firecracker(stage, peer, dir, children)?;
             let name = peer.name();
@@ -70,7 +70,7 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     Ok(())
 }
 
-/// Writes down a pause and what all took, unless it was to warm up.
+/// Adds the pause and the time until all children have answered, except in the warm-up round.
 fn record(
     board: &mut Board,
     round: usize,
@@ -85,7 +85,8 @@ fn record(
     Ok(())
 }
 
-/// Forks a running machine. In milliseconds: its pause, and until all children have answered.
+/// Forks a running VM. Returns, in milliseconds, its pause and the time until all children have
+/// answered.
 fn fork(
     stage: &Stage,
     board: &mut Board,
@@ -113,7 +114,7 @@ fn fork(
     Ok((millis(template.pause()), frozen + children_took))
 }
 
-/// A child that has answered, and what that took.
+/// Makes a child. Returns the child after it has answered, and the duration of each step.
 fn child(stage: &Stage, template: &Template, index: usize) -> Outcome<(Child, Durations)> {
     let (socket, tap) = (stage.place.join(format!("c{index}")), tap(index));
     let begun = Instant::now();
@@ -121,8 +122,8 @@ fn child(stage: &Stage, template: &Template, index: usize) -> Outcome<(Child, Du
     Ok((child?, durations(begun, &steps)))
 }
 
-/// Pause, full snapshot and resume; then a process for each child. In milliseconds: the pause, and
-/// all.
+/// Forks a running VM of Firecracker: pause, full snapshot, resume, and then a process for each
+/// child. Returns, in milliseconds, the pause and the time until all children have answered.
 fn fork_firecracker(
     stage: &Stage,
     peer: &Firecracker,
@@ -144,7 +145,8 @@ fn fork_firecracker(
     Ok((pause, pause + took))
 }
 
-/// Makes `count` things, as many at once as there are processors.
+/// Calls `make` with each number below `count`, on as many threads as there are processors. Returns
+/// the made values in no particular order. Fails if a call fails.
 fn all<T: Send>(count: usize, make: impl Fn(usize) -> Outcome<T> + Sync) -> Outcome<Vec<T>> {
     let (next, made) = (AtomicUsize::new(0), Mutex::new(Vec::new()));
     let workers = thread::available_parallelism().map_or(1, usize::from).min(count);

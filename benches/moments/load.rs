@@ -1,4 +1,4 @@
-//! Load: from the request to a machine whose next call is `KVM_RUN`. The process is there already.
+//! Load: from the request to a VM whose next call is `KVM_RUN`, in a process that runs already.
 
 use std::cell::RefCell;
 use std::time::Instant;
@@ -52,7 +52,7 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
     let counts = board.counts;
     let moment = "load → ready for KVM_RUN";
     board.interleave(moment, Unit::Millis, counts.warm_ups, counts.quick, acts)?;
-    // Warm-ups come first, two traces in each.
+    // The traces of the warm-up rounds come first, two for each round.
     for (title, steps) in traces.into_inner().into_iter().skip(2 * counts.warm_ups) {
         board.trace(title, &steps)?;
     }

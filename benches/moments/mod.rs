@@ -1,4 +1,4 @@
-//! The moments that are promised to be quick or small, a file for each.
+//! The moments that are promised to be quick or small, one file for each.
 
 mod api;
 mod boot;
@@ -20,7 +20,7 @@ mod throughput;
 use crate::board::{Board, Outcome};
 use crate::stage::{Baking, Stage};
 
-/// Moments of machines that go on from another, by name.
+/// A moment of VMs that are made from a snapshot or a template.
 type Baked = fn(&Stage, &Baking, &mut Board) -> Outcome<()>;
 pub const BAKED: [(&str, Baked); 9] = [
     ("create", create::run),
@@ -34,7 +34,7 @@ pub const BAKED: [(&str, Baked); 9] = [
     ("api", api::run),
 ];
 
-/// Moments of machines that were booted.
+/// A moment of VMs that are booted.
 type Booted = fn(&Stage, &mut Board) -> Outcome<()>;
 pub const BOOTED: [(&str, Booted); 5] = [
     ("boot", boot::run),

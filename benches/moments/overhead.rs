@@ -1,4 +1,4 @@
-//! What a VMM holds beside its guest's memory while the guest is idle.
+//! Overhead: the memory that a VMM holds in addition to guest memory while the guest is idle.
 
 use std::thread;
 use std::time::Duration;

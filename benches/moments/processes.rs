@@ -1,4 +1,4 @@
-//! What a process and the kernel behind it hold, as the kernel counts it.
+//! The memory of a process and of the host, as the kernel counts it.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -6,7 +6,7 @@ use std::fs;
 use crate::board::Outcome;
 use crate::guest::MEMORY_MIB;
 
-/// Sizes in KiB by their names, of a file such as `/proc/meminfo`.
+/// Parses a file such as `/proc/meminfo`. Returns sizes in KiB by name.
 pub fn sizes(text: &str) -> BTreeMap<&str, f64> {
     let size = |line: &'_ str| -> Option<f64> {
         line.split_whitespace().nth(1).and_then(|word| word.parse().ok())
@@ -22,22 +22,22 @@ fn of(sizes: &BTreeMap<&str, f64>, name: &str) -> Outcome<f64> {
     sizes.get(name).map(|kib| kib / 1024.0).ok_or_else(|| format!("no {name}").into())
 }
 
-/// Memory that is the process's own, and its page tables, in MiB.
+/// Returns the private dirty memory of a process and the size of its page tables, in MiB.
 pub fn private_mib(pid: u32) -> Outcome<(f64, f64)> {
     let rollup = fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     Ok((of(&sizes(&rollup), "Private_Dirty")?, of(&sizes(&status), "VmPTE")?))
 }
 
-/// What is left of the host's memory, and what its kernel holds in slabs, in MiB.
+/// Returns the available memory of the host and the size of its kernel's slabs, in MiB.
 pub fn host_mib() -> Outcome<(f64, f64)> {
     let text = fs::read_to_string("/proc/meminfo")?;
     let sizes = sizes(&text);
     Ok((of(&sizes, "MemAvailable")?, of(&sizes, "Slab")?))
 }
 
-/// What a VMM holds beside its guest's memory: the resident size of every mapping that is smaller
-/// than that. This is the rule by which Firecracker's own tests go.
+/// Returns the memory that a VMM holds in addition to guest memory, in MiB: the resident size of
+/// every mapping that is smaller than guest memory. Firecracker's own tests count by this rule.
 pub fn beside_guest_mib(pid: u32) -> Outcome<f64> {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"))?;
     Ok(beside_guest(&smaps, MEMORY_MIB * 1024))

@@ -1,4 +1,5 @@
-//! Sustained rate: create, run a command, destroy, one after the other, the end included.
+//! Sustained rate: VMs are created, run a command and are destroyed, one after the other. The time
+//! of the destruction is included.
 
 use std::time::Instant;
 

@@ -1,4 +1,4 @@
-//! Rollback: from the wish to go back until a command has run at the checkpoint.
+//! Rollback: from the request until a command has run at the checkpoint.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use crate::board::{Board, Outcome, Unit, durations, millis, timed};
 use crate::guest::{deadline, exec_true, shell, tap};
 use crate::stage::{Baking, SETTLE_MAX, Stage};
 
-/// What the guest does that is then undone.
+/// A shell line whose writes the rollback undoes.
 const DIRTY: &str = "head -c 8388608 /dev/zero | tr '\\0' x > /dev/shm/undone";
 
 pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {

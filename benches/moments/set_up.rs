@@ -1,7 +1,7 @@
-//! What the host's part of a restore costs on any `/dev/kvm`, also one that cannot run a guest.
+//! KVM set-up: the host's part of a restore, on any `/dev/kvm`, also one that cannot run a guest.
 //!
-//! Everything up to the first `KVM_RUN`: the same parts in the order that Firecracker uses and in
-//! ours, and then pvmm's own restore of a machine that has never run.
+//! The part ends before the first `KVM_RUN`. The parts of a VM are made in Firecracker's order and
+//! in pvmm's order; then pvmm restores a VM that has never run.
 #![allow(unsafe_code)] // A memory slot hands a host address to the kernel.
 
 use std::path::Path;
@@ -22,18 +22,19 @@ use crate::guest::{Guest, MEMORY_MIB};
 use crate::peers::pvmm::overrides;
 
 const MOMENT: &str = "KVM set-up";
-/// As many lines as a machine with two disks, a card, vsock and an entropy source needs.
+/// The number of interrupt lines that a VM with two disks, a network card, vsock and an entropy
+/// source needs.
 const INTERRUPTS: u32 = 7;
 const KICKS: u64 = 10;
 const PINS: u64 = 24;
 
-/// The parts, in the order in which they are made.
+/// The order in which the parts of a VM are made.
 #[derive(Clone, Copy)]
 enum Order {
-    /// Interrupt controller and timer, vCPU, memory, devices.
+    /// Irqchip and timer, vCPU, memory, devices.
     Firecracker,
-    /// Memory, vCPU, devices; the interrupt controller is split, there is no timer, and interrupts
-    /// are not connected: whoever has one sends it.
+    /// Memory, vCPU, devices. The irqchip is split, there is no timer, and no interrupt has an
+    /// irqfd: a device sends its interrupts itself.
     Pvmm,
 }
 
@@ -63,7 +64,8 @@ pub fn run(place: &Path, board: &mut Board) -> Outcome<()> {
     restores(place, board)
 }
 
-/// Makes one machine's parts; what each took, and all, in milliseconds. Its end is not in the sum.
+/// Makes the parts of one VM. Returns the duration of each step, and the total, in milliseconds.
+/// The end of the VM is a step that the total does not include.
 fn set_up(kvm: &Kvm, order: Order) -> Outcome<(Vec<(String, f64)>, f64)> {
     let memory: MmapRegion = MmapRegion::new((MEMORY_MIB << 20) as usize)?;
     let mut steps = Vec::new();
@@ -135,12 +137,13 @@ fn add_memory(vm: &VmFd, memory: &MmapRegion) -> Outcome<()> {
         memory_size: memory.size() as u64,
         userspace_addr: memory.as_ptr() as u64,
     };
-    // SAFETY: the mapping has this size and outlives the machine, whose vCPU never runs.
+    // SAFETY: the mapping has this size and outlives the VM, whose vCPU never runs.
     unsafe { vm.set_user_memory_region(slot) }?;
     Ok(())
 }
 
-/// pvmm's own restore of a machine that has never run: from a folder, and from a held template.
+/// Measures pvmm's restore of a VM that has never run: from a snapshot, and from a template that
+/// this process holds.
 fn restores(place: &Path, board: &mut Board) -> Outcome<()> {
     let (guest, _) = Guest::prepare(place)?;
     let dir = place.join("native");
@@ -170,8 +173,7 @@ fn restores(place: &Path, board: &mut Board) -> Outcome<()> {
         "pvmm, held template".to_owned(),
         Box::new(|| restore("load, held template", Some(&held))),
     )];
-    // A KVM that gives its vCPUs more features than it says it has makes snapshots that it then
-    // refuses.
+    // A KVM whose vCPUs have more features than it reports refuses its own snapshots.
     match Template::load(&snapshot, LoadOptions::default()) {
         Ok(_) => acts.push((
             "pvmm, from its folder".to_owned(),

@@ -1,4 +1,5 @@
-//! Full snapshot of a running guest into a folder on tmpfs, with and without waiting for the disk.
+//! Snapshot: a full snapshot of a running guest into a folder on tmpfs, with and without waiting
+//! for the disk.
 
 use std::cell::RefCell;
 use std::fs;
@@ -62,7 +63,7 @@ pub fn run(stage: &Stage, _: &Baking, board: &mut Board) -> Outcome<()> {
     }
     let counts = board.counts;
     board.interleave("full snapshot", Unit::Millis, 1, counts.slow, acts)?;
-    // The warm-up comes first.
+    // The first trace is of the warm-up.
     for steps in traces.into_inner().into_iter().skip(1) {
         board.trace("a snapshot with sync", &steps)?;
     }

@@ -1,7 +1,7 @@
 //! Throughput: a vsock stream, TCP over a tap, a disk read and written in order and at random.
 //!
-//! One script in the guest does it all and goes by the guest's clock; its bytes end in this
-//! process.
+//! One script in the guest measures everything by the guest's clock. This process is the other end
+//! of its streams.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -18,8 +18,8 @@ use crate::peers::Machine;
 use crate::stage::Stage;
 
 const SCRIPT: &str = include_str!("throughput.py");
-/// Rounds whose samples count: each moves everything through every contender, which takes a minute
-/// where processors are emulated.
+/// The maximum number of rounds after the warm-up. A round moves all data through every contender,
+/// which takes a minute on an emulated processor.
 const MAX_ROUNDS: usize = 7;
 const VSOCK_PORT: u32 = 5005;
 const TCP_PORT: u16 = 5006;
@@ -90,7 +90,8 @@ fn measure(machine: &Machine, gateway: &str, mib: usize) -> Outcome<BTreeMap<Str
     })
 }
 
-/// The host's end of one stream: takes all, says so, waits for the word, gives all.
+/// Serves the host's end of one stream: reads `mib` MiB, acknowledges them with a byte, waits for a
+/// byte, writes `mib` MiB, and waits for a byte. Fails if the guest ends the stream early.
 fn serve(mut stream: impl Read + Write, mib: usize) -> Outcome<()> {
     let mut buffer = vec![0x5a; 1 << 20];
     let mut left = mib << 20;

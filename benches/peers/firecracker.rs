@@ -1,7 +1,8 @@
-//! Firecracker, through its raw API socket, whenever `FIRECRACKER_BIN` names a binary.
+//! Firecracker, through its API socket, if `FIRECRACKER_BIN` names a binary.
 //!
-//! Its vsock convention is pvmm's, so the same agent is reached the same way. Socket paths are
-//! relative to a directory of each process's own: a snapshot keeps the path it was made with.
+//! Firecracker's vsock convention is pvmm's, so pvmm's client reaches the agent in its guest.
+//! Socket paths are relative to a directory that each process has to itself, because a snapshot
+//! keeps the paths that it was made with.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,7 +18,7 @@ use crate::board::{Outcome, millis};
 use crate::guest::{MEMORY_MIB, PATIENCE, Spec, deadline, exec_true};
 use crate::stage::rehearse;
 
-/// Between two looks for the API socket.
+/// The time between two attempts to connect to the API socket.
 const POLL: Duration = Duration::from_millis(1);
 pub const SOCKET: &str = "v";
 
@@ -25,14 +26,15 @@ pub struct Firecracker {
     program: PathBuf,
 }
 
-/// A snapshot of Firecracker's.
+/// A snapshot that Firecracker has written.
 pub struct Baked {
     pub dir: PathBuf,
     pub has_net: bool,
 }
 
 impl Firecracker {
-    /// Copied to `place`, with its version.
+    /// Copies the binary that `FIRECRACKER_BIN` names to `place`. Returns it with its version, or
+    /// `None` if the variable is not set.
     pub fn find(place: &Path) -> Outcome<Option<(Self, String)>> {
         let Some(path) = std::env::var_os("FIRECRACKER_BIN") else { return Ok(None) };
         let program = place.join("firecracker");
@@ -65,7 +67,7 @@ impl Firecracker {
         Ok(Process(command.spawn()?))
     }
 
-    /// A process that waits for orders.
+    /// Starts a process that has no VM, and waits until its API socket accepts connections.
     pub fn idle(&self, dir: &Path) -> Outcome<Process> {
         let process = self.spawn(dir, &[])?;
         let until = deadline();
@@ -78,7 +80,7 @@ impl Firecracker {
         Ok(process)
     }
 
-    /// Boots, warms up, freezes and snapshots a guest into `dir`.
+    /// Boots a guest, warms it up, freezes its workload and writes a snapshot of it into `dir`.
     pub fn bake(&self, spec: &Spec, dir: &Path) -> Outcome<Baked> {
         let (Machine { process, agent, .. }, _) = self.boot(spec)?;
         drop(agent);
@@ -91,7 +93,8 @@ impl Firecracker {
         Ok(baked)
     }
 
-    /// A new process that goes on from a snapshot and has answered an exec.
+    /// Starts a process, restores a snapshot in it and resumes the VM. Returns the VM after it has
+    /// answered an exec.
     pub fn restore(&self, baked: &Baked, dir: &Path, tap: Option<&str>) -> Outcome<Machine> {
         let process = self.idle(dir)?;
         load(baked, dir, tap, true)?;
@@ -147,7 +150,7 @@ pub fn resume(dir: &Path) -> Outcome<()> {
     request(dir, "PATCH", "/vm", &json!({ "state": "Resumed" }))
 }
 
-/// Writes a full snapshot of the paused machine behind `dir` into `into`.
+/// Writes a full snapshot into `into`, of the paused VM whose process runs in `dir`.
 pub fn snapshot(dir: &Path, into: &Path) -> Outcome<()> {
     let body = json!({ "snapshot_type": "Full", "snapshot_path": into.join("state"),
                        "mem_file_path": into.join("memory") });
@@ -164,7 +167,7 @@ pub fn load(baked: &Baked, dir: &Path, tap: Option<&str>, resume: bool) -> Outco
     request(dir, "PUT", "/snapshot/load", &body)
 }
 
-/// One request on a connection of its own; anything but success is an error.
+/// Sends one request on a new connection. Every answer other than success is an error.
 fn request(dir: &Path, method: &str, path: &str, body: &Value) -> Outcome<()> {
     let body = body.to_string();
     let mut socket = UnixStream::connect(dir.join("api"))?;

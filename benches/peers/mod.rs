@@ -1,4 +1,5 @@
-//! The contenders: each boots the same guest in a process of its own and leads to the same agent.
+//! The contenders: each boots the guest in a process of its own and connects to the agent in the
+//! guest.
 
 pub mod firecracker;
 pub mod pvmm;
@@ -16,31 +17,31 @@ use crate::board::Outcome;
 use crate::guest::Spec;
 use crate::sys;
 
-/// A way to boot a guest.
+/// A VMM that can boot the guest.
 pub trait Peer {
     fn name(&self) -> &'static str;
 
-    /// A running machine that has answered an exec, and how many milliseconds after the start it
-    /// did.
+    /// Boots a VM. Returns the VM after it has answered an exec, and the milliseconds from the
+    /// start of its process to the answer.
     fn boot(&self, spec: &Spec) -> Outcome<(Machine, f64)>;
 }
 
-/// A booted guest in a process of its own, which ends with this.
+/// A booted guest in a process of its own, which is killed when this value is dropped.
 pub struct Machine {
     pub process: Process,
     pub agent: Agent,
     pub way: Way,
 }
 
-/// How the guest's own connections reach the host.
+/// How connections from the guest reach the host.
 pub enum Way {
-    /// `<path>_<port>` is where connections to `port` arrive.
+    /// A connection to `port` arrives at the Unix socket `<path>_<port>`.
     Unix(std::path::PathBuf),
-    /// The host kernel's own vsock.
+    /// A connection arrives at the vsock of the host's kernel.
     Kernel,
 }
 
-/// Where a guest's connection to one port arrives.
+/// A listener for connections from the guest to one port.
 pub enum Ear {
     Unix(UnixListener),
     Kernel(OwnedFd),
@@ -66,12 +67,13 @@ impl Ear {
             Ear::Unix(listener) => listener.as_fd(),
             Ear::Kernel(fd) => fd.as_fd(),
         };
-        // Only read and written: to the standard library one stream socket is like another.
+        // A vsock socket is only read and written here, and the standard library does that for
+        // every stream socket in the same way.
         Ok(UnixStream::from(sys::accept(fd, deadline)?))
     }
 }
 
-/// A child process, killed and waited for at the end.
+/// A child process that is killed and waited for on drop.
 pub struct Process(pub Child);
 
 impl Process {

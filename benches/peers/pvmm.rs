@@ -1,4 +1,4 @@
-//! pvmm, in a process that holds one machine: what a launcher without a pool does.
+//! pvmm in a process that holds one VM, as a launcher without a pool would run it.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -17,22 +17,23 @@ use crate::board::Outcome;
 use crate::guest::{self, Spec, deadline, exec_true};
 use crate::sys;
 
-/// The word that makes this program such a process.
+/// The argument that makes this program a process that holds one VM.
 pub const VERB: &str = "vmm";
 
-/// What a process is to do with its life.
+/// The job of a process that holds one VM.
 #[derive(Serialize, Deserialize)]
 pub enum Job {
     Boot(Spec),
     Restore { snapshot: PathBuf, socket: PathBuf, tap: Option<String> },
 }
 
-/// What it says of itself once its guest has answered and it has told so.
+/// The report that the process writes after its guest has answered and after it has told the
+/// caller.
 #[derive(Serialize, Deserialize)]
 pub struct Report {
-    /// When `main` began; nanoseconds of the clock that processes share.
+    /// When [`work`] began, in nanoseconds of the clock that all processes share.
     pub began_ns: u64,
-    /// What was done, and when it was.
+    /// Each step, and when it was done, by the clock of `began_ns`.
     pub steps: Vec<(String, u64)>,
     pub minor_faults: i64,
     pub major_faults: i64,
@@ -40,7 +41,8 @@ pub struct Report {
     pub user_ms: f64,
 }
 
-/// The life of such a process: it ends when its standard input does.
+/// Runs a process that holds one VM: boots or restores the VM, tells the caller, writes the report,
+/// and ends when standard input ends.
 pub fn work(job: &str) -> Outcome<()> {
     let began = (Instant::now(), sys::monotonic_ns());
     let job: Job = serde_json::from_str(job)?;
@@ -50,10 +52,11 @@ pub fn work(job: &str) -> Outcome<()> {
         Job::Restore { snapshot, socket, tap } => restore(&snapshot, socket, tap.as_deref()),
     });
     let mut vm = vm?;
-    // Here the clock stops: the caller's wish is met, and the report is only for those who measure.
+    // The measured time ends here, for the guest has answered. The report is only for the
+    // benchmark.
     std::io::stdout().write_all(b"\n")?;
     report(began, steps)?;
-    // As the launcher does with a copy.
+    // The VM of a restore is trimmed as the launcher trims it.
     let (stdin, made) = (sys::stdin(), Instant::now());
     let mut at = next_trim(Duration::ZERO);
     while copied && !sys::is_readable_within(&stdin, at.saturating_sub(made.elapsed()))? {
@@ -96,14 +99,15 @@ fn restore(snapshot: &Path, socket: PathBuf, tap: Option<&str>) -> Outcome<Vm> {
     Ok(vm)
 }
 
-/// A machine of a template that has answered its first exec: everything that is called "create".
+/// Makes a VM from a template and waits for its first exec: everything that is called "create".
+/// Returns the VM and a connection to its agent.
 pub fn live(template: &Template, socket: PathBuf, tap: Option<&str>) -> Outcome<(Vm, Agent)> {
     let mut vm = template.fork(overrides(socket.clone(), tap))?.without_refresh();
     let agent = answer(&mut vm, &socket)?;
     Ok((vm, agent))
 }
 
-/// From a paused machine to the exit status of its first command.
+/// Resumes a paused VM, refreshes it and runs its first command. Returns a connection to its agent.
 pub fn answer(vm: &mut Vm, socket: &Path) -> Outcome<Agent> {
     vm.resume()?;
     let agent = Agent::connect_refreshed(socket, &Refresh::new(1)?, deadline())?;
@@ -120,7 +124,8 @@ pub fn overrides(socket: PathBuf, tap: Option<&str>) -> Overrides {
     }
 }
 
-/// Starts a process and waits until its guest has answered, which was at the time that is returned.
+/// Starts a process with `job`. Returns it after its guest has answered, with the time of the
+/// answer and the report. Fails if the process ends before its guest has answered.
 pub fn start(program: &Path, job: &Job) -> Outcome<(Process, u64, Report)> {
     let mut command = Command::new(program);
     command.arg(VERB).arg(serde_json::to_string(job)?);

@@ -1,4 +1,4 @@
-//! QEMU's `microvm` machine: the peer that every distribution has. Its vsock is the host kernel's.
+//! QEMU's `microvm` machine, the peer that every distribution has. Its vsock is the host kernel's.
 
 use std::ffi::OsString;
 use std::os::unix::net::UnixStream;
@@ -14,10 +14,10 @@ use crate::guest::{MEMORY_MIB, Spec, deadline, exec_true};
 use crate::sys;
 
 const PROGRAM: &str = "qemu-system-x86_64";
-/// The agent's own port, and the one it dials when it is ready.
+/// The port that the agent serves, and the port that the agent connects to when it is ready.
 const AGENT_PORT: u32 = 1024;
 const READY_PORT: u32 = 1025;
-/// Between two looks at whether the process is still there.
+/// The time between two checks that the process still runs.
 const LOOK: Duration = Duration::from_secs(1);
 
 pub struct Qemu {
@@ -25,7 +25,7 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// If there is one, with its version.
+    /// Returns QEMU with its version, or `None` if QEMU or `/dev/vhost-vsock` is missing.
     pub fn find() -> Option<(Self, String)> {
         let output = Command::new(PROGRAM).arg("--version").output().ok()?;
         let version = String::from_utf8_lossy(&output.stdout).lines().next()?.to_owned();
@@ -38,7 +38,7 @@ impl Qemu {
         let mut qemu = Command::new(PROGRAM);
         let machine = "microvm,accel=kvm,pic=off,pit=off,rtc=off,isa-serial=off,x-option-roms=off";
         let drive = |path: &std::path::Path, id: &str, more: &str| {
-            // Unlocked: the other contenders have the same image open.
+            // The image is not locked, because the other contenders have it open too.
             let words = format!("id={id},if=none,format=raw,file.locking=off,{more}file=");
             let mut option = OsString::from(words);
             option.push(path);
@@ -70,7 +70,7 @@ impl Peer for Qemu {
     }
 
     fn boot(&self, spec: &Spec) -> Outcome<(Machine, f64)> {
-        // An address of its own: the kernel is slow to forget one.
+        // Each VM has a new address, because the kernel is slow to release an old one.
         let cid = self.cid.fetch_add(1, Ordering::Relaxed);
         let ready = Way::Kernel.listen(READY_PORT)?;
         let mut command = self.command(spec, cid);

@@ -1,10 +1,10 @@
-//! Every path of the API with bodies that are wrong, before the start, while the guest runs, and
-//! while it is paused.
+//! Wrong bodies for every path of the API, before the start, while the guest runs, and while it is
+//! paused.
 
 use pvmm_tests::firecracker::Firecracker;
 use serde_json::{Value, json};
 
-/// Bodies that no request takes but those that ask for nothing.
+/// Bodies that only a request without a body accepts.
 const BODIES: [&str; 9] = [
     "",
     "{}",
@@ -17,7 +17,8 @@ const BODIES: [&str; 9] = [
     "{\"state\":\"Sleeping\",\"action_type\":-1}",
 ];
 
-/// Each operation of `docs/openapi.json`, with the guest's own drive where one is named.
+/// Returns each operation of `docs/openapi.json`, with names of the guest's own drive and
+/// interface.
 fn operations() -> Vec<(String, String)> {
     let api: Value = serde_json::from_str(include_str!("../../docs/openapi.json")).unwrap();
     let paths = api["paths"].as_object().unwrap();
@@ -27,7 +28,7 @@ fn operations() -> Vec<(String, String)> {
         methods.into_iter().map(move |method| (method.to_uppercase(), path.clone()))
     };
     let known = |method: &str| ["GET", "PUT", "PATCH", "DELETE"].contains(&method);
-    // These take an empty body, and what they then do has tests of its own.
+    // These paths accept an empty body; other tests cover what they do then.
     let tried = |path: &str| !["/pvmm/checkpoint", "/pvmm/rollback"].contains(&path);
     paths.iter().flat_map(of).filter(|(method, path)| known(method) && tried(path)).collect()
 }

@@ -1,4 +1,4 @@
-//! Memory that a guest gives back is really the host's again.
+//! The balloon: memory that a guest gives back becomes free on the host.
 
 use std::time::{Duration, Instant};
 
@@ -15,14 +15,15 @@ fn guest_with(balloon: Balloon) -> Guest {
     })
 }
 
-/// What this process, and so the guest in it, has of the host's memory, in MiB.
+/// Returns the memory of this process, and so of the guest in it, on the host, in MiB.
 fn pss_mib() -> u64 {
     let rollup = std::fs::read_to_string("/proc/self/smaps_rollup").unwrap();
     let line = rollup.lines().find(|line| line.starts_with("Pss:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() / 1024
 }
 
-/// Lets the guest use so much memory and free it again; the host still has it then.
+/// Makes the guest use `mib` MiB and free them. Returns the memory that the host still provides, in
+/// MiB.
 fn use_and_free(guest: &Guest, mib: u64) -> u64 {
     assert_eq!(
         guest.prints(&format!("python3 -c 'print(len(b\"x\" * ({mib} << 20)))'")),
@@ -65,7 +66,7 @@ fn balloon_inflated_and_hinted_shrinks_the_host_and_deflates_before_the_guest_ru
     assert_eq!((said.target_bytes, said.actual_bytes), (160 * MIB, 160 * MIB));
     assert!(said.total.unwrap() > 200 * MIB && said.free.unwrap() < 160 * MIB, "{said:?}");
 
-    // More than what is left: the balloon gives way instead of the process.
+    // The process needs more memory than is left, so the balloon deflates.
     use_and_free(&guest, 150);
     until("the balloon gave way", || stats(&guest).actual_bytes < 160 * MIB);
 
@@ -82,7 +83,7 @@ fn free_pages_reported_by_the_guest_shrink_the_host() {
     let start = Instant::now();
     until("free pages are reported", || pss_mib() + 80 < full);
     println!("balloon: reported, PSS {full} -> {} MiB in {:?}", pss_mib(), start.elapsed());
-    // What was given away can be used again.
+    // Memory that was given back can be used again.
     use_and_free(&guest, 150);
 }
 
@@ -107,7 +108,7 @@ fn balloon_of_a_run_is_asked_for_memory_and_gives_it_back() {
     assert_eq!(user.pvmm(["balloon", &vm, "2G"]).code, Some(2));
     assert_eq!(user.pvmm(["kill", &vm]).code, Some(0));
 
-    // A VM without one says how to get it.
+    // Without a balloon, the error names the flag that adds one.
     let plain = user.detached(&[]);
     let said = user.pvmm(["balloon", &plain]);
     assert_eq!(said.code, Some(2), "{said:?}");

@@ -1,9 +1,9 @@
-//! pvmm beside Firecracker: one script of requests to each of them, and everything that differs is
-//! listed.
+//! A comparison with Firecracker: one script of requests runs against pvmm and against Firecracker,
+//! and every difference must be listed.
 //!
-//! The script, `beside.txt`, says in words what it does; a difference that it does not name fails
-//! the test, and so does one that it names and that is none. Firecracker is whatever
-//! `FIRECRACKER_BIN` is.
+//! The script is `beside.txt`; its comments explain it. A difference that the script does not list
+//! fails the test, and so does a listed difference that no longer exists. `FIRECRACKER_BIN` names
+//! Firecracker's binary.
 
 use std::collections::BTreeSet;
 use std::io::{Read, Write};
@@ -20,10 +20,10 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 const SCRIPT: &str = include_str!("beside.txt");
-/// How long an answer to bytes that are no request may take.
+/// How long the answer to an invalid request may take.
 const PATIENCE: Duration = Duration::from_secs(3);
 
-/// A line of the script, and why it has two outcomes if it has.
+/// A line of the script, and the reason for its difference if one is listed.
 struct Step {
     line: &'static str,
     differs: Option<&'static str>,
@@ -40,7 +40,7 @@ fn script() -> Vec<Step> {
     steps
 }
 
-/// One of the two, going through the script.
+/// One of the two programs, as it goes through the script.
 struct Side {
     program: PathBuf,
     dir: TempDir,
@@ -62,7 +62,7 @@ impl Side {
         Self { program, dir, process: None, vsock }
     }
 
-    /// What the line led to, in words that do not depend on where that was.
+    /// Returns the outcome of a line, with the paths of this side replaced by names.
     fn outcome(&mut self, line: &str) -> String {
         let dir = self.dir.path().display().to_string();
         let kernel = default_kernel().vmlinux.display().to_string();
@@ -73,7 +73,7 @@ impl Side {
         let said = match verb {
             "process" => {
                 let flags = ["--id", "beside", "--level", "Error"];
-                // The one before goes first.
+                // The previous process ends before the next one starts.
                 self.process = None;
                 self.process =
                     Some(Firecracker::of(&self.program, TempDir::new().unwrap(), &flags));
@@ -109,7 +109,7 @@ impl Side {
         self.process().until("the agent", connect)
     }
 
-    /// The status, and what follows it; of a refusal only whether it has words.
+    /// Returns the status and the body; for a refusal, only whether it has a fault message.
     fn request(&self, method: &str, rest: &str) -> String {
         let (path, body) = rest.split_once(' ').unwrap_or((rest, ""));
         let len = body.len();
@@ -129,7 +129,7 @@ impl Side {
                         *version = "VERSION".into();
                     }
                 }
-                // Firecracker lists those of a running machine in no certain order.
+                // Firecracker lists the drives of a running VM in no certain order.
                 if let Some(Value::Array(drives)) = body.get_mut("drives") {
                     drives.sort_by_key(|drive| drive["drive_id"].to_string());
                 }
@@ -138,7 +138,7 @@ impl Side {
         }
     }
 
-    /// The status of whatever comes back first.
+    /// Returns the status of the first answer.
     fn raw(&self, bytes: &str) -> String {
         let mut stream = UnixStream::connect(self.process().socket()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();

@@ -1,4 +1,4 @@
-//! Kernels, sizes and endings of real Linux guests.
+//! Boots of real Linux guests: kernels, sizes and ends.
 
 use pvmm::{BootProtocol, Initrd, Outcome};
 use pvmm_agent_image::AGENT;
@@ -32,7 +32,7 @@ fn boot_of_two_vcpus_has_both_in_one_package() {
 fn boot_of_eight_vcpus_has_them_all_at_work() {
     let guest = Guest::boot_with(|config| config.vcpus = 8);
     assert_eq!(guest.prints("nproc"), "8");
-    // Each is used: a command pinned to it says where it ran.
+    // Each vCPU is used: a command that is pinned to it prints its number.
     let pinned = "for cpu in 0 1 2 3 4 5 6 7; do \
                   taskset -c $cpu sh -c 'set -- $(cat /proc/self/stat); echo ${39}'; done";
     assert_eq!(guest.prints(pinned), "0\n1\n2\n3\n4\n5\n6\n7");
@@ -77,19 +77,20 @@ fn boot_of_stock_debian_kernel_answers() {
     assert_eq!(guest.prints("python3 -c 'print(6*7)'"), "42");
 }
 
-/// Nothing but the command line and the MP table says what the machine has.
+/// Only the command line and the MP table describe the VM.
 #[test]
 fn boot_without_acpi_finds_its_devices_by_virtio_mmio_words() {
     let guest = Guest::boot_with(|config| config.cmdline += " acpi=off");
     assert_eq!(guest.prints("test -e /sys/firmware/acpi || echo none; nproc"), "none\n2");
     let bound = guest.prints("cd /sys/bus/platform/drivers/virtio-mmio && ls -d virtio-mmio.*");
     assert!(bound.lines().count() >= 3, "{bound}");
-    // Its disk and its vsock interrupt through the I/O APIC.
+    // The disk and the vsock interrupt through the I/O APIC.
     assert_ne!(guest.prints("grep -c 'IO-APIC.*virtio' /proc/interrupts"), "0");
     assert_eq!(guest.prints("python3 -c 'print(6*7)'"), "42");
 }
 
-/// ACPI's announcement of a device counts where both are there, and none is bound twice.
+/// Where a device is announced in ACPI and on the command line, ACPI's counts, and no device is
+/// bound twice.
 #[test]
 fn boot_with_acpi_and_words_binds_each_device_once() {
     let guest = Guest::boot();
@@ -98,8 +99,8 @@ fn boot_with_acpi_and_words_binds_each_device_once() {
     assert_eq!(guest.prints(&format!("{bound} virtio-mmio.* 2>/dev/null || echo none")), "none");
 }
 
-/// Debian's scripts run first, load the drivers by udev, and hand over where they would mount the
-/// root.
+/// A boot script for Debian's initrd. Debian's scripts run first and load the drivers with udev;
+/// the script starts the agent at the point where they would mount the root.
 const HAND_OVER: &str = "mountroot() {
     mkdir -p /dev/pvmm; cat /proc/modules > /dev/pvmm/modules
     udevadm control --exit
@@ -125,7 +126,7 @@ fn boot_of_debians_bzimage_with_debians_initrd_answers() {
     });
     assert_eq!(guest.prints("uname -r"), kernel.release);
     assert_eq!(guest.prints("nproc; python3 -c 'print(6*7)'"), "2\n42");
-    // It was udev that loaded the disk's driver.
+    // udev loaded the driver of the disk.
     assert_ne!(guest.prints("grep -c virtio_blk /dev/pvmm/modules"), "0");
 }
 
@@ -160,14 +161,14 @@ fn guest_has_no_virtualization_and_reads_avx_state_back() {
     let avx = |info: String| info.split_whitespace().any(|flag| flag == "avx");
     let here = avx(std::fs::read_to_string("/proc/cpuinfo").unwrap());
     assert_eq!(avx(guest.prints("cat /proc/cpuinfo")), here);
-    // Without AVX on this host it is the half of the registers that every processor has.
+    // Without AVX on this host, only the lower half of the registers is tested.
     let bytes = if here { 32 } else { 16 };
     let code = format!("python3 -c '{VECTORS}' {bytes}");
     assert_eq!(guest.prints(&code), "kept 4");
 }
 
-/// Four processes on one vCPU: each loads a vector register with random bytes, gives the processor
-/// away a thousand times, and stores the register.
+/// A program of four processes on one vCPU. Each loads a vector register with random bytes, yields
+/// the processor a thousand times, and stores the register.
 const VECTORS: &str = r#"
 import ctypes, mmap, os, sys
 size = int(sys.argv[1])
@@ -207,7 +208,7 @@ fn reboot_by_the_agent_is_reboot() {
 #[test]
 fn kernel_panic_is_reboot() {
     let guest = Guest::boot();
-    // The machine may be gone before the shell's exit is reported.
+    // The VM may end before the exit of the shell is reported.
     let _ = guest.agent.exec(&pvmm::exec::ExecRequest::shell("echo c > /proc/sysrq-trigger"));
     assert_eq!(guest.ends(), Outcome::Reboot);
 }
@@ -219,7 +220,7 @@ fn disk_written_by_the_guest_leaves_the_image_alone() {
     let guest = Guest::boot();
     guest.prints("echo changed > /etc/os-release; rm -rf /usr/share/python3; sync");
     assert_eq!(guest.prints("cat /etc/os-release"), "changed");
-    // Past the file system neither, even what is there already.
+    // A write to the disk itself fails too, even of the bytes that it already has.
     let write = "dd if=/dev/vda of=/dev/vda bs=4k count=1 conv=notrunc,fsync 2>/dev/null; echo $?";
     assert_eq!(guest.prints(write), "1");
     drop(guest);

@@ -1,4 +1,4 @@
-//! Interpreter sessions in a real guest, through the command.
+//! Interpreter sessions in a real guest, through `pvmm code`.
 
 use pvmm_tests::cli::{Said, User};
 
@@ -45,12 +45,12 @@ fn code_keeps_its_state_gives_every_form_and_heeds_its_time() {
     let said = code(&["-c", "import os; os._exit(3)"]);
     assert_eq!(said.code, Some(125), "{said:?}");
     assert_eq!(code(&["-c", "'x' in globals()"]).text(), "False");
-    // The base template has no Node, and says so.
+    // The base template has no Node.
     assert_eq!(code(&["--lang", "node", "-c", "1"]).code, Some(127));
     assert_eq!(user.pvmm(["kill", &id]).code, Some(0));
 }
 
-/// In a guest with Debian's matplotlib and pandas, of which `make soak` makes a template.
+/// The guest has Debian's matplotlib and pandas; `make soak` makes its template.
 #[test]
 #[ignore = "make soak"]
 fn soak_figures_and_tables_of_real_packages_come_out() {
@@ -62,7 +62,7 @@ fn soak_figures_and_tables_of_real_packages_come_out() {
         println!("code: {} ms for {text:?}", told["duration_ms"]);
         told
     };
-    // How many figures came, each of them a PNG.
+    // Returns the number of figures, and checks that each is a PNG.
     let figures = |told: &serde_json::Value| {
         let shown = told["displays"].as_array().unwrap();
         for figure in shown {

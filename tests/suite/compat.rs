@@ -1,8 +1,7 @@
-//! Clients of Firecracker that others published, unmodified, against a real guest.
+//! Published clients of Firecracker, unmodified, against a real guest.
 //!
-//! `cargo xtask compat` builds them and says where they are; without that there is nothing to run.
-//! A client's driver (`tests/compat`) says when it is time to look at the guest, and that is done
-//! from here.
+//! `cargo xtask compat` builds the clients and sets `PVMM_COMPAT` to their folder. The driver of a
+//! client (`tests/compat`) prints when the guest is to be checked, and the check runs here.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -21,14 +20,14 @@ const BOOT_ARGS: &str = "console=ttyS0 quiet reboot=k panic=-1 pvmm.root=/dev/vd
                          pvmm.rootfstype=ext4 pvmm.hostname=guest \
                          ip=10.9.0.2::10.9.0.1:255.255.255.0::eth0:off";
 
-/// Where `cargo xtask compat` put the clients.
+/// Returns the folder into which `cargo xtask compat` has put the clients.
 fn clients() -> PathBuf {
     std::env::var_os("PVMM_COMPAT").expect("run it by cargo xtask compat").into()
 }
 
-/// Runs a client to its end; `look` sees the guest whenever the client says so.
+/// Runs a client to its end, and calls `look` whenever the client asks for a check of the guest.
 fn drive(program: &mut Command, look: impl Fn(&str, &Agent)) {
-    // No capital letters: Python's client takes the path for a host's name, and those have none.
+    // The path has no capital letters: Python's client uses it as a host name, in lower case.
     let name = format!("pvmm-compat-{}", std::process::id());
     let dir: TempDir = tempfile::Builder::new().prefix(&name).rand_bytes(0).tempdir().unwrap();
     let path = |name: &str| dir.path().join(name);
@@ -80,7 +79,7 @@ fn agent(socket: &Path) -> Agent {
     }
 }
 
-/// A drive, a card, and a word that has to be there afterwards too.
+/// Checks a drive and a network card, and a word in memory that later moments must find.
 fn look(moment: &str, agent: &Agent) {
     assert_eq!(prints(agent, "cat /sys/class/net/eth0/address"), "02:00:00:00:00:07");
     assert_eq!(prints(agent, "head -c 3 /dev/vdb | od -An -tx1"), " 07 07 07");
@@ -89,7 +88,7 @@ fn look(moment: &str, agent: &Agent) {
         return;
     }
     assert_eq!(prints(agent, "cat /tmp/word"), "booted");
-    // Another root image is there once the loaded machine was given it, and not before.
+    // The other root image is there after the VM was loaded with it, and not before.
     let mark = if moment == "loaded" { "other" } else { "" };
     assert_eq!(prints(agent, MARK_LINE), mark, "{moment}");
     let read = "echo 3 > /proc/sys/vm/drop_caches; python3 -c 'print(6 * 7)'";

@@ -1,4 +1,4 @@
-//! What copies of one VM do not have in common: their process, tap, addresses, drives, vsock.
+//! What forks and restores of one VM have of their own: process, tap, addresses, drives, vsock.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -25,7 +25,7 @@ fn shell(user: &User, vm: &str, line: &str) -> String {
     ok(user, &["exec", vm, "--", "sh", "-c", line])
 }
 
-/// What `ps --json` says of a VM.
+/// Returns what `ps --json` prints about a VM.
 fn facts(user: &User, vm: &str) -> serde_json::Value {
     let all: serde_json::Value = serde_json::from_str(&ok(user, &["ps", "--json"])).unwrap();
     let found = all.as_array().unwrap().iter().find(|it| it["id"] == vm || it["name"] == vm);
@@ -36,8 +36,8 @@ fn tap(user: &User, vm: &str) -> String {
     facts(user, vm)["taps"][0].as_str().expect("a tap").to_owned()
 }
 
-/// Where a process's program, heap and stack lie, and the bytes from which its stack canary is
-/// made.
+/// Returns the addresses of a process's program, heap and stack, and the bytes from which its stack
+/// canary is made.
 fn layout(pid: u64) -> [String; 4] {
     let maps = fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
     let start = |what: &str| {
@@ -69,7 +69,7 @@ fn processes_of_one_fork_share_neither_layout_nor_canary() {
     ok(&user, &["kill", "--signal", "KILL", names[0], names[1], names[2], names[3]]);
 }
 
-/// Sends a word from the guest to an address of the host's end of a tap, and one back.
+/// Sends a word from the guest to an address of the host's end of a tap, and the word back.
 fn carries(user: &User, vm: &str, tap: &str, host: &str) {
     let socket = UdpSocket::bind(format!("{host}:5002")).unwrap();
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -99,7 +99,7 @@ fn running_vm_with_a_card_is_forked_and_every_copy_has_a_tap_of_its_own() {
         network::host(&["addr", "add", "10.9.0.1/24", "dev", "t0"]);
         carries(&user, "web", "t0", "10.9.0.1");
 
-        // Taps that are made: the guests keep their address, each behind its own.
+        // The taps are new. The guests keep their address, each behind its own tap.
         ok(&user, &["fork", "web", "-n", "2", "--name", "made"]);
         let taps = ["made-1", "made-2"].map(|vm| tap(&user, vm));
         assert!(taps[0] != taps[1] && !taps.contains(&"t0".to_owned()), "{taps:?}");
@@ -112,13 +112,13 @@ fn running_vm_with_a_card_is_forked_and_every_copy_has_a_tap_of_its_own() {
         let mac = "cat /sys/class/net/eth0/address";
         assert_eq!(shell(&user, "made-1", mac), shell(&user, "web", mac));
 
-        // One that is given, with an address and a hardware address of its own.
+        // The tap is given, with another IP address and another hardware address.
         let card = "tap=given,ip=10.9.1.2/24,gw=10.9.1.1,mac=02:00:00:00:00:42";
         ok(&user, &["fork", "web", "--name", "given", "--net", card]);
         network::host(&["addr", "add", "10.9.1.1/24", "dev", "given"]);
         carries(&user, "given", "given", "10.9.1.1");
         assert_eq!(shell(&user, "given", mac), "02:00:00:00:00:42");
-        // Another hardware address alone leaves the guest its addresses.
+        // With only another hardware address, the guest keeps its IP addresses.
         ok(&user, &["fork", "given", "--name", "other", "--net", "mac=random"]);
         let addresses = "busybox ip -o addr show dev eth0 | grep -c 'inet 10.9.1.2/24'; \
                          busybox ip route | grep -c 'default via 10.9.1.1'";
@@ -140,7 +140,7 @@ fn vm_with_a_card_is_restored_on_its_tap_or_on_another() {
         let path = place.path().join("snap");
         let path = path.to_str().unwrap();
         ok(&user, &["snapshot", "web", path]);
-        // Its tap is in use, and the line says what to do.
+        // The tap is in use, and the error says what to do.
         let busy = user.pvmm(["restore", path]);
         assert_eq!(busy.code, Some(2), "{busy:?}");
         assert!(busy.stderr.contains("t0") && busy.stderr.contains("--net tap=auto"), "{busy:?}");
@@ -175,7 +175,7 @@ fn copy_gets_the_drive_the_socket_and_the_cid_that_it_is_given() {
     let own = ["--drive", &drive, "--vsock", &socket, "--cid", "77"];
     ok(&user, &[&["fork", "web", "--name", "c"], &own[..]].concat());
     assert_eq!(shell(&user, "c", word), "two");
-    // The guest knows its address, and reaches the host through the socket's neighbours.
+    // The guest knows its CID, and its connections arrive at the sockets `<path>_<port>`.
     let listener = UnixListener::bind(format!("{socket}_5000")).unwrap();
     let code = "import socket, fcntl, struct; f = open('/dev/vsock'); \
                 cid = struct.unpack('I', fcntl.ioctl(f, 0x7b9, bytes(4)))[0]; \
@@ -187,7 +187,7 @@ fn copy_gets_the_drive_the_socket_and_the_cid_that_it_is_given() {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     stream.read_to_string(&mut word).unwrap();
     assert_eq!(word, "77");
-    // The same image for several is refused unless none writes.
+    // One image for several forks is refused, unless it is read-only.
     let drive = format!("vdc={}", file("two"));
     let refused = user.pvmm(["fork", "web", "-n", "2", "--drive", &drive]);
     assert_eq!((refused.code, refused.stderr.lines().count()), (Some(2), 2), "{refused:?}");

@@ -1,4 +1,4 @@
-//! VMs that stay: `run -d`, `ps`, `exec`, `cp`, `logs`, `kill`, `rm`.
+//! Detached VMs: `run -d`, `ps`, `exec`, `cp`, `logs`, `kill`, `rm`.
 
 use std::fs;
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use pvmm_tests::cli::User;
 
-/// Waits up to five seconds for something that happens in the background.
+/// Waits up to five seconds for something that happens in the background. Returns whether it has
+/// happened.
 fn soon(mut happened: impl FnMut() -> bool) -> bool {
     (0..50).any(|_| {
         happened() || {

@@ -1,4 +1,4 @@
-//! Disks under real guests: what is written is there, whatever happens to the machine.
+//! Disks of real guests: what is written stays written, whatever happens to the VM.
 
 use std::fs;
 use std::os::fd::AsRawFd;
@@ -30,8 +30,9 @@ fn drive(image: &NamedTempFile, engine: EngineKind) -> Drive {
     drive
 }
 
-/// Three disks beside the root, each another way to the host: what a guest wrote is what it reads
-/// after its caches are dropped, and what the host finds in the file.
+/// Three disks in addition to the root, each with another engine or cache mode. What the guest has
+/// written is what the guest reads after its caches are dropped, and what the host finds in the
+/// file.
 #[test]
 fn drives_of_every_engine_keep_a_pattern() {
     let (plain, uring, unsafe_cache) = (image(8), image(8), image(8));
@@ -51,8 +52,8 @@ fn drives_of_every_engine_keep_a_pattern() {
              dd if=/dev/{disk} bs=64k skip=16 count=64 2>/dev/null | cmp - /tmp/pattern"
         ));
     }
-    // Discarded blocks are given back to the host and read as zero.
-    // BLKDISCARD, which the base template has no program for.
+    // Discarded blocks are returned to the host and read as zeros. Python calls BLKDISCARD, because
+    // the base template has no program for it.
     guest.prints(
         "python3 -c \"import fcntl, struct; \
          fcntl.ioctl(open('/dev/vdc', 'r+b'), 0x1277, struct.pack('QQ', 1 << 20, 1 << 20))\"",
@@ -106,7 +107,7 @@ fn filesystem_on_a_drive_survives_kill_of_the_vmm() {
                  (while :; do date > /mnt/$RANDOM; done > /dev/null 2>&1 &) ; sleep 1";
     let said = user.pvmm(["exec", "killed", "--", "bash", "-c", write]);
     assert_eq!(said.code, Some(0), "{said:?}");
-    // In use: neither for writing nor for reading.
+    // The drive is in use: no other VM can open it, not even read-only.
     for words in [drive.clone(), format!("{drive},ro")] {
         let said = user.pvmm(["run", "--drive", &words, "--", "true"]);
         assert_eq!(said.code, Some(2), "{said:?}");
@@ -114,7 +115,7 @@ fn filesystem_on_a_drive_survives_kill_of_the_vmm() {
     }
     let said = user.pvmm(["kill", "--signal", "KILL", &vm]);
     assert_eq!(said.code, Some(0), "{said:?}");
-    // Replays the journal, then must find nothing to repair.
+    // The first check replays the journal; the second must find nothing to repair.
     let replay = Command::new("e2fsck").arg("-fp").arg(image.path()).output().unwrap();
     assert!(replay.status.code().is_some_and(|code| code <= 1), "{replay:?}");
     let check = Command::new("e2fsck").arg("-fn").arg(image.path()).output().unwrap();
@@ -124,13 +125,14 @@ fn filesystem_on_a_drive_survives_kill_of_the_vmm() {
     assert_eq!(kept.stdout, b"kept\n", "{kept:?}");
 }
 
-/// Fills a file with something that is nowhere zero.
+/// Fills a file with bytes that are not zero.
 fn fill(path: &Path, mib: u64) {
     let file = fs::File::create(path).unwrap();
     (0..mib).for_each(|at| file.write_all_at(&[at as u8 | 1; MIB as usize], at * MIB).unwrap());
 }
 
-/// Counts in the first block of the disk and then in its last, over and over.
+/// A program that writes a counter to the first block of the disk and then to its last block, in a
+/// loop.
 const COUNT: &str = "python3 -c \"
 import os, mmap
 disk = os.open('/dev/vdb', os.O_RDWR | os.O_DIRECT)
@@ -140,8 +142,8 @@ for n in range(1, 1 << 60):
     for at in (0, (256 << 20) - 4096): os.pwritev(disk, [block], at)
 \" </dev/null >/dev/null 2>&1 &";
 
-/// A drive that the guest writes in place, on a file system that cannot share blocks: the copy is
-/// of one instant, and the guest does not stand still for it.
+/// The guest writes a drive in place, on a file system that cannot share blocks. The copy of the
+/// drive is of one instant, and the guest is paused for less than half of the time it takes.
 #[test]
 fn writable_drive_without_reflink_is_copied_while_the_guest_runs() {
     let host = FileSystem::ext4(600);
@@ -174,8 +176,8 @@ fn writable_drive_without_reflink_is_copied_while_the_guest_runs() {
     assert!(middle.iter().all(|byte| *byte == 101));
 }
 
-/// The same where files can share blocks: nothing is copied, and what the guest writes later is its
-/// own.
+/// The guest writes a drive in place, on a file system whose files can share blocks. Nothing is
+/// copied, and later writes of the guest do not reach the template.
 #[test]
 fn writable_drive_with_reflink_shares_its_blocks_with_the_copy() {
     let host = FileSystem::xfs(600);
@@ -200,11 +202,11 @@ fn writable_drive_with_reflink_shares_its_blocks_with_the_copy() {
     assert_eq!(fs::read(&image).unwrap()[..6], *b"after\n");
 }
 
-/// The workload goes on before the copy of the machine is finished, however long that takes.
+/// The workload runs again before the freeze is finished, however long the copying takes.
 #[test]
 fn freeze_that_has_begun_lets_the_workload_go_on_before_the_copy_is_finished() {
     let mut guest = Guest::boot_with(|config| config.memory_mib = 512);
-    // More than is copied while the guest stands still.
+    // This is more than a freeze copies during the pause.
     guest.prints("head -c 200M /dev/urandom > /dev/shm/much");
     guest.prints("(while :; do date +%s%N > /tmp/now; done) </dev/null >/dev/null 2>&1 &");
     let control =
@@ -220,7 +222,7 @@ fn freeze_that_has_begun_lets_the_workload_go_on_before_the_copy_is_finished() {
     assert_eq!(child.prints("stat -c %s /dev/shm/much"), (200 * MIB).to_string());
 }
 
-/// A block device that the guest writes in place is copied as a file is.
+/// A block device that the guest writes in place is copied in the way a file is.
 #[test]
 fn writable_block_device_is_copied_for_a_fork() {
     let image = image(32);
@@ -241,7 +243,8 @@ fn writable_block_device_is_copied_for_a_fork() {
     assert_eq!(prints(&agent, read), "after");
 }
 
-/// The disk that a VM gets on a file system that can share blocks takes none of its own at first.
+/// The disk of a new VM, on a file system whose files can share blocks, has no blocks of its own at
+/// first.
 #[test]
 fn disk_of_a_vm_with_reflink_shares_its_blocks_with_the_pristine_one() {
     let host = FileSystem::xfs(600);

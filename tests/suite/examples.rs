@@ -1,13 +1,15 @@
-//! The examples of the library, as a reader runs them: what each prints, and that nothing is left.
+//! The examples of the library, run as a reader runs them: their output, and that they leave
+//! nothing behind.
 
 use std::process::Command;
 
 use pvmm_tests::cli::{self, User};
 use tempfile::TempDir;
 
-/// What an example prints; it must succeed and leave its directory for temporary files empty.
+/// Runs an example, which must succeed and leave its directory for temporary files empty. Returns
+/// its output.
 fn prints(name: &str) -> String {
-    // Looks at processes, mounts and control groups when it is dropped.
+    // Dropping the user checks processes, mounts and control groups.
     let _user = User::new();
     let temporary = TempDir::new().unwrap();
     let program = cli::built("examples").join(name);

@@ -1,4 +1,5 @@
-//! Large files into a guest and out of it: every byte, and memory that does not follow their size.
+//! Large files into a guest and out of it: every byte is compared, and memory use does not depend
+//! on their size.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -10,10 +11,11 @@ use pvmm_tests::cli::User;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const MIB: u64 = 1 << 20;
-/// What memory may grow by, whatever the file's size.
+/// How much memory use may grow, whatever the size of the file.
 const SLACK_KIB: u64 = 8 << 10;
 
-/// A file's bytes, a MiB at a time: no two places share them, and they cost nothing to make.
+/// The bytes of a test file, one MiB at a time. They differ everywhere in the file, and are cheap
+/// to make.
 struct Pattern(Vec<u8>);
 
 impl Pattern {
@@ -36,7 +38,8 @@ impl Pattern {
     }
 }
 
-/// What a process has of its own, guest memory not counted: mappings of 64 MiB and more are that.
+/// Returns the resident memory of a process without guest memory. Mappings of 64 MiB and more count
+/// as guest memory.
 fn own_kib(pid: i64) -> u64 {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let field = |line: &str, name: &str| -> Option<u64> {
@@ -52,7 +55,7 @@ fn own_kib(pid: i64) -> u64 {
     sum
 }
 
-/// The most that the agent, the guest's first process, ever had.
+/// Returns the peak memory of the agent, which is the first process of the guest.
 fn agent_peak_kib(agent: &Agent) -> u64 {
     let status = agent.read_file("/proc/1/status", MIB).unwrap();
     let status = String::from_utf8(status).unwrap();
@@ -60,7 +63,7 @@ fn agent_peak_kib(agent: &Agent) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// Streams a file in and out and compares every byte.
+/// Streams a file into a guest and out of it, compares every byte, and checks memory use.
 fn copies_match(mib: u64, disk: &str) {
     let user = User::new();
     let vm = user.detached(&["--disk-size", disk]);
@@ -69,7 +72,7 @@ fn copies_match(mib: u64, disk: &str) {
     let pid = listed[0]["pid"].as_i64().unwrap();
     let socket = user.runtime().join(&vm).join("vsock.sock");
     let agent = Agent::connect(&socket, Instant::now() + PATIENCE).unwrap();
-    // What is made once is made now.
+    // The first copy makes everything that is made only once.
     copy(&agent, 8, &mut || {});
     let (vmm, inside) = (own_kib(pid), agent_peak_kib(&agent));
     let mut most = vmm;
@@ -145,7 +148,7 @@ fn folder_in_and_out_keeps_what_a_folder_is() {
     let expected = "750 0 2\ndeep/er/file\n/etc/passwd\n555\n201\nend\nhello\n7";
     assert_eq!(looked.text(), expected, "{looked:?}");
 
-    // Back, with owners; and over what is there.
+    // The folder is copied back with owners, the second time over existing files.
     for _ in 0..2 {
         let said = user.pvmm(["cp", "-a", &format!("{vm}:/srv/in/."), &text(&at("out"))]);
         assert_eq!(said.code, Some(0), "{said:?}");
@@ -173,7 +176,7 @@ fn watch_tells_what_happens_and_ends_with_its_folder() {
     exec("mkdir -p /srv/watched/sub");
     let mut watch = user.spawn(["watch", "-r", &format!("{vm}:/srv/watched")]);
     let mut lines = BufReader::new(watch.stdout.take().unwrap()).lines().map(Result::unwrap);
-    // The first thing told is the first that happens once it watches.
+    // The first line tells of the first event after the watch has begun.
     let touch = std::thread::scope(|scope| {
         let first = scope.spawn(|| lines.next());
         while !first.is_finished() {

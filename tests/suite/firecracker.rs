@@ -12,7 +12,7 @@ fn start_again(vm: &Firecracker) -> String {
     vm.refused("PUT", "/actions", json!({"action_type": "InstanceStart"}))
 }
 
-/// Sequence A of a known platform's SDK, then pause, resume, exec, and the guest's own end.
+/// Sequence A of a known platform's SDK, then pause, resume, exec, and an end by the guest itself.
 #[test]
 fn guest_boots_by_the_api_and_ends_the_process_with_code_0() {
     let mut vm = Firecracker::with(&["--id", "vm-1"]);
@@ -27,7 +27,7 @@ fn guest_boots_by_the_api_and_ends_the_process_with_code_0() {
                              "show_log_origin": false}),
     );
     vm.put("/machine-config", json!({"vcpu_count": 1, "mem_size_mib": 256}));
-    // A second time replaces the first.
+    // The second request replaces the first.
     let machine = json!({"vcpu_count": 2, "mem_size_mib": 256, "smt": false, "huge_pages": "2M"});
     vm.put("/machine-config", machine);
     assert_eq!(vm.get("/machine-config")["vcpu_count"], 2);
@@ -57,11 +57,11 @@ fn guest_boots_by_the_api_and_ends_the_process_with_code_0() {
     assert_eq!(vm.ends(), Some(0));
     let log = std::fs::read_to_string(log).unwrap();
     assert!(log.contains(":INFO]") && log.contains("InstanceStart"), "{log}");
-    // The sockets stay, for their owner to remove.
+    // The sockets stay, for the caller to remove.
     assert!(vm.socket().exists() && vm.vsock().exists());
 }
 
-/// What each published client sends that others do not, as it was recorded.
+/// The requests in which published clients differ from others, as they were recorded.
 #[test]
 fn requests_with_the_quirks_of_known_clients_are_taken() {
     let vm = Firecracker::new();
@@ -91,8 +91,8 @@ fn requests_with_the_quirks_of_known_clients_are_taken() {
     assert_eq!(vm.get("/machine-config")["vcpu_count"], 1);
 }
 
-/// A hundred clients that all start the same machine; one that leaves in the middle; one that is
-/// slow; and bodies that are no bodies.
+/// A hundred clients that start one VM, a client that disconnects in the middle of a request, a
+/// slow client, and invalid bodies.
 #[test]
 fn i5_bad_clients_get_the_right_status_and_the_machine_lives_on() {
     let vm = Firecracker::new();
@@ -191,7 +191,7 @@ fn i7_socket_that_is_there_already_and_bad_flags_end_the_process_with_their_code
     assert!(version.lines().next().unwrap().starts_with("Firecracker v1.16.0-pvmm-"), "{version}");
 }
 
-/// A guest in files, as a platform bakes one: paused, saved, gone.
+/// A guest that was paused and saved in two files, as a platform bakes one.
 struct Baked {
     dir: tempfile::TempDir,
     vm: Firecracker,
@@ -219,15 +219,15 @@ impl Baked {
         self.dir.path().join("vm.mem")
     }
 
-    /// The body of a load into `vm`, which has another socket.
+    /// Returns the body of a load into `vm`, with the vsock socket of `vm`.
     fn load(&self, vm: &Firecracker) -> Value {
         json!({"snapshot_path": self.state(), "mem_file_path": self.memory(),
                "vsock_override": {"uds_path": vm.vsock()}})
     }
 }
 
-/// How much slower this host is than one on which a round trip over a Unix socket takes a tenth of
-/// a millisecond, as it does on ordinary ones; but no more is granted than sixteen times the time.
+/// Returns how much slower this host is than one on which a round trip over a Unix socket takes 0.1
+/// ms, as on ordinary hosts. The result is between 1 and 16.
 fn slowness(vm: &Firecracker) -> f64 {
     let ask = || vm.ask("GET", "/version", &Value::Null).took;
     let mut times: Vec<Duration> = (0..21).map(|_| ask()).collect();
@@ -282,12 +282,12 @@ fn snapshot_goes_on_in_another_process_with_another_tap_drive_and_socket() {
         assert!(after.contains("not supported after starting"), "{after}");
         let root = vm.dir().join("rootfs.ext4");
         pvmm_tests::guest::other_rootfs(&root);
-        // By a link, as device mapper's are.
+        // The path is a symbolic link, like the paths of device mapper.
         let link = vm.dir().join("link");
         std::os::unix::fs::symlink(&root, &link).unwrap();
         let patch = json!({"drive_id": "rootfs", "path_on_host": link});
         limit("PATCH drives", vm.patch("/drives/rootfs", patch), 10_000.0, 1.0);
-        // The first machine still has this one open for itself.
+        // The first VM still has the volume of the snapshot open, so this VM gets another.
         let bigger = vm.dir().join("volume");
         std::fs::File::create(&bigger).unwrap().set_len(16 << 20).unwrap();
         vm.patch("/drives/vol1", json!({"drive_id": "vol1", "path_on_host": bigger}));
@@ -353,8 +353,8 @@ fn first_load_keeps_its_working_set_and_later_loads_prefault_it() {
     repaired.until("another one", |_| (std::fs::read(&kept).unwrap().len() > 100).then_some(()));
 }
 
-/// After a load that failed, nobody can say what is left: the client hears why, and the process
-/// ends.
+/// After a load that failed, the state of the process is unknown. The client gets the reason, and
+/// the process ends.
 #[test]
 fn load_of_what_cannot_go_on_is_refused_and_ends_the_process() {
     let vm = Firecracker::new();
@@ -385,7 +385,7 @@ fn load_of_what_cannot_go_on_is_refused_and_ends_the_process() {
         assert!(!fault.contains('\n') && fault.starts_with("Load snapshot error"), "{fault}");
         assert_eq!(vm.ends(), Some(1));
     }
-    // One that was not begun leaves the process as it was.
+    // A load that is refused before it begins leaves the process unchanged.
     let vm = Firecracker::new();
     vm.put("/machine-config", json!({"vcpu_count": 1, "mem_size_mib": 128}));
     let fault = vm.refused("PUT", "/snapshot/load", baked.load(&vm));
@@ -432,11 +432,11 @@ fn snapshot_goes_on_with_memory_from_a_page_server() {
     assert_eq!(vm.ends(), Some(1));
 }
 
-/// Who a guest is.
+/// A shell line that prints the identity of a guest.
 const IDS: &str = "cat /etc/machine-id /proc/sys/kernel/random/boot_id";
 
-/// pvmm's own: drives named in the load itself, copies of a running machine, and back to a
-/// checkpoint.
+/// Requests that only pvmm has: drives in the load itself, forks of a running VM, and a rollback to
+/// a checkpoint.
 #[test]
 fn machine_is_forked_while_it_runs_and_rolled_back() {
     let vm = Firecracker::new();
@@ -459,7 +459,7 @@ fn machine_is_forked_while_it_runs_and_rolled_back() {
         assert_eq!(child.prints("cat /tmp/word; echo child > /tmp/word"), "parent");
         ids.push(child.prints(IDS));
     }
-    // Each copy is somebody of its own; the first machine stays who it was.
+    // Each fork has an identity of its own; the parent keeps its identity.
     assert_eq!(vm.prints(IDS), ids[0]);
     assert!(ids[0] != ids[1] && ids[1] != ids[2] && ids[0] != ids[2], "{ids:?}");
     assert_eq!(vm.prints("cat /tmp/word"), "later");
@@ -524,11 +524,11 @@ fn balloon_metadata_and_metrics_answer_as_clients_expect() {
     assert!(line["entropy"]["entropy_event_count"].is_u64(), "{line}");
 }
 
-/// A kernel of a few instructions that switches off when the first key is Control.
+/// A kernel of a few instructions that powers off when the first key is Control.
 const WAITS_FOR_CTRL: [u8; 21] = [
     0xe4, 0x64, 0xa8, 0x01, 0x74, 0xfa, // again: in al, 0x64; test al, 1; jz again
     0xe4, 0x60, 0x3c, 0x14, 0x75, 0xfe, // in al, 0x60; cmp al, 0x14; jne self
-    0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee, 0xeb, 0xfe, // off
+    0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee, 0xeb, 0xfe, // power off
 ];
 
 #[test]
@@ -545,11 +545,11 @@ fn ctrl_alt_del_reaches_the_keyboard_controller() {
     assert_eq!(vm.ends(), Some(0));
 }
 
-/// A kernel that says that it has booted, twice, and switches off.
+/// A kernel that writes to the boot timer twice and powers off.
 const SAYS_IT_BOOTED: [u8; 20] = [
     0xb8, 0x00, 0x00, 0x00, 0xc0, // mov eax, 0xc0000000
     0xc6, 0x00, 0x7b, 0xc6, 0x00, 0x7b, // mov byte [rax], 123, and again
-    0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee, 0xeb, 0xfe, // off
+    0x66, 0xba, 0x00, 0x06, 0xb0, 0x34, 0xee, 0xeb, 0xfe, // power off
 ];
 
 #[test]
@@ -608,7 +608,7 @@ fn load_and_exec(times: usize) {
         let load = baked.load(&vm);
         vm.put("/snapshot/load", load);
         vm.patch("/vm", json!({"state": "Resumed"}));
-        // The first connection, made once: a vsock that fails after a load fails here.
+        // There is one attempt to connect, so that a vsock that fails after a load fails the test.
         let deadline = Instant::now() + Duration::from_secs(20);
         let agent = pvmm::agent::Agent::connect(vm.vsock(), deadline)
             .unwrap_or_else(|error| panic!("round {round}: {error}"));

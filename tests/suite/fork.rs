@@ -1,4 +1,4 @@
-//! A running machine forked, and taken back to its checkpoint.
+//! Forks of a running VM, and rollbacks to a checkpoint.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -31,7 +31,7 @@ fn forks_differ_in_everything_that_must_differ() {
     let mut guest = Guest::boot();
     let line =
         "cat /proc/sys/kernel/random/boot_id /etc/machine-id; head -c16 /dev/urandom | od -An -tx1";
-    // Looked at before the freeze: the kernel makes its boot identifier at the first look.
+    // The identifier is read before the freeze, because the kernel makes it at the first read.
     let mut seen = BTreeSet::from([guest.prints("cat /proc/sys/kernel/random/boot_id")]);
     let control = Agent::connect_control(&guest.socket(), Instant::now() + SOON).expect("control");
     control.freeze(Instant::now() + SOON).expect("freeze the workload");
@@ -53,13 +53,13 @@ fn rollback_returns_to_the_checkpoint_as_often_as_it_is_asked() {
         assert_eq!(prints(&agent, "cat /tmp/n"), "0");
         prints(&agent, &format!("echo {round} > /tmp/n"));
         if round == 2 {
-            // Back over what was frozen meanwhile.
+            // The rollback goes back beyond a freeze.
             guest.vm.freeze().expect("freeze");
             prints(&agent, "echo later > /tmp/n");
         }
         guest.vm.rollback().expect("rollback");
     }
-    // A guest that has ended comes back to life.
+    // A rollback also works after the guest has ended.
     let agent = guest.vm.agent(Instant::now() + SOON).expect("agent");
     agent.shutdown(pvmm::agent::ShutdownHow::Poweroff, None).expect("shutdown");
     assert!(guest.vm.wait(Some(SOON)).is_some());
@@ -69,7 +69,7 @@ fn rollback_returns_to_the_checkpoint_as_often_as_it_is_asked() {
     assert_eq!(prints(&agent, "cat /tmp/n"), "0");
 }
 
-/// What an interpreter holds is there in every fork, and costs nothing until somebody writes it.
+/// The data of an interpreter is in every fork, and costs no memory until the fork writes it.
 #[test]
 fn forks_of_a_session_with_500_mib_share_all_of_it() {
     let mut guest = Guest::boot_with(|config| config.memory_mib = 1024);

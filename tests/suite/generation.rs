@@ -1,4 +1,4 @@
-//! A guest that is given a new generation identifier reseeds its random generator.
+//! The generation identifier: a guest that gets a new one reseeds its random generator.
 
 use std::time::{Duration, Instant};
 

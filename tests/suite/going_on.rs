@@ -1,5 +1,5 @@
-//! What a guest was in the middle of goes on in its copies: processes, terminals, sleeps, the way
-//! to the host.
+//! What a guest was doing continues in its forks and restores: processes, terminals, sleeps,
+//! connections to the host.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
@@ -14,17 +14,18 @@ use pvmm_tests::clock::check_clock;
 use pvmm_tests::guest::Guest;
 use tempfile::TempDir;
 
-/// A fork of a running guest, and the same instant after a way over the disk.
+/// Freezes a running guest. Returns its template, and the template after it was written to disk and
+/// loaded.
 fn copies(guest: &mut Guest) -> [Template; 2] {
     let place = TempDir::new().unwrap();
     let template = guest.vm.freeze().unwrap();
     template.write(&place.path().join("snap"), WriteOptions::default()).unwrap();
-    // Mapped, so that it outlives its folder.
+    // The template is mapped, so it outlives its folder.
     let loaded = Template::load(&place.path().join("snap"), LoadOptions::default()).unwrap();
     [template, loaded]
 }
 
-/// Reads a process's output until `word` has come.
+/// Reads the output of a process until it contains `word`.
 fn reads(process: &mut Process, word: &str) {
     let (mut seen, deadline) = (String::new(), Instant::now() + SOON);
     while !seen.contains(word) {
@@ -63,7 +64,7 @@ fn detached_process_and_terminal_are_attached_to_by_id_in_a_fork_and_after_a_res
         assert!(ids.contains(&counting) && ids.contains(&shell), "{ids:?}");
         let mut process = attach(&child.agent, counting);
         let mut stdin = process.take_stdin().unwrap();
-        // What was printed before is still there, and the process goes on counting.
+        // Earlier output is still there, and the process continues to count.
         reads(&mut process, "1 parent");
         stdin.write_all(b"end\n").unwrap();
         reads(&mut process, "2 end");
@@ -97,7 +98,7 @@ fn guest_reaches_the_host_by_vsock_in_a_fork_and_after_a_restore() {
     }
 }
 
-/// How long the sleeper sleeps. Longer than a freeze and a restore take, so that some of it is
+/// How long the sleeper sleeps. A freeze and a restore are quicker, so that a part of the sleep is
 /// left.
 const SLEEP: Duration = Duration::from_secs(8);
 
@@ -115,7 +116,8 @@ fn sleep_under_way_takes_no_less_and_not_much_more_than_its_time_in_every_copy()
     let asked = Instant::now();
     let passed = Duration::from_secs_f64(guest.prints(passed).parse().unwrap());
     let templates = copies(&mut guest);
-    // What is left when the guest stands still, at the least: it may have run since it was asked.
+    // At least this much of the sleep is left after the freeze: the guest may have run since it was
+    // asked.
     let left = SLEEP.saturating_sub(passed + asked.elapsed());
     for template in templates {
         let begun = Instant::now();
@@ -131,7 +133,7 @@ fn sleep_under_way_takes_no_less_and_not_much_more_than_its_time_in_every_copy()
 fn clock_is_right_in_a_fork_after_a_restore_and_after_a_rollback() {
     let mut guest = Guest::boot();
     for template in copies(&mut guest) {
-        // Time passes between the instant and the copy.
+        // Time passes between the freeze and the fork.
         std::thread::sleep(Duration::from_millis(300));
         check_clock(&Child::of(&template).agent);
     }

@@ -1,4 +1,5 @@
-//! Snapshots of earlier versions, kept in `tests/golden`, are restored for ever after.
+//! Golden snapshots: snapshots of earlier versions in `tests/golden` that every later version
+//! restores.
 
 use std::fs;
 use std::os::unix::fs::FileExt;
@@ -19,15 +20,16 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 const CLOCK: &str = "the clock rate";
 
-/// Prints what the guest kept in memory, its disks' first bytes, its card, and how many of its
-/// virtio devices work, of which one gives random bytes.
+/// Prints what the guest kept in memory, the first bytes of its disks, the address of its card, the
+/// number of its virtio devices, the number of random bytes that it gets from one of them, and the
+/// number of its processors.
 const LOOK: &str = "b=/busybox; $b cat /run/golden; $b head -c 3 /dev/vda; $b head -c 3 /dev/vdb; \
                     $b echo; $b cat /sys/class/net/eth0/address; $b ls /sys/bus/virtio/devices | $b wc -l; \
                     $b head -c 8 /dev/hwrng | $b wc -c; $b nproc";
 const SEEN: &str = "kept\n111222\n06:00:ac:10:00:02\n6\n8\n2";
 
-/// Writes a snapshot of a small Linux guest with a device of every kind. All of it is in the
-/// folder: the guest lives in its initramfs.
+/// Writes a snapshot of a small Linux guest with a device of every kind. The folder is complete:
+/// the root of the guest is its initramfs.
 fn snapshot(dir: &Path) {
     let guest = Guest::boot_with(|config| {
         let busybox = fs::read("/bin/busybox").expect("busybox-static");
@@ -57,7 +59,7 @@ fn snapshot(dir: &Path) {
     vm.freeze().unwrap().write(dir, WriteOptions::default()).unwrap();
 }
 
-/// Runs a line in the guest's only program and returns what it prints.
+/// Runs a line in the shell of busybox, which must succeed. Returns its output.
 fn shell(agent: &Agent, line: &str) -> String {
     let request = ExecRequest::argv(["/busybox", "sh", "-c", line]).timeout(PATIENCE);
     let output = agent.exec(&request).expect("exec");
@@ -65,7 +67,7 @@ fn shell(agent: &Agent, line: &str) -> String {
     String::from_utf8_lossy(&output.stdout.bytes).trim_end().to_owned()
 }
 
-/// Lets a golden VM go on, and looks at all of its devices.
+/// Restores a golden snapshot, and checks all devices of the guest.
 fn goes_on(dir: &Path) {
     let place = TempDir::new().unwrap();
     let vsock = Some(Vsock::new(3, place.path().join("v")));
@@ -79,8 +81,8 @@ fn goes_on(dir: &Path) {
     assert_eq!(shell(&agent, LOOK), SEEN, "{}", dir.display());
 }
 
-/// The fact about this host for which it must refuse a machine, found without the code that does
-/// so.
+/// Returns the fact for which this host must refuse a snapshot, without use of the code that
+/// refuses it.
 fn difference(there: &MachineFacts, here: &MachineFacts, dir: &Path) -> Option<&'static str> {
     let model = |facts: &MachineFacts| facts.cpu_signature & !0xf;
     let (clock, scales) = testing::host_clock();
@@ -105,8 +107,8 @@ fn unpack(archive: &Path, into: &Path) -> PathBuf {
     into.join("golden")
 }
 
-/// Those of this processor go on: as they are, or where only the clock runs at another rate, with
-/// this host's. Their guest does not look at it.
+/// Snapshots of this processor are restored. If only the clock rate differs, it is replaced by the
+/// rate of this host, for the guest does not use it.
 #[test]
 fn golden_snapshots_go_on_or_are_refused_for_a_fact_about_this_host() {
     let here = TempDir::new().unwrap();
@@ -138,8 +140,8 @@ fn golden_snapshots_go_on_or_are_refused_for_a_fact_about_this_host() {
     assert!(count > 0);
 }
 
-/// Prints a new golden snapshot, for `tests/golden`: `cargo xtask soak golden_is_made`, and what
-/// stands between its name and `ok` through `base64 -d`.
+/// Prints a new golden snapshot for `tests/golden`. Run `cargo xtask soak golden_is_made`, and
+/// decode the lines between the test's name and `ok` with `base64 -d`.
 #[test]
 #[ignore = "run by cargo xtask soak golden_is_made, to make one"]
 fn golden_is_made() {

@@ -1,7 +1,7 @@
 //! A guest kernel that attacks its devices from the first instruction, on a real processor.
 //!
-//! The monitor must live, count what happened, still have working devices for a driver that starts
-//! over, and be able to start the next machine.
+//! The monitor must survive and count the faults. Its devices must work for a driver that starts
+//! over, and another VM must start afterwards.
 
 use pvmm::{BootProtocol, Drive, Outcome, Vm, VmConfig, Vsock};
 use pvmm_tests::script::{self, Step, store};
@@ -13,7 +13,7 @@ const WINDOWS: u64 = 0xd000_0000;
 const WINDOW: u64 = 0x1000;
 const DEVICES: u64 = 3;
 const RNG: u64 = 2;
-/// Guest memory for rings and buffers, far from the code.
+/// The guest memory for rings and buffers, far from the code.
 const RINGS: u64 = 0x100_0000;
 
 const QUEUE_SELECT: u64 = 0x30;
@@ -27,18 +27,18 @@ fn device(index: u64) -> u64 {
     WINDOWS + index * WINDOW
 }
 
-/// Where a queue's descriptors, available and used rings are.
+/// Returns the address of a queue: descriptors, available ring and used ring.
 fn ring(index: u64, queue: u64) -> u64 {
     RINGS + (index * 4 + queue) * 0x4000
 }
 
-/// Everything from reset to DRIVER_OK, as a driver does it.
+/// Adds the steps from reset to DRIVER_OK, as a driver does them.
 fn start(steps: &mut Vec<Step>, index: u64) {
     let at = device(index);
     for status in [0, 1, 3] {
         steps.push(store(at + STATUS, status));
     }
-    // VERSION_1 and nothing else.
+    // Only VERSION_1 is accepted.
     for (page, features) in [(0, 0), (1, 1)] {
         steps.push(store(at + 0x24, page));
         steps.push(store(at + 0x20, features));
@@ -47,7 +47,7 @@ fn start(steps: &mut Vec<Step>, index: u64) {
     let queues = [1, 3, 1][index as usize];
     for queue in 0..queues {
         for word in 0..3 {
-            // Fresh indices.
+            // The ring indices start at zero.
             steps.push(store(ring(index, queue) + 0x1000 * word, 0));
         }
         steps.push(store(at + QUEUE_SELECT, queue as u32));
@@ -61,12 +61,12 @@ fn start(steps: &mut Vec<Step>, index: u64) {
     steps.push(store(at + STATUS, 0xf));
 }
 
-/// What no driver should do to a device that runs.
+/// Adds steps that no driver should do to a running device.
 fn attack(steps: &mut Vec<Step>, index: u64) {
     let at = device(index);
     let storm = |value| Step::Storm { address: at + STATUS, value };
     start(steps, index);
-    // Queue registers after DRIVER_OK, with sizes and addresses that are nowhere.
+    // Queue registers after DRIVER_OK, with invalid sizes and addresses.
     for queue in [0, 1, 7, u32::MAX] {
         steps.push(store(at + QUEUE_SELECT, queue));
         for register in [QUEUE_SIZE, QUEUE_READY, 0x80, 0x84, 0x90, 0x94, 0xa0, 0xa4] {
@@ -75,30 +75,33 @@ fn attack(steps: &mut Vec<Step>, index: u64) {
             }
         }
     }
-    // Kicks for queues that are and are not there.
+    // Kicks for queues that exist and for queues that do not.
     for queue in [0, 1, 2, 3, 64, 0xffff, u32::MAX] {
         steps.push(store(at + NOTIFY, queue));
     }
-    // Every register in every width, and between registers.
+    // Every register in every width, and accesses across registers.
     for register in (0..0x200).step_by(4) {
         for (width, offset) in [(1, 0), (2, 1), (8, 0), (4, 2)] {
             let address = at + register + offset;
-            // A kick or a status of four bytes would only be what was tried above.
+            // There is no load of two bytes. The status register is written elsewhere in the
+            // attack.
             steps.push(Step::Load { width: if width == 2 { 4 } else { width }, address });
             if register != STATUS {
                 steps.push(Step::Store { width, address, value: 0x5a5a_5a5a_5a5a_5a5a });
             }
         }
     }
-    // The device says that it needs a reset: without this wait the next reset could come first.
+    // The device reports that it needs a reset. Without this wait the next reset could come first.
     let seen = Step::Await { address: at + STATUS, not: 0xf };
-    // A ring that claims more than it holds; the first queue of each that the device reads.
+    // An available ring whose index claims more than the ring holds, in the first queue that the
+    // device reads.
     start(steps, index);
     let queue = [0, 1, 0][index as usize];
     let available = ring(index, queue) + 0x1000;
     steps.push(Step::Store { width: 2, address: available + 2, value: 0x7fff });
     steps.extend([store(at + NOTIFY, queue as u32), seen]);
-    // A descriptor that loops, one that is a device register, one across the end of everything.
+    // A descriptor that links to itself, one in a device register, and one across the end of the
+    // address space.
     for (address, len, flags_next) in
         [(RINGS, 16, 0x0000_0001u32), (WINDOWS, 64, 2), (u64::MAX - 7, 16, 2)]
     {
@@ -111,13 +114,13 @@ fn attack(steps: &mut Vec<Step>, index: u64) {
         steps.push(Step::Store { width: 2, address: available + 2, value: 1 });
         steps.extend([store(at + NOTIFY, queue as u32), seen]);
     }
-    // Resets and half-starts without end.
+    // Many resets and incomplete starts.
     steps.push(storm(0));
     steps.push(storm(0xf));
     steps.push(storm(u32::MAX));
 }
 
-/// Eight bytes of randomness, as a driver that knows its trade asks for them.
+/// Adds the steps of a correct driver that requests eight random bytes.
 fn work(steps: &mut Vec<Step>) {
     start(steps, RNG);
     let (table, available, used) = (ring(RNG, 0), ring(RNG, 0) + 0x1000, ring(RNG, 0) + 0x2000);
@@ -144,7 +147,7 @@ fn machine(code: &[u8], disk: &NamedTempFile, dir: &TempDir) -> Vm {
 fn hostile_kernel_leaves_a_monitor_that_counts_and_devices_that_work() {
     let mut steps = Vec::new();
     (0..DEVICES).for_each(|index| attack(&mut steps, index));
-    // Every port but those that would end the machine, and memory where nothing is.
+    // Every port except those that would end the VM, and addresses without a device.
     for port in (0..0x1000).step_by(3).chain((0x1000..=0xffff).step_by(0x101)) {
         let ends = (0x60..0x70).contains(&port) || (0x600..0x610).contains(&port);
         if !ends {
@@ -175,7 +178,7 @@ fn hostile_kernel_leaves_a_monitor_that_counts_and_devices_that_work() {
     assert!(vm.missed_accesses() > 1000, "{}", vm.missed_accesses());
     drop(vm);
     assert!(std::fs::read(disk.path()).unwrap() == [7; 64 << 10], "the disk was written to");
-    // The same host goes on: another machine, with the same disk and socket.
+    // The monitor process can run another VM with this disk and socket.
     let mut next = Vec::new();
     work(&mut next);
     let mut vm = machine(&script::code(&next), &disk, &dir);

@@ -1,4 +1,4 @@
-//! No copy is handed out that still takes itself for another: not by the library, not by the API.
+//! No fork is handed out with the identity of another VM, neither by the library nor by the API.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use pvmm_tests::guest::Guest;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// Does nothing for ever.
+/// An endless loop.
 const LOOPS: [u8; 2] = [0xeb, 0xfe];
 const IDS: &str = "cat /etc/machine-id /proc/sys/kernel/random/boot_id";
 const GENERATION: &str = "cat /run/pvmm/generation";
@@ -46,14 +46,14 @@ fn guest_that_was_given_a_secret_is_frozen_only_by_who_says_so() {
     let told = Refresh::new(0).unwrap().without_ids().secret("key", "hush");
     let agent = Agent::connect_refreshed(&guest.socket(), &told, soon()).unwrap();
     assert!(matches!(agent.freeze(soon()), Err(AgentError::HoldsSecrets)));
-    // Nothing stands still because of a refusal.
+    // A refusal leaves the workload running.
     assert_eq!(pvmm_tests::child::prints(&agent, "cat /run/pvmm/secrets/key"), "hush");
     let options = FreezeOptions { keep_secrets: true, ..Default::default() };
     assert!(agent.freeze_with(options, soon()).unwrap().secrets);
     agent.thaw(soon()).unwrap();
 }
 
-/// A machine of two bytes, whose agent never answers.
+/// Starts a VM of two bytes, whose agent never answers.
 fn without_agent() -> (Firecracker, tempfile::NamedTempFile) {
     let (vm, kernel) = (Firecracker::new(), pvmm_tests::tiny::kernel(&LOOPS));
     vm.put("/boot-source", json!({"kernel_image_path": kernel.path()}));
@@ -93,7 +93,7 @@ fn rollback_by_the_api_without_an_agents_answer_leaves_the_machine_paused() {
     let why = vm.refused("PUT", "/pvmm/rollback", Value::Null);
     assert!(why.contains("paused"), "{why}");
     assert_eq!(vm.get("/")["state"], "Paused");
-    // What it owes is not forgotten.
+    // The refresh is still due, so a resume is refused too.
     vm.refused("PATCH", "/vm", json!({"state": "Resumed"}));
     assert_eq!(vm.get("/")["state"], "Paused");
     vm.put("/pvmm/rollback", json!({"refresh": "none"}));
@@ -117,6 +117,6 @@ fn machine_that_is_paused_is_not_forked_and_is_refreshed_when_it_goes_on_after_a
     vm.put("/pvmm/rollback", Value::Null);
     vm.patch("/vm", json!({"state": "Resumed"}));
     assert_eq!(vm.prints(GENERATION), "3");
-    // The same computer, only earlier.
+    // A rollback keeps the identity.
     assert_eq!(vm.prints(IDS), ids);
 }

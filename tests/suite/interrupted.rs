@@ -1,4 +1,5 @@
-//! Work that is cut short, by Ctrl-C, a cap or a full disk, ends with one line and leaves nothing.
+//! Work that is cut short by Ctrl-C, a cap or a full disk ends with one error line and leaves
+//! nothing behind.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +11,8 @@ use tempfile::TempDir;
 
 const SOON: Duration = Duration::from_secs(60);
 
-/// One line that says what is wrong, and at most one that says what to do.
+/// Checks that a command failed with one error line and printed nothing. Returns its standard
+/// error.
 fn refused(said: &Said) -> &str {
     let errors = said.stderr.lines().filter(|line| line.starts_with("error: ")).count();
     assert_eq!((said.code, errors), (Some(125), 1), "{said:?}");
@@ -18,7 +20,7 @@ fn refused(said: &Said) -> &str {
     &said.stderr
 }
 
-/// A file system of so many KiB, gone with the value.
+/// A tmpfs of a given size in KiB, which is unmounted on drop.
 struct Small(TempDir);
 
 impl Small {
@@ -44,7 +46,8 @@ fn interrupt(child: &mut Child) -> Option<i32> {
     child.wait().unwrap().code()
 }
 
-/// The first entry of `dir` whose name begins so, while `child` works.
+/// Waits until `dir` has an entry whose name begins with `start`, and returns its path. `child`
+/// must still run.
 fn appears(dir: &Path, start: &str, child: &mut Child) -> PathBuf {
     let deadline = Instant::now() + SOON;
     loop {
@@ -65,7 +68,7 @@ fn appears(dir: &Path, start: &str, child: &mut Child) -> PathBuf {
 fn snapshot_and_bake_that_are_interrupted_end_and_leave_nothing() {
     let user = User::new();
     let vm = user.detached(&["--memory", "512M"]);
-    // So much that writing it takes a while.
+    // Writing this much takes a while.
     let fill = "dd if=/dev/urandom of=/dev/shm/fill bs=1M count=200 2>/dev/null";
     assert_eq!(user.pvmm(["exec", &vm, "--", "sh", "-c", fill]).code, Some(0));
     let place = TempDir::new().unwrap();
@@ -74,11 +77,11 @@ fn snapshot_and_bake_that_are_interrupted_end_and_leave_nothing() {
     appears(place.path(), ".pvmm-unfinished-", &mut child);
     assert_eq!(interrupt(&mut child), Some(130));
     assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0);
-    // The VM has not noticed.
+    // The VM is not affected.
     assert_eq!(user.pvmm(["exec", &vm, "--", "true"]).code, Some(0));
     assert_eq!(user.pvmm(["kill", &vm]).code, Some(0));
 
-    // A shape that nobody has baked.
+    // No template of this size exists.
     let mut child = user.spawn(["template", "bake", "base", "--memory", "301M"]);
     let room = appears(&std::env::temp_dir(), "pvmm-bake-", &mut child);
     assert_eq!(interrupt(&mut child), Some(130));

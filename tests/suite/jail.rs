@@ -1,5 +1,5 @@
-//! A machine in the jail that `pvmm-jailer` builds: it answers, it boots a guest, and it is as
-//! confined as was asked.
+//! A VM in the jail that `pvmm-jailer` builds: it answers, it boots a guest, and it is confined as
+//! requested.
 
 use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt, chown};
@@ -24,7 +24,7 @@ const NETNS: &str = "pvmm-jail";
 const TAP: &str = "tap-jail";
 const CGROUPS: &str = "/sys/fs/cgroup";
 
-/// What is outside the jail and has to go with the test, whatever becomes of it.
+/// What is outside the jail and is removed after the test, even if the test fails.
 struct Outside {
     pid: Option<u32>,
     netns: Option<&'static str>,
@@ -52,8 +52,8 @@ fn until<T>(what: &str, act: impl Fn() -> Option<T>) -> T {
     }
 }
 
-/// Puts what the machine needs where a platform puts it: into the jail's root, before there is a
-/// jail. A program that is not static finds its libraries there too.
+/// Puts the files of the VM where a platform puts them: into the root of the jail, before the jail
+/// exists. The libraries of a program that is not static go there too.
 fn furnish(root: &Path, program: &Path) {
     fs::create_dir_all(root).unwrap();
     let kernel = default_kernel();
@@ -129,7 +129,7 @@ fn jailed_machine_answers_boots_and_is_confined() {
         (text.is_empty() || text.contains("State:\tZ")).then_some(())
     };
     until("the end", ended);
-    // Nothing holds what is left: it can be taken away, and no mount was ever seen from here.
+    // Nothing uses the rest of the jail: it can be removed, and its mounts were never visible here.
     assert!(!fs::read_to_string("/proc/mounts").unwrap().contains("firecracker/vm-1"));
     until("an empty group", || fs::remove_dir(&group).ok());
     fs::remove_dir(group.parent().unwrap()).unwrap();
@@ -138,8 +138,8 @@ fn jailed_machine_answers_boots_and_is_confined() {
     fs::remove_dir_all(&jails).unwrap();
 }
 
-/// How runtimes start a machine that nobody talks to: detached, and all of it in a file. What the
-/// caller has set for itself is not the machine's.
+/// A jail as runtimes start it: daemonized, and with its whole configuration in a file. The
+/// caller's umask and signal settings do not apply to the VM.
 #[test]
 fn daemonized_jail_with_a_config_file_boots_and_has_its_pid_in_the_root() {
     let dir = TempDir::new().unwrap();
@@ -178,7 +178,7 @@ fn daemonized_jail_with_a_config_file_boots_and_has_its_pid_in_the_root() {
     };
     let agent = until("the agent", connect);
     assert_eq!(prints(&agent, "echo $((6 * 7))"), "42");
-    // The number in the file is the machine's own, and a daemon's.
+    // The process in the file is the monitor process, and a daemon.
     assert_eq!(fs::read_link(format!("/proc/{pid}/exe")).unwrap().file_name(), program.file_name());
     assert_eq!(status(pid, "Uid"), format!("{USER} {USER} {USER} {USER}"));
     assert_eq!(status(pid, "PPid"), "1");
@@ -189,7 +189,7 @@ fn daemonized_jail_with_a_config_file_boots_and_has_its_pid_in_the_root() {
     let socket = root.join("run/firecracker.socket");
     let reply = ask(UnixStream::connect(socket).unwrap(), "GET", "/", &Value::Null);
     assert_eq!(reply.body["state"], "Running");
-    // A guest that ends by itself ends the machine.
+    // A guest that ends by itself ends the process.
     let _ = agent.shutdown(pvmm::agent::ShutdownHow::Reboot, Some(Duration::from_secs(1)));
     let ended = || {
         let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -199,7 +199,7 @@ fn daemonized_jail_with_a_config_file_boots_and_has_its_pid_in_the_root() {
     outside.pid = None;
 }
 
-/// A machine of what is in the jail's root.
+/// Boots a VM from the files in the root of the jail.
 fn boot(socket: &Path) {
     let put = |path: &str, body: Value| {
         let reply = ask(UnixStream::connect(socket).unwrap(), "PUT", path, &body);
@@ -223,7 +223,7 @@ fn boot(socket: &Path) {
     put("/actions", json!({"action_type": "InstanceStart"}));
 }
 
-/// All that was asked for is so.
+/// Checks that everything that was requested is in effect.
 fn confined(pid: u32, root: &Path, group: &Path) {
     assert_eq!(status(pid, "Uid"), format!("{USER} {USER} {USER} {USER}"));
     assert_eq!(status(pid, "Gid"), format!("{GROUP} {GROUP} {GROUP} {GROUP}"));

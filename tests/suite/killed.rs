@@ -1,4 +1,5 @@
-//! Whoever is killed in mid-stream, everybody else learns of it soon, by name, and nothing hangs.
+//! A process that is killed in mid-stream: every other side gets a specific error soon, and nothing
+//! hangs.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -11,10 +12,10 @@ use pvmm::exec::{ExecError, ExecRequest, ProcessEvent};
 use pvmm_tests::cli::User;
 use pvmm_tests::guest::Guest;
 
-/// Far less than the time after which a silent agent is given up.
+/// Far less than the time after which a silent agent counts as lost.
 const SOON: Duration = Duration::from_secs(30);
 
-/// A client that is in the middle of a stream without end.
+/// Starts a client that reads an endless stream, and waits until the stream flows.
 fn streaming(user: &User, vm: &str) -> Child {
     let mut client = user.spawn(["exec", vm, "--", "yes", "mid-stream"]);
     let mut some = [0; 4096];
@@ -22,7 +23,8 @@ fn streaming(user: &User, vm: &str) -> Child {
     client
 }
 
-/// A file without end that is being written into the guest; why that ended.
+/// Starts to write an endless file into the guest. The thread returns the error that ends the
+/// writing.
 fn writing(user: &User, vm: &str) -> JoinHandle<io::Error> {
     let socket = user.runtime().join(vm).join("vsock.sock");
     let agent = Agent::connect(&socket, Instant::now() + SOON).unwrap();
@@ -48,7 +50,7 @@ fn client_and_vmm_killed_in_mid_stream_leave_nobody_waiting() {
     client.kill().unwrap();
     client.wait().unwrap();
     let begun = Instant::now();
-    // The guest ends what the dead client ran, and serves the next one.
+    // The guest ends the command of the dead client, and serves the next client.
     let gone = "for i in $(seq 50); do pgrep -x yes >/dev/null || exit 0; sleep 0.2; done; exit 1";
     assert_eq!(user.pvmm(["exec", &vm, "--", "sh", "-c", gone]).code, Some(0));
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
@@ -59,7 +61,8 @@ fn client_and_vmm_killed_in_mid_stream_leave_nobody_waiting() {
     let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
     let pid = listed[0]["pid"].as_i64().unwrap() as i32;
     let begun = Instant::now();
-    // SAFETY: the process of a VM of ours, which is alive: it was listed with its number.
+    // SAFETY: no memory is passed; the process runs a VM of this test, which was just listed with
+    // this pid.
     #[allow(unsafe_code)]
     unsafe {
         libc::kill(pid, libc::SIGKILL);
@@ -80,12 +83,12 @@ fn client_and_vmm_killed_in_mid_stream_leave_nobody_waiting() {
 #[test]
 fn agent_cannot_be_killed_from_inside_and_its_end_is_told_at_once() {
     let guest = Guest::boot();
-    // It is the guest's first process: the kernel shields it even from root's KILL.
+    // The agent is the guest's first process: the kernel protects it even from root's SIGKILL.
     assert_eq!(guest.prints("kill -9 1; echo alive"), "alive");
     let mut process = guest.agent.start(&ExecRequest::argv(["yes"])).unwrap();
     let patience = Some(Instant::now() + SOON);
     assert!(matches!(process.next_event(patience), Ok(Some(ProcessEvent::Stdout(_)))));
-    // Only with the whole kernel does it go.
+    // The agent ends only with the whole kernel.
     let agent = guest.agent.clone();
     let crash = std::thread::spawn(move || {
         agent.exec(&ExecRequest::shell(
@@ -104,7 +107,7 @@ fn agent_cannot_be_killed_from_inside_and_its_end_is_told_at_once() {
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }
 
-/// A group that lets its processes take only so much more memory.
+/// A control group that limits the memory of its processes.
 struct Tight(std::path::PathBuf);
 
 impl Tight {

@@ -1,4 +1,4 @@
-//! What a command may use, what it used, and who was killed when that was too much.
+//! Limits of a command: what it may use, what it used, and which process was killed for memory.
 
 use pvmm::exec::{ExecRequest, Limits};
 use pvmm_tests::cli::User;
@@ -18,10 +18,10 @@ fn limits_hold_and_the_victim_of_memory_is_named() {
     let victim = &metrics.oom_events[0];
     assert!(victim.name == "python3" && victim.by_limit, "{victim:?}");
 
-    // A child is enough: its parent's result says so too.
+    // If a child is killed, the result of its parent says so too.
     let output = run("python3 -c 'x = bytearray(200 << 20)'; echo code $?", memory);
     assert!(output.status.oom && output.stdout.bytes == b"code 137\n", "{output:?}");
-    // What does not ask for limits has none, and nothing to report.
+    // A command without limits has no such report.
     let output = guest.shell("python3 -c 'x = bytearray(60 << 20)'");
     assert!(output.status.success() && !output.status.oom, "{output:?}");
 
@@ -29,7 +29,7 @@ fn limits_hold_and_the_victim_of_memory_is_named() {
     let output = run("for i in 1 2 3 4 5 6 7 8; do sleep 1 & done; wait", few);
     assert!(String::from_utf8_lossy(&output.stderr.bytes).contains("fork"), "{output:?}");
 
-    // A tenth of a processor: what keeps one busy takes far longer than the time it is given.
+    // With a tenth of a processor, a busy program takes far longer than its processor time.
     let slow = Limits { cpu_milli: Some(100), ..Limits::default() };
     let line = "import time; t = time.process_time() + 0.3\nwhile time.process_time() < t: pass";
     let output =

@@ -1,6 +1,6 @@
-//! The suite: every promise, kept by a real guest.
+//! The suite: every promise is tested with a real guest.
 //!
-//! One binary, so that it can be carried into a host with KVM and run there once.
+//! It is one binary, so that it can be copied to a host with KVM and run there once.
 
 #![allow(clippy::unwrap_used)] // In a test a panic is the report.
 

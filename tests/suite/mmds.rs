@@ -1,5 +1,4 @@
-//! A guest that asks for its metadata through its network card, while the card goes on carrying its
-//! traffic.
+//! Metadata: a guest reads it through its network card, which still carries other traffic.
 
 use std::io::{Read, Write};
 use std::net::TcpListener;
@@ -17,7 +16,8 @@ use serde_json::json;
 const TAP: &str = "tap-mmds";
 const ADDRESSES: &str = " ip=10.9.0.2::10.9.0.1:255.255.255.0::eth0:off";
 
-/// Asks as a program in the guest would; prints the status and the body.
+/// A program that sends a request as a program in the guest would, and prints the status and the
+/// body.
 const ASK: &str = r#"
 import http.client, sys
 method, path, *headers = sys.argv[1:]
@@ -49,7 +49,7 @@ fn guest_gets_its_metadata_and_still_its_traffic() {
             json!({ "id": "parent", "latest": { "a": { "b": 1 }, "c": "d" }, "long": long });
         assert_eq!(guest.vm.set_metadata(&Arc::new(content)).unwrap(), 1);
 
-        // Version 2, through the default route and thus with the gateway's hardware address.
+        // Version 2, through the default route, and thus with the gateway's hardware address.
         assert!(guest.prints(&ask("GET /id")).starts_with("401 "));
         let token = guest.prints(&ask("PUT /latest/api/token X-metadata-token-ttl-seconds=60"));
         let token = token.strip_prefix("200 ").unwrap().to_owned();
@@ -60,8 +60,8 @@ fn guest_gets_its_metadata_and_still_its_traffic() {
         assert_eq!(guest.prints(&json), "200 {\"b\":1}");
         assert_eq!(guest.prints(&with_token("GET /nothing")).split(' ').next(), Some("404"));
 
-        // On the link itself, where the address has to be asked for first; a long answer comes
-        // whole.
+        // On the link itself, where the hardware address has to be resolved first. A long answer
+        // arrives complete.
         guest.prints("busybox ip route add 169.254.169.254 dev eth0");
         let start = Instant::now();
         assert_eq!(guest.prints(&with_token("GET /long")), format!("200 {long}"));
@@ -75,7 +75,7 @@ fn guest_gets_its_metadata_and_still_its_traffic() {
     });
 }
 
-/// More connections than there may be at a time, each asked for until it is answered.
+/// Opens more connections than may exist at a time. Each is tried again until it is answered.
 fn many_at_once(guest: &Guest, token: &str) {
     let code = format!(
         r#"
@@ -119,7 +119,7 @@ print(got == data)
     echo.join().unwrap();
 }
 
-/// A snapshot keeps the service, but neither what it said nor whom it trusted.
+/// Checks that a template keeps the metadata service, but neither its content nor its tokens.
 fn a_copy_has_its_own(template: &pvmm::Template, token: &str) {
     let get = ask(&format!("GET /id X-metadata-token={token}"));
     let same = Net::new(TapSource::Name("tap-copy".into()));
@@ -134,7 +134,7 @@ fn a_copy_has_its_own(template: &pvmm::Template, token: &str) {
     assert_eq!(copy.prints(&get), "200 copy");
 }
 
-/// The same by the API: what a client puts, the guest reads, in a loaded machine too.
+/// The guest reads what a client of the API puts, also after a load.
 #[test]
 fn guest_gets_what_a_client_of_the_api_puts() {
     network::isolated(|| {

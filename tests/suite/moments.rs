@@ -1,4 +1,4 @@
-//! Fork, snapshot, restore, checkpoint and rollback as a user types them.
+//! Fork, snapshot, restore, checkpoint and rollback through the command line.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -23,7 +23,7 @@ fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
     let vm = user.detached(&["--name", "web", "--cpus", "2"]);
     shell(&user, "web", "echo one > /root/word; echo $$ > /tmp/memory");
 
-    // Two copies, each its own, with names of their own.
+    // Two forks, each with its own state and name.
     let ids = ok(&user, &["fork", "web", "-n", "2", "--name", "try"]);
     let ids: Vec<_> = ids.lines().collect();
     assert_eq!(ids.len(), 2);
@@ -33,13 +33,13 @@ fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
     assert_ne!(id_of("try-1"), id_of("try-2"));
     ok(&user, &["kill", "--signal", "KILL", "try-2"]);
 
-    // A fork of a fork, after its parent is gone.
+    // A fork of a fork, after its parent has ended.
     ok(&user, &["fork", "try-1", "--name", "grandchild"]);
     ok(&user, &["kill", "--signal", "KILL", "try-1"]);
     assert_eq!(shell(&user, "grandchild", "cat /root/word"), "two");
     ok(&user, &["kill", "--signal", "KILL", "grandchild"]);
 
-    // Checkpoint, change, rollback, twice.
+    // Checkpoint, change and rollback, twice.
     ok(&user, &["checkpoint", "web"]);
     for _ in 0..2 {
         shell(&user, "web", "echo changed > /root/word; rm /tmp/memory; sync");
@@ -50,13 +50,12 @@ fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
         );
     }
 
-    // Pause and resume.
     ok(&user, &["pause", "web"]);
     assert!(ok(&user, &["ps"]).contains("paused"));
     assert_eq!(user.pvmm(["exec", "web", "--", "true"]).code, Some(2));
     ok(&user, &["resume", "web"]);
 
-    // A snapshot on disk, restored after the VM is gone.
+    // A snapshot on disk, restored after the VM has ended.
     let place = TempDir::new().unwrap();
     let path = place.path().join("web.snapshot");
     let path = path.to_str().unwrap();
@@ -73,8 +72,8 @@ fn running_vm_is_forked_snapshotted_restored_and_taken_back() {
     assert_eq!((missing.code, missing.stderr.lines().count()), (Some(2), 1), "{missing:?}");
 }
 
-/// The signature is of what the folder holds: memory of 512 MiB is signed and checked in the time
-/// of its data.
+/// The signature covers the data in the folder, so 512 MiB of memory are signed and checked in the
+/// time of their data.
 #[test]
 fn snapshot_with_a_key_is_restored_with_that_key_only() {
     let user = User::new();

@@ -26,7 +26,7 @@ fn guest_on_tap() -> Guest {
     guest
 }
 
-/// How much goes each way: what an emulated host can do in seconds, and what is promised.
+/// The data in each direction: what an emulated host can do in seconds, and what is promised.
 const SOME_MIB: usize = 32;
 const MUCH_MIB: usize = 200;
 
@@ -59,8 +59,8 @@ fn soak_card_carries_200_mb_each_way() {
 /// The longest Ethernet frame of a card without segmentation offload.
 const LONGEST_PACKET: u64 = 1514;
 
-/// A block that no two positions of a stream share, so that whatever is lost or swapped changes the
-/// sum.
+/// A program that sends and receives a stream and prints its checksums and longest frames. No two
+/// blocks of the stream are equal, so that loss or reordering changes the checksum.
 const STREAM: &str = "
 import socket, sys, threading, zlib
 longest = {False: 0, True: 0}
@@ -109,9 +109,9 @@ fn streams_both_ways(guest: &Guest, mib: usize) {
     let numbers: Vec<u64> = sums.split(' ').map(|number| number.parse().unwrap()).collect();
     let [sent, got, longest_tx, longest_rx] = numbers[..] else { panic!("{sums}") };
     assert_eq!(sent, got);
-    // Segmentation is left to the host in both directions: frames are as long as several packets.
-    // How many on average is the choice of the sender's kernel, which puts two into a frame at a
-    // low rate; so the average must only be more than any one packet has.
+    // The host does the segmentation in both directions: frames are as long as several packets. The
+    // sender's kernel chooses how many packets are in a frame, and takes two at a low rate. The
+    // average must therefore only be longer than any single packet.
     for (way, longest) in [("tx", longest_tx), ("rx", longest_rx)] {
         let count = |what| {
             let file = format!("cat /sys/class/net/eth0/statistics/{way}_{what}");
@@ -151,7 +151,7 @@ print('%.2f' % ((time.time() - start) * 5))
     server.join().unwrap();
 }
 
-/// D12: the interface is deleted under a running guest.
+/// D12: the interface of a running guest is deleted.
 fn survives_the_end_of_its_tap(guest: &Guest) {
     network::host(&["link", "del", TAP]);
     let lost = "busybox ping -c 2 -W 1 10.9.0.1 >/dev/null; echo $?";
@@ -163,7 +163,7 @@ fn survives_the_end_of_its_tap(guest: &Guest) {
     assert_eq!(guest.prints("echo $((6*7))"), "42");
 }
 
-/// How long the device threads of this process have run, in hundredths of a second.
+/// Returns how long the device threads of this process have run, in hundredths of a second.
 fn device_thread_ticks() -> u64 {
     let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
     let stats = tasks.filter_map(|task| std::fs::read_to_string(task.path().join("stat")).ok());
@@ -199,7 +199,7 @@ fn tap_passed_open_is_used_as_it_is() {
     });
 }
 
-/// A machine without a guest that has the tap.
+/// Makes a VM without a guest that holds the tap.
 fn machine_with(name: &str) -> pvmm::Vm {
     machine_on(TapSource::Name(name.into()))
 }
@@ -231,7 +231,8 @@ fn card_of_a_run_has_addresses_route_resolver_and_a_rate() {
         let said = exec(&look);
         let expected = "10.9.0.2/24\nfd09::2/64\ndefault via 10.9.0.1\nnameserver 10.9.0.53\npong";
         assert_eq!(said.text(), expected, "{said:?}");
-        // Twenty packets a second, with a second's worth at once: forty more take two seconds.
+        // The limit is twenty packets a second, with a burst of one second: forty more packets take
+        // two seconds.
         let flood = "busybox ping -c 60 -i 0.01 -W 20 10.9.0.1 >/dev/null";
         let flood = exec(flood);
         assert_eq!(flood.code, Some(0), "{flood:?}");

@@ -1,5 +1,5 @@
-//! Snapshots of another host: everything in a saved state that belongs to where it was saved is
-//! refused at load, by name, or shown to be harmless.
+//! Snapshots of another host: each part of a saved state that belongs to its host is refused at
+//! load, by name, or shown to be harmless.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,10 +12,10 @@ use pvmm_tests::guest::Guest;
 use pvmm_tests::tiny::{self, PATIENCE};
 use tempfile::TempDir;
 
-/// mov al, 0xfe; out 0x64, al; hlt: asks for a reset, which ends the machine.
+/// mov al, 0xfe; out 0x64, al; hlt: requests a reset, which ends the VM.
 const RESET: [u8; 5] = [0xb0, 0xfe, 0xe6, 0x64, 0xf4];
 
-/// A tiny machine that asks for a reset as soon as it goes on.
+/// Writes a snapshot of a tiny VM that requests a reset as soon as it is resumed.
 fn snapshot(place: &TempDir, name: &str) -> PathBuf {
     let dir = place.path().join(name);
     let template = tiny::machine(&RESET).freeze().unwrap();
@@ -23,7 +23,7 @@ fn snapshot(place: &TempDir, name: &str) -> PathBuf {
     dir
 }
 
-/// The same with something changed.
+/// Writes a snapshot of the tiny VM and applies changes to it.
 fn changed(changes: &[Change]) -> (TempDir, PathBuf) {
     let place = TempDir::new().unwrap();
     let dir = snapshot(&place, "snap");
@@ -64,9 +64,9 @@ fn h4_snapshot_of_another_clock_rate_is_refused_at_load_or_scaled() {
     }
 }
 
-/// Two measurements of one clock differ a little, in each boot of a host another way. The guest
-/// goes on, its clock too, and the rate that it was booted with is still the one that later hosts
-/// are compared with.
+/// Two measurements of one clock differ a little, in another way in each boot of a host. The guest
+/// and its clock continue, and later hosts are still compared with the rate at which the guest was
+/// booted.
 #[test]
 fn snapshot_of_a_clock_measured_again_goes_on_and_differences_do_not_add_up() {
     let place = TempDir::new().unwrap();
@@ -75,8 +75,8 @@ fn snapshot_of_a_clock_measured_again_goes_on_and_differences_do_not_add_up() {
     let first = place.path().join("first");
     guest.vm.freeze().unwrap().write(&first, WriteOptions::default()).unwrap();
     drop(guest);
-    // Without an invariant clock the guest asks KVM for the time, and even a bad measurement does
-    // no harm.
+    // Without an invariant TSC the guest asks KVM for the time, and even a bad measurement is
+    // harmless.
     let invariant =
         testing::cpuid(&first, 0x8000_0007, 0).is_some_and(|leaf| leaf[3] >> 8 & 1 == 1);
     let part = if invariant { 5000 } else { 200 };
@@ -109,14 +109,14 @@ fn h4_state_of_another_host_is_refused_at_load_by_name() {
     }
 }
 
-/// A guest only reads the number, so any will do.
+/// A guest only reads the microcode version, so every value is accepted.
 #[test]
 fn snapshot_of_other_microcode_goes_on() {
     let (_place, dir) = changed(&[Change::Msr(0x8b, 0x0123_4567_0000_0000)]);
     goes_on(&dir);
 }
 
-/// What boot keeps from a guest, a state file cannot give it.
+/// A state file cannot give a guest the features that boot masks.
 #[test]
 fn snapshot_with_features_that_boot_masks_gets_none_of_them() {
     let (vmx, svm) = (1 << 5, 1 << 2);
@@ -144,11 +144,11 @@ fn h14_register_that_kvm_refuses_ends_the_restore_and_nothing_is_left() {
         assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error}");
         assert!(error.to_string().contains("system registers of vCPU 0"), "{error}");
     }
-    // The first one used the machine that the load had asked for the clock's rate.
+    // The first fork used the VM in which the load had measured the clock rate.
     assert!(count() <= before, "{} of {before} descriptors", count());
 }
 
-/// A place that is there in every nested host.
+/// Returns a path that exists in every nested host.
 fn kept(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/nested-out").join(name)
 }
@@ -173,7 +173,8 @@ fn taken(name: &str) -> (TempDir, PathBuf) {
     (place, dir)
 }
 
-/// Of a host that cannot scale, and whose clock really is another one.
+/// Checks that a snapshot is refused for its clock rate. This host cannot scale the clock, and its
+/// rate must differ.
 fn refused_for_its_clock(dir: &Path) {
     let (here, scales) = testing::host_clock();
     let there = testing::clock_khz(dir)[0];

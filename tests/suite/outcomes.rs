@@ -1,4 +1,4 @@
-//! Every way in which a machine can end has an outcome of its own.
+//! The outcomes of a VM: each way in which it can end has its own.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Commands that outlive their client, as a user has them.
+//! Commands that outlive their client, through the command line.
 
 use std::io::Read;
 
@@ -17,7 +17,7 @@ fn detached_command_is_listed_followed_and_killed() {
     assert_eq!(listed[0]["state"], "running");
     assert_eq!(listed[0]["command"], format!("sh -c {line}"));
 
-    // One client looks and leaves, another follows until the command is killed.
+    // One client attaches to a command that ends; another follows a command until it is killed.
     let mut follower = user.spawn(["attach", "--from", "6", &name]);
     let short = user.pvmm(["exec", "-d", &vm, "--", "sh", "-c", "echo out; echo err >&2; exit 5"]);
     let short = format!("{vm}:{}", short.text());

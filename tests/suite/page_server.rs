@@ -1,4 +1,4 @@
-//! Memory supplied by another process while the guest runs, and that process gone.
+//! Guest memory from a page server while the guest runs, and the end of the page server.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,8 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let elsewhere = LoadOptions { without_memory: true, ..Default::default() };
     let template = Template::load(&dir, elsewhere).unwrap();
 
-    // Without a server, or with one that is not there, it is refused by name.
+    // Without a page server, or with one that cannot be reached, the fork is refused with the
+    // reason.
     let own_socket =
         || Overrides { vsock: Some(Vsock::new(3, place.path().join("v"))), ..Default::default() };
     let error = template.fork(own_socket()).err().unwrap();
@@ -41,7 +42,7 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let error = child.vm.freeze().err().unwrap();
     assert!(error.to_string().contains("page server"), "{error}");
 
-    // The server dies while the guest needs it.
+    // The page server ends while the guest needs it.
     let agent = child.agent.clone();
     let busy = std::thread::spawn(move || {
         agent.exec(&ExecRequest::shell("md5sum /usr/bin/* >/dev/null").timeout(SOON))
@@ -55,7 +56,7 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     assert!(begun.elapsed() < SOON / 2, "{:?}", begun.elapsed());
     assert!(busy.join().unwrap().is_err());
 
-    // One that dies before it has served anything.
+    // The page server ends before it has served a page.
     let mut server = PageServer::start(&memory);
     let socket = server.socket();
     let ends = std::thread::spawn(move || server.end());

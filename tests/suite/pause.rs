@@ -1,4 +1,4 @@
-//! A pause or a rollback that fails: the machine goes on as a whole, or says that it cannot.
+//! A pause or a rollback that fails: the whole VM runs on, or it is reported as broken.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use pvmm_tests::guest::Guest;
 
 const MIB: u64 = 1 << 20;
 
-/// A guest of two vCPUs whose second disk lies on `host`.
+/// Boots a guest with two vCPUs, whose second disk is on `host`.
 fn guest_on(host: &FileSystem) -> Guest {
     let image = host.path().join("image");
     std::fs::File::create(&image).unwrap().set_len(8 * MIB).unwrap();
@@ -19,8 +19,8 @@ fn guest_on(host: &FileSystem) -> Guest {
     })
 }
 
-/// Starts a write to the second disk, which the host does not end before it is thawed, and then
-/// `line` in the guest.
+/// Starts a write to the second disk, which cannot end before `host` is thawed, and then `line` in
+/// the guest.
 fn write_held_by(host: &FileSystem, guest: &Guest, line: &str) {
     let write = "dd if=/dev/urandom of=/dev/vdb bs=64k count=1 oflag=direct";
     guest.prints(&format!("{write} 2>/dev/null"));
@@ -30,9 +30,9 @@ fn write_held_by(host: &FileSystem, guest: &Guest, line: &str) {
     std::thread::sleep(Duration::from_secs(3));
 }
 
-/// Everything goes on, and can be stopped and started as ever.
+/// Checks that the VM runs on, and that it can be paused and resumed.
 fn assert_goes_on(host: &FileSystem, guest: &mut Guest) {
-    // Says nothing that is not so: the machine runs.
+    // The resume succeeds, because the VM runs.
     guest.vm.resume().unwrap();
     host.thaw();
     let agent = guest.agent_again();
@@ -54,7 +54,7 @@ fn pause_that_the_devices_do_not_hear_leaves_the_machine_running() {
     assert_goes_on(&host, &mut guest);
 }
 
-/// A vCPU that resets a device waits for the thread of the devices, and that waits for the disk.
+/// A vCPU that resets a device waits for the device thread, which waits for the disk.
 #[test]
 fn pause_that_one_vcpu_does_not_hear_leaves_the_machine_running() {
     let host = FileSystem::ext4(64);

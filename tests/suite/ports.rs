@@ -1,4 +1,4 @@
-//! Ports of the host that lead into a guest without a network: `run -p`, `port`, and the library.
+//! Host ports that are forwarded into a guest without a network: `run -p`, `port`, and the library.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use pvmm_tests::cli::User;
 
-/// Answers each client, once it has said all it has to say, with the length of that.
+/// A server that reads from each client until the end of its data, and answers with the length.
 const SERVER: &str = "import socketserver\n\
     class Count(socketserver.BaseRequestHandler):\n\
     \x20 def handle(self):\n\
@@ -59,7 +59,7 @@ fn ports_of_a_guest_without_network_serve_hundreds_and_end_with_ctrl_c() {
     let mut big = connect(here);
     big.write_all(&vec![7; 8 << 20]).unwrap();
     assert_eq!(answer(big).unwrap(), (8 << 20).to_string());
-    // Nobody listens on 81 in the guest.
+    // In the guest, nothing listens on port 81.
     let refused = connect(other.strip_suffix("->81").unwrap()).read(&mut [0; 1]);
     assert_eq!(refused.unwrap_err().kind(), std::io::ErrorKind::ConnectionReset);
 

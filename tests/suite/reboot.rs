@@ -1,5 +1,5 @@
-//! A snapshot outlives the host's own boot: `make soak` writes one, boots its host anew, and goes
-//! on from it.
+//! A snapshot survives a boot of its host: `make soak` writes a snapshot, boots the host again, and
+//! restores the snapshot.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
-/// A place that is there in every boot of a nested host.
+/// Returns a path that exists in every boot of a nested host.
 fn kept() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../target/nested-out/reboot.tar")
 }

@@ -1,4 +1,4 @@
-//! A guest that was copied becomes its own before its workload goes on.
+//! Refresh: a guest gets a new identity before its workload runs again.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -19,7 +19,8 @@ fn prints(agent: &Agent, line: &str) -> String {
 #[test]
 fn frozen_workload_wakes_in_a_refreshed_guest_and_no_guest_process_can_refresh() {
     let guest = Guest::boot();
-    // Neither port is for those inside, whichever address they dial: no welcome ever comes.
+    // A process in the guest cannot use the agent's ports, whichever CID it connects to: it never
+    // receives a byte.
     let code = "import socket
 for port in (1024, 1026):
     for cid in (1, 3, 2):
@@ -44,7 +45,8 @@ print('refused')";
     let quiet = || Some(Instant::now() + Duration::from_secs(3));
     while ticking.next_event(quiet()).unwrap().is_some() {}
 
-    // The same guest, not a copy: it keeps the connection of before only if told no new generation.
+    // This guest is not a fork. The earlier connection stays open, because the refresh names no new
+    // generation.
     let wish = Refresh::new(0).unwrap().hostname("other").env("SEEN", "yes");
     let begun = Instant::now();
     let agent = Agent::connect_refreshed(&guest.socket(), &wish, soon()).unwrap();
@@ -58,7 +60,8 @@ print('refused')";
     let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap();
     let (from, clock, to) = (now(), prints(&agent, "date +%s"), now());
     let clock: u64 = clock.parse().unwrap();
-    // The nested host is slow: what the way took is not the clock's fault.
+    // The nested host is slow, so the time that the request took is not counted as an error of the
+    // clock.
     assert!((from.as_secs().saturating_sub(5)..=to.as_secs() + 1).contains(&clock), "{clock}");
     loop {
         match ticking.next_event(Some(soon())).unwrap() {

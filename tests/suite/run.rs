@@ -1,4 +1,4 @@
-//! `pvmm run`: like `docker run --rm`, and nothing left behind.
+//! `pvmm run`: it works like `docker run --rm` and leaves nothing behind.
 
 use std::time::Duration;
 
@@ -104,7 +104,7 @@ fn run_never_writes_the_root_image() {
     assert_eq!(pvmm_tests::guest::digest(&image), before);
 }
 
-/// Reads standard output until `line` has come.
+/// Reads standard output, which must begin with `line`.
 fn wait_for(child: &mut std::process::Child, line: &[u8]) {
     use std::io::Read;
     let mut seen = vec![0; line.len()];

@@ -1,4 +1,4 @@
-//! What container runtimes ask of Firecracker beyond a plain boot, with a real guest.
+//! What container runtimes request of Firecracker beyond a plain boot, with a real guest.
 
 use std::fs;
 use std::io::Read;
@@ -7,8 +7,8 @@ use std::os::unix::net::UnixListener;
 use pvmm_tests::firecracker::{Firecracker, SOON};
 use serde_json::json;
 
-/// A runtime boots with a stub for each container to come, and puts the container's image there
-/// later.
+/// A runtime boots a VM with a stub drive for each later container, and replaces the stub by the
+/// container's image.
 #[test]
 fn stub_drives_of_no_bytes_are_patched_to_images_with_a_limit_while_the_guest_runs() {
     let vm = Firecracker::new();
@@ -27,7 +27,7 @@ fn stub_drives_of_no_bytes_are_patched_to_images_with_a_limit_while_the_guest_ru
     let bucket = |size: u64| json!({"size": size, "refill_time": 1000});
     let patch =
         |limiter| json!({"drive_id": "stub1", "path_on_host": image, "rate_limiter": limiter});
-    // Half of a request is not done.
+    // A request that is refused has no effect, not even in part.
     let never = json!({"ops": {"size": 1, "refill_time": 86_400_001}});
     vm.refused("PATCH", "/drives/stub1", patch(never));
     assert_eq!(vm.prints("cat /sys/block/vdc/size"), "0");
@@ -35,13 +35,13 @@ fn stub_drives_of_no_bytes_are_patched_to_images_with_a_limit_while_the_guest_ru
     let seen = "until [ $(cat /sys/block/vdc/size) = 16384 ]; do sleep 0.1; done; \
                 dd if=/dev/vdc bs=5 count=1 2>/dev/null";
     assert_eq!(vm.prints(seen), "layer");
-    // Eight buckets, of which the first was full.
+    // The read needs eight buckets, of which the first was full.
     let paced = "a=$(date +%s%N); dd if=/dev/vdc of=/dev/null bs=1M iflag=direct 2>/dev/null; \
                  echo $((($(date +%s%N) - a) / 1000000))";
     let ms: u64 = vm.prints(paced).parse().unwrap();
     assert!(ms >= 6000, "8 MiB at 1 MiB/s took {ms} ms");
 
-    // The container is gone; the stub takes its place again.
+    // The container has ended, and the stub replaces its image.
     let stub = json!({"drive_id": "stub1", "path_on_host": vm.dir().join("stub1")});
     vm.patch("/drives/stub1", stub);
     vm.prints("until [ $(cat /sys/block/vdc/size) = 0 ]; do sleep 0.1; done");
@@ -75,7 +75,7 @@ fn serial_console_with_a_limit_drops_what_goes_beyond_it_and_counts_that() {
     let vm = Firecracker::new();
     vm.describe();
     let (console, metrics) = (vm.dir().join("console"), vm.dir().join("metrics"));
-    // So slow that nothing is added while the test runs.
+    // The limiter is so slow that it adds nothing while the test runs.
     let limiter = json!({"size": 2000, "refill_time": 80_000_000});
     vm.put("/serial", json!({"serial_out_path": console, "rate_limiter": limiter}));
     vm.put("/metrics", json!({"metrics_path": metrics}));
@@ -89,7 +89,7 @@ fn serial_console_with_a_limit_drops_what_goes_beyond_it_and_counts_that() {
     assert!(dropped.sum::<u64>() >= 3000, "{lines}");
 }
 
-/// The longest path that a socket can have leaves no room for a port behind it.
+/// The longest path that a socket can have leaves no room for the suffix `_<port>`.
 #[test]
 fn vsock_with_a_path_of_107_bytes_carries_connections_of_both_sides() {
     let mut vm = Firecracker::new();

@@ -1,4 +1,4 @@
-//! Snapshots as folders: written, restored, chained, and refused when they are not what they say.
+//! Snapshots as folders: written, restored, chained, and refused if they are damaged or do not fit.
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -22,7 +22,7 @@ fn refused(dir: &Path) -> (ErrorKind, String) {
     (error.kind(), error.to_string())
 }
 
-/// A guest with two vCPUs, a disk of its own and something running, snapshotted; then restored.
+/// A guest with two vCPUs, a disk of its own and a workload is snapshotted and restored.
 #[test]
 fn snapshot_of_a_busy_guest_with_two_vcpus_goes_on_in_every_part() {
     let place = TempDir::new().unwrap();
@@ -35,7 +35,7 @@ fn snapshot_of_a_busy_guest_with_two_vcpus_goes_on_in_every_part() {
     guest.prints("echo on-disk | dd of=/dev/vdb bs=4096 seek=9 conv=sync,fsync 2>/dev/null");
     let dir = place.path().join("snap");
     let template = guest.vm.freeze().unwrap();
-    // What the parent does later is not in the snapshot, on disk or in memory.
+    // Later changes of the parent are not in the snapshot, neither on disk nor in memory.
     let agent = guest.vm.agent(Instant::now() + SOON).unwrap();
     pvmm_tests::child::prints(
         &agent,
@@ -55,7 +55,7 @@ fn snapshot_of_a_busy_guest_with_two_vcpus_goes_on_in_every_part() {
     assert_eq!(child.prints(taskset), "ok\nok");
     child.prints("echo 3 > /proc/sys/vm/drop_caches; md5sum /usr/bin/python3 >/dev/null");
 
-    // Sparse: what nobody touched takes no room.
+    // The file is sparse: pages that were never touched take no space.
     let memory = fs::metadata(dir.join("memory.bin")).unwrap();
     let blocks = std::os::unix::fs::MetadataExt::blocks(&memory) * 512;
     assert!(blocks < memory.len() * 3 / 4, "{blocks} of {}", memory.len());
@@ -88,10 +88,10 @@ fn incremental_snapshot_holds_only_what_changed_and_restores_through_its_base() 
     assert_eq!(Child::of(&load(&flat).unwrap()).prints(both), "one\ntwo");
 }
 
-/// A tiny machine's snapshot: half a second to make, so that it can be broken in many ways.
+/// Writes the snapshot of a tiny VM. This takes half a second, so a test can damage many of them.
 fn tiny_snapshot(place: &Path) -> std::path::PathBuf {
-    // Writes a byte, says so to a port where nothing is, waits for ever:
-    // mov byte [0x200000], 7; out 0xed, al; hlt; jmp back to hlt.
+    // The guest writes a byte, writes to a port without a device, and waits: mov byte [0x200000],
+    // 7; out 0xed, al; hlt; jmp back to hlt.
     let code = [0xc6, 0x04, 0x25, 0x00, 0x00, 0x20, 0x00, 0x07, 0xe6, 0xed, 0xf4, 0xeb, 0xfd];
     let mut vm = tiny::machine(&code);
     vm.resume().unwrap();
@@ -111,7 +111,7 @@ fn writable(dir: &Path, name: &str) -> fs::File {
     OpenOptions::new().read(true).write(true).open(path).unwrap()
 }
 
-/// A tiny machine's snapshot and copies of it to break.
+/// The snapshot of a tiny VM, and copies that a test can damage.
 struct Good {
     place: TempDir,
     dir: std::path::PathBuf,
@@ -142,7 +142,7 @@ fn copy_of_a_snapshot_is_as_good_and_no_folder_is_told() {
     assert_eq!(refused(&good.place.path().join("absent")).0, ErrorKind::InvalidConfig);
 }
 
-/// H6: also where a stamp says that the file was compared.
+/// H6: the change is also found if a stamp says that the file was verified.
 #[test]
 fn h2_h6_memory_flipped_holed_or_of_another_length_is_refused() {
     let good = Good::new();
@@ -190,7 +190,7 @@ fn h12_link_or_folder_or_pipe_in_place_of_a_file_is_refused() {
     }
 }
 
-/// H4: with the checksum of the manifest made right.
+/// H4: the checksum of the manifest is corrected.
 #[test]
 fn h4_snapshot_of_another_backend_or_processor_is_refused() {
     let good = Good::new();
@@ -213,7 +213,7 @@ fn h13_state_of_more_than_10_mib_is_refused() {
     assert!(refused(&dir).1.contains("more than"), "{}", refused(&dir).1);
 }
 
-/// mov byte [0x200000], 7 … in the middle of `hlt`: what it goes on with is its memory.
+/// The guest has written 7 to 0x200000 and halts; its template keeps that byte.
 #[test]
 fn h11_held_template_goes_on_whatever_becomes_of_its_file() {
     let good = Good::new();
@@ -230,7 +230,7 @@ fn h11_held_template_goes_on_whatever_becomes_of_its_file() {
 
 const LARGE: &str = "PVMM_LARGE_SNAPSHOT";
 
-/// H15: a machine of 4 GiB where a process may have 2.
+/// H15: a VM with 4 GiB in a process that may have 2 GiB.
 #[test]
 fn h15_restore_into_too_small_a_limit_is_refused_up_front() {
     let place = TempDir::new().unwrap();
@@ -268,7 +268,7 @@ fn snapshot_that_cannot_be_finished_leaves_the_old_one_and_nothing_else() {
     let template = load(&dir).unwrap();
     let error = template.write(&dir, WriteOptions::default()).unwrap_err();
     assert!(error.to_string().contains("exists already"), "{error}");
-    // What a killed writer left is swept away by the next; what a living one writes is not.
+    // The next writer removes what a killed writer has left, but not the files of a live writer.
     let stale = place.path().join(".pvmm-unfinished-0");
     fs::create_dir(&stale).unwrap();
     fs::File::create(stale.join("memory.bin")).unwrap().write_all(b"half").unwrap();

@@ -1,5 +1,5 @@
-//! Snapshots as two files: saved, gone on with by another process, merged, and refused when they do
-//! not match.
+//! Snapshots as two files: saved, restored in another process, merged, and refused if they do not
+//! match.
 
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -21,7 +21,7 @@ use tempfile::TempDir;
 
 const PLACE: &str = "PVMM_FILES_PLACE";
 
-/// The names that clients of Firecracker give them.
+/// The two files of a snapshot, with the names that clients of Firecracker give them.
 struct Files {
     dir: TempDir,
 }
@@ -51,7 +51,7 @@ impl Files {
         Template::load_files(&self.state(), Some(memory)).err().expect("refused").to_string()
     }
 
-    /// A disk that a guest writes in place.
+    /// Makes a disk that a guest writes in place.
     fn disk(&self) -> PathBuf {
         let path = self.path("disk.img");
         File::create(&path).unwrap().set_len(16 << 20).unwrap();
@@ -96,9 +96,9 @@ fn pair_of_files_goes_on_in_another_process_and_then_in_a_third() {
     assert_eq!(template.note(), b"another note");
     let mut child = Child::of(&template);
     assert_eq!(child.prints(&format!("cat /tmp/word; {GET}")), "second\nsecond");
-    // Written in place: the file has it when the machine is gone.
+    // The disk is written in place: the file has the word after the VM has ended.
     child.prints(&put("third"));
-    // The image that is there already only has its size looked at again.
+    // If a drive is replaced by its own image, only its size is read again.
     fs::OpenOptions::new().write(true).open(&disk).unwrap().set_len(24 << 20).unwrap();
     child.vm.replace_drive(1, DriveSource::Path(disk.clone())).unwrap();
     let grown = "for i in $(seq 100); do [ $(cat /sys/block/vdb/size) = 49152 ] && exit 0; \
@@ -126,7 +126,7 @@ fn second_life() {
     assert!(names.into_iter().any(|name| name == "fc_vcpu 0\n"));
     child.vm.pause().unwrap();
     child.vm.save_files(&state, &memory, SaveKind::Full, b"another note").unwrap();
-    // It may go on all the same, over the file that is gone by now.
+    // The VM can run on, although its memory file has been replaced.
     child.vm.resume().unwrap();
     let agent = child.vm.agent(Instant::now() + SOON).unwrap();
     assert_eq!(pvmm_tests::child::prints(&agent, "cat /tmp/word"), "second");
@@ -151,18 +151,18 @@ fn diff_holds_what_changed_and_goes_on_once_it_is_merged() {
     assert!((4..room(&files.memory()) / 2).contains(&room(&diff)), "{} MiB", room(&diff));
     assert_eq!(fs::metadata(&diff).unwrap().len(), 256 << 20);
 
-    // Neither half of the pair goes with another's.
+    // The state file fits neither of the two memory files.
     for memory in [files.memory(), diff.clone()] {
         let error = files.refused(&memory);
         assert!(error.contains("is not the memory"), "{error}");
     }
-    // Merged by whoever has both, as rebasing tools do.
+    // The files are merged by their owner, as rebasing tools do.
     merge(&diff, &files.memory());
     let child = Child::of(&files.load());
     assert_eq!(child.prints("md5sum < /tmp/r"), sum);
     drop(child);
 
-    // Over the older file of that name: merged by us.
+    // A diff over an existing memory file is merged by pvmm.
     guest.vm.resume().unwrap();
     let agent = guest.agent_again();
     pvmm_tests::child::prints(&agent, "echo merged > /tmp/word");
@@ -176,7 +176,7 @@ fn diff_holds_what_changed_and_goes_on_once_it_is_merged() {
     assert!(files.refused(&files.memory()).contains("is not the memory"));
 }
 
-/// Copies what a file has, and only that, over another.
+/// Copies the data of a file over another file, without its holes.
 fn merge(from: &Path, onto: &Path) {
     let dd = Command::new("python3").arg("-c").arg(MERGE).arg(from).arg(onto).status();
     assert!(dd.unwrap().success());
@@ -205,7 +205,8 @@ fn drive_of_a_loaded_machine_is_opened_when_it_runs_and_may_be_a_block_device() 
     let copy = files.path("copy.img");
     fs::copy(&disk, &copy).unwrap();
 
-    // The baked path is gone, or in use: nobody minds until the machine runs with it.
+    // The saved path of the drive may be missing or in use: it is opened only when the VM is
+    // resumed.
     let loop_device = losetup(&["--find", "--show"], &copy);
     let memory_device = losetup(&["--find", "--show", "--read-only"], &files.memory());
     let template = Template::load_files(&files.state(), Some(Path::new(&memory_device))).unwrap();
@@ -266,7 +267,7 @@ const ADDRESSES: &str = " ip=10.9.0.2::10.9.0.1:255.255.255.0::eth0:off";
 fn network_card_and_balloon_go_on_after_a_restore_on_another_tap() {
     network::isolated(|| {
         let files = Files::new();
-        // One address for both, as whoever makes taps for copies gives them: the guest remembers
+        // Both taps have one address, as taps for forks usually have, because the guest remembers
         // it.
         for tap in ["tap-old", "tap-new"] {
             network::host(&["tuntap", "add", tap, "mode", "tap", "vnet_hdr"]);
@@ -293,7 +294,8 @@ fn network_card_and_balloon_go_on_after_a_restore_on_another_tap() {
         assert_eq!(child.prints(pings), "2");
         assert_eq!(stream(&child, 4), 4 << 20);
 
-        // Limited while it runs, by so much that a busy host is still faster without the limit.
+        // The limit is set while the VM runs. It is so low that even a busy host is faster without
+        // it.
         let slow = RateLimiterConfig {
             bytes: Some(pvmm::config::BucketConfig::per_second(256 << 10)),
             ops: None,
@@ -309,7 +311,7 @@ fn network_card_and_balloon_go_on_after_a_restore_on_another_tap() {
         assert!(begun.elapsed() < limited, "{:?}", begun.elapsed());
         assert!(child.vm.limit_net(1, None, None).is_err());
 
-        // The balloon follows its new host.
+        // The balloon works after the restore.
         for target in [64, 0] {
             child.vm.set_balloon(target).unwrap();
             let deadline = Instant::now() + SOON;
@@ -321,7 +323,7 @@ fn network_card_and_balloon_go_on_after_a_restore_on_another_tap() {
     });
 }
 
-/// Lets the guest send so many MiB, and counts them.
+/// Makes the guest send `mib` MiB. Returns the number of received bytes.
 fn stream(child: &Child, mib: usize) -> usize {
     let listener = TcpListener::bind("10.9.0.1:5001").unwrap();
     let counted = std::thread::spawn(move || {
@@ -375,7 +377,7 @@ fn files_that_cannot_be_written_leave_nothing_and_say_so() {
     assert!(own.contains("drive 1: is the machine's own"), "{own}");
     drop(guest);
 
-    // A disk that is full, and a folder that is not there.
+    // A full disk, and a folder that does not exist.
     let small = files.path("small");
     fs::create_dir(&small).unwrap();
     let mount = |arguments: &[&str]| Command::new("mount").args(arguments).arg(&small).status();
@@ -395,7 +397,7 @@ fn files_that_cannot_be_written_leave_nothing_and_say_so() {
     let long = vec![0; pvmm::NOTE_MAX + 1];
     assert!(guest.vm.save_files(&files.state(), &files.memory(), SaveKind::Full, &long).is_err());
     assert!(!files.state().exists() && !files.memory().exists());
-    // And it still runs.
+    // The guest still runs.
     guest.vm.resume().unwrap();
     let agent = guest.agent_again();
     assert_eq!(pvmm_tests::child::prints(&agent, "echo on"), "on");

@@ -1,6 +1,7 @@
-//! The same thing very often: nothing fails, nothing slows down, nothing is left behind.
+//! Repetition: an operation that is repeated very often does not fail, does not slow down and
+//! leaves nothing behind.
 //!
-//! Each test has a small count that runs always and a full one for `make soak`.
+//! Each test has a small count, which always runs, and a full count for `make soak`.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -16,7 +17,8 @@ use pvmm_tests::guest::Guest;
 use pvmm_tests::stalls::Stalls;
 use tempfile::TempDir;
 
-/// A snapshot with its working set, as `pvmm template build` makes one.
+/// Returns a template with its working set, loaded from a snapshot, as `pvmm template build` makes
+/// one.
 fn baked(dir: &Path) -> Template {
     let mut guest = Guest::boot();
     guest.prints("true");
@@ -35,7 +37,7 @@ fn restore_exec_kill(times: usize) {
         assert_eq!(Child::of(&template).prints("echo $((6 * 7))"), "42");
         (begun, begun.elapsed())
     };
-    // The first ones make what is made once.
+    // The first cycles make everything that is made only once.
     cycle();
     cycle();
     let stalls = Stalls::watch();
@@ -61,9 +63,9 @@ fn rollbacks(times: usize) {
     disk.set_len(16 << 20).unwrap();
     let mut guest = Guest::boot_with(|config| {
         config.drives.push(Drive::from_file(disk));
-        // An emulated processor translates a program anew for each address it lies at, and throws
-        // all its work away, also that for the host, when it has no more room: the next rollback
-        // then takes twenty times as long.
+        // An emulator translates a program again for each address at which it is loaded. When its
+        // buffer is full, it discards all translations, also those of the host, and the next
+        // rollback takes twenty times as long.
         config.cmdline.push_str(" norandmaps");
     });
     guest.prints("echo 0 > /tmp/n");
@@ -72,7 +74,8 @@ fn rollbacks(times: usize) {
         let agent = guest.vm.agent(Instant::now() + SOON).unwrap();
         let line = "cat /tmp/n; head -c 4 /dev/vdb | od -An -tx1; echo 1 > /tmp/n; \
                     head -c 65536 /dev/urandom > /tmp/f; echo xxxx > /dev/vdb";
-        // What a rollback undoes is done now and then; in between, rollbacks follow each other.
+        // Changes for the rollback to undo are made in every tenth round. The other rollbacks
+        // follow each other directly.
         if round.is_multiple_of(10) {
             assert_eq!(prints(&agent, line), "0\n 00 00 00 00");
         }
@@ -101,8 +104,8 @@ fn soak_rollback() {
     rollbacks(10_000);
 }
 
-/// Draws random numbers for ever, and says in memory whether it is about to draw the next one:
-/// between the two marks it does nothing but count.
+/// A program that draws random numbers in a loop, and marks in memory whether it is about to draw:
+/// between the two marks it only counts.
 const SPIN: &str = "import mmap, os
 f = os.open('/dev/shm/drawn', os.O_RDWR | os.O_CREAT)
 os.ftruncate(f, 4 << 20)
@@ -117,8 +120,7 @@ while True:
     m[8:12] = n.to_bytes(4, 'little')
 ";
 
-/// Freezes the workload at a moment at which its process is about to draw; how many it has drawn
-/// until then.
+/// Freezes the workload while its process is about to draw. Returns how many numbers it has drawn.
 fn freeze_about_to_draw(control: &Agent) -> u32 {
     for _ in 0..50 {
         control.freeze(Instant::now() + SOON).unwrap();
@@ -131,8 +133,8 @@ fn freeze_about_to_draw(control: &Agent) -> u32 {
     panic!("the process was never found about to draw");
 }
 
-/// The first random bytes that a process draws in a fork, which was about to draw them when it was
-/// frozen, are others in every fork; so are the kernel's identities, and the clock is right.
+/// Checks that forks differ: the first random bytes that a process draws after the fork, which it
+/// was about to draw in the freeze, and the kernel's identities. The clock must be right.
 fn forks_are_apart(count: usize) {
     let mut guest = Guest::boot();
     guest.agent.write_file("/tmp/spin.py", SPIN.as_bytes(), &Default::default()).unwrap();
@@ -170,12 +172,13 @@ fn soak_forks_are_apart() {
     forks_are_apart(64);
 }
 
-/// What a busy guest may stand still to be forked. An emulated one takes a tenth of it while two
-/// other programs are busy; one that waits for its memory to be copied takes longer.
+/// The longest pause of a busy guest that is forked. An emulated guest pauses for a tenth of this
+/// while two other programs are busy; a guest that waits for a copy of its memory pauses for
+/// longer.
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 
-/// Counts in memory and on a disk, the disk one step behind; both are the same instant in every
-/// fork.
+/// Checks that memory and disk of a fork are of one instant: the guest counts in memory and on a
+/// disk, and the disk is at most one step behind.
 fn forks_under_load(count: usize) {
     let disk = tempfile::tempfile().unwrap();
     disk.set_len(1 << 20).unwrap();

@@ -14,15 +14,15 @@ fn shell_in_a_vm_is_one_a_person_can_use() {
     terminal.types("echo $TERM; stty size; tty\r").sees("xterm-256color");
     terminal.sees("33 111").sees("/dev/pts/").sees("# ");
     terminal.resizes(40, 100).types("stty size\r").sees("40 100").sees("# ");
-    // Line editing: back over two letters, then to the front.
+    // Line editing by the shell: two letters are deleted, then one is inserted at the start.
     terminal.types("cho edXX\x7f\x7fited\x01e\r").sees("edited\r\n").sees("# ");
-    // The same by the terminal itself, for programs that leave it to that.
+    // Line editing by the terminal, for programs that do not edit lines.
     terminal.types("read -p say: x; echo \"<$x>\"\r").sees("<$x>\"\r\n").sees("say:");
     terminal.types("abX\x7fc\r").sees("<abc>").sees("# ");
-    // Ctrl-C is for the guest's program, and the shell goes on.
+    // Ctrl-C ends the program in the guest, and the shell runs on.
     terminal.types("sh -c 'echo wait; exec sleep 600'\r").sees("wait\r\n");
     terminal.types("\x03").sees("# ").types("echo code $?\r").sees("code 130").sees("# ");
-    // A program that has the whole screen.
+    // A program that uses the whole screen.
     let curses = "import curses; curses.wrapper(lambda s: (s.addstr(10, 5, 'drawn'), s.getkey()))";
     terminal.types(&format!("python3 -c \"{curses}\"\r")).sees("\x1b[11;6Hdrawn");
     terminal.types("q").sees("# ").types("exit 9\r");
@@ -46,7 +46,7 @@ fn terminal_is_given_back_however_the_session_ends() {
     assert!(!left.is_raw());
 
     let mut hung_up = session();
-    // SAFETY: a signal to a child of ours.
+    // SAFETY: no memory is passed; the signal goes to a child of this test.
     #[allow(unsafe_code)]
     unsafe {
         libc::kill(hung_up.pid(), libc::SIGHUP);
@@ -54,7 +54,7 @@ fn terminal_is_given_back_however_the_session_ends() {
     assert_eq!(hung_up.ends(), Some(129));
     assert!(!hung_up.is_raw());
 
-    // What a program was doing to the screen is undone, too.
+    // The screen modes that a program has set are reset too.
     let mut orphan = session();
     orphan.types("printf '\\033[?1049h\\033[?25l'; echo on; sleep 600\r").sees("on\r\n");
     assert_eq!(user.pvmm(["kill", "--signal", "KILL", &vm]).code, Some(0));

@@ -1,5 +1,5 @@
-//! Programs that people bring to a sandbox, in guests that have them: Node, git, wheels, a kernel
-//! of one's own.
+//! Programs that users bring to a sandbox, in real guests: Node, git, wheels, a kernel of their
+//! own.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use pvmm::exec::ExecRequest;
 use pvmm_tests::cli::User;
 use pvmm_tests::guest::{self, Guest};
 
-/// Of Debian's nodejs and git, made before the suite runs.
+/// A template with Debian's nodejs and git, made before the suite runs.
 const TEMPLATE: &str = "suite-tools";
 
 #[test]
@@ -51,7 +51,7 @@ with zipfile.ZipFile('/tmp/greet-1.2-py3-none-any.whl', 'w') as wheel:
     let install = "python3 /tmp/make.py && python3 -m pip install --quiet --no-index --no-compile \
                    --no-cache-dir --disable-pip-version-check --break-system-packages \
                    --root-user-action=ignore /tmp/greet-1.2-py3-none-any.whl";
-    // It loads half of Python's library, which takes minutes where processors are emulated.
+    // pip loads half of Python's library, which takes minutes on an emulated processor.
     let install = ExecRequest::shell(install).timeout(Duration::from_secs(600));
     let output = guest.agent.exec(&install).unwrap();
     assert!(output.status.success(), "{output:?}");

@@ -10,7 +10,7 @@ use pvmm_tests::guest::Guest;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A socket with a deadline, so that a stream that stalls fails the test instead of hanging it.
+/// Sets timeouts on a socket, so that a stream that stalls fails the test instead of hanging it.
 fn patient(socket: UnixStream) -> UnixStream {
     socket.set_read_timeout(Some(PATIENCE)).unwrap();
     socket.set_write_timeout(Some(PATIENCE)).unwrap();

@@ -1,4 +1,4 @@
-//! The pages of a first exec, recorded once and ready in every machine after it.
+//! The working set of a first exec: recorded once, and prefaulted in every VM of the template.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -14,7 +14,7 @@ use pvmm_tests::child::{Child, SOON, prints, record};
 use pvmm_tests::guest::Guest;
 use tempfile::TempDir;
 
-/// Writes a template whose guest has run `line`, with its first use recorded.
+/// Writes a template whose guest has run `line`, with its working set recorded.
 fn write_recorded(line: &str, dir: &Path) -> Touched {
     let mut guest = Guest::boot();
     guest.prints(line);
@@ -60,8 +60,8 @@ fn fork_at_rest_gives_back_pages_that_are_its_templates_and_lives_on() {
     assert_eq!(child.prints("sha256sum /dev/shm/data"), before);
 }
 
-/// A child that has run a command, rested and been trimmed, and how many pieces it shares with a
-/// sibling.
+/// Makes a child that has run a command, idled and been trimmed. Returns the child, and the number
+/// of mappings of shared pages that the trim has added.
 fn rested(template: &Template) -> (Child, usize) {
     let mut child = Child::of(template);
     child.prints("true");
@@ -92,7 +92,7 @@ fn forks_at_rest_share_what_a_first_use_has_made_and_part_when_they_write() {
     two.prints(&sum("two"));
     let sums = [one.prints(look), two.prints(look)];
     assert_ne!(sums[0], sums[1]);
-    // Forked, written as a folder and taken back, each is what it was.
+    // After a fork, after a snapshot and after a rollback, each VM still has its own data.
     let grandchild = Child::of(&one.vm.freeze().unwrap());
     assert_eq!(grandchild.prints(look), sums[0]);
     let again = place.path().join("again");
@@ -128,8 +128,8 @@ fn sibling_that_is_cut_or_a_link_or_nonsense_does_not_matter() {
     assert_eq!(other(&|| fs::write(&sibling, vec![0xa5; size as usize]).unwrap()), 0);
 }
 
-/// From the wish for a machine to the answer of its first exec, with and without. Interleaved, so
-/// that what else the host does hurts all alike.
+/// Measures the time from the request for a VM to the answer of its first exec, with and without
+/// prefault. The variants are interleaved, so that other load on the host affects all alike.
 #[test]
 #[ignore = "make soak; figures, see docs/snapshots.md"]
 fn soak_prefault_figures() {
@@ -159,11 +159,12 @@ fn soak_prefault_figures() {
         println!("{wish:?}: min {:?} p50 {:?} p90 {:?} (exec, refreshed)", at(0), at(50), at(90));
         medians.push(at(50).0);
     }
-    // In turns on one host, so that only a prefault that does harm is half as slow again as none.
+    // The variants run in turns on one host, so only a harmful prefault takes half as long again as
+    // none.
     assert!(medians.iter().all(|median| *median < medians[0] * 3 / 2), "{medians:?}");
 }
 
-/// How long a machine stands still to be forked, and to be checkpointed, with 64 MiB changed.
+/// Measures how long a VM is paused for a fork, and for a checkpoint, with up to 64 MiB changed.
 #[test]
 #[ignore = "make soak; figures, see docs/snapshots.md"]
 fn soak_freeze_figures() {
@@ -182,14 +183,14 @@ fn soak_freeze_figures() {
             "{dirty_mib} MiB: beside {beside:?} (whole {whole:?}), in place {:?}",
             begun.elapsed()
         );
-        // The copy of what changed is made beside the machine, not while it stands still.
+        // The changed pages are copied while the VM runs, not during the pause.
         let most = Duration::from_secs(5);
         let mut pairs = beside.iter().zip(&whole);
         assert!(pairs.all(|(pause, whole)| pause <= whole && *pause < most), "{beside:?}");
     }
 }
 
-/// What one warm command costs, and how much of that is the way there and back.
+/// Measures a warm command, and how much of its time is the round trip.
 #[test]
 #[ignore = "make soak; figures, see docs/snapshots.md"]
 fn soak_exec_figures() {
@@ -226,6 +227,6 @@ fn soak_exec_figures() {
         println!("{name}: min {:?} p50 {:?}", samples[0], samples[samples.len() / 2]);
         medians.push(samples[samples.len() / 2]);
     }
-    // A command is more than the way there and back, and never near its time limit.
+    // A command takes longer than a round trip, and far less than its time limit.
     assert!(medians[0] < medians[3] && medians[3] < SOON / 4, "{medians:?}");
 }

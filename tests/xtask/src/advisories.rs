@@ -1,11 +1,11 @@
-//! Versions of crates that are known to be unsound, and what was unsound about them here forbidden
-//! by name.
+//! Checks against known unsound crates: their versions in `Cargo.lock`, and uses in the sources
+//! that repeat their fault.
 //!
-//! A list of our own and not a tool's, so that `cargo xtask check` needs no network and no second
+//! The list is part of this repository, so that `cargo xtask check` needs no network and no other
 //! program.
 
-/// A crate that guests or files reach, the first version without the fault, and where the fault is
-/// published.
+/// A crate that guests or files can reach, the first version without the fault, and the published
+/// advisory.
 const FIXED: [(&str, [u64; 3], &str); 4] = [
     ("kvm-ioctls", [0, 19, 1], "RUSTSEC-2024-0428"),
     ("linux-loader", [0, 8, 1], "GHSA-52h2-m2cf-9jh6"),
@@ -13,11 +13,11 @@ const FIXED: [(&str, [u64; 3], &str); 4] = [
     ("vmm-sys-util", [0, 12, 0], "CVE-2023-50711"),
 ];
 
-/// Crates that nobody mends any more.
+/// Crates that are no longer maintained, with the advisory.
 const ABANDONED: [(&str, &str); 2] =
     [("bincode", "RUSTSEC-2025-0141"), ("versionize", "CVE-2023-28448")];
 
-/// What is wrong with the crates of a `Cargo.lock`.
+/// Returns the faults of the crates in a `Cargo.lock`.
 pub fn in_lock(lock: &str) -> Vec<String> {
     let mut faults = Vec::new();
     let value = |line: &str, key: &str| {
@@ -44,7 +44,8 @@ pub fn in_lock(lock: &str) -> Vec<String> {
     faults
 }
 
-/// Whether a source makes its own kind of guest memory, whose bounds nobody but us would check.
+/// Returns the trait of guest memory that a source implements itself, if any. Only this project
+/// would check the bounds of such memory.
 pub fn in_source(text: &str) -> Option<&'static str> {
     let kinds = ["VolatileMemory", "GuestMemory", "GuestMemoryBackend", "GuestMemoryRegion"];
     let own = |line: &str, kind: &str| {

@@ -1,7 +1,7 @@
-//! Prepares what guests are made from, before anything runs in a host that cannot download.
+//! Prepares what guests are made from, before anything runs in a host without a network.
 //!
-//! The nested host has no network, and a guest should not wait for a mirror: kernel and root file
-//! system are fetched and built here, with a line for every step.
+//! The nested host has no network, and a guest should not wait for a mirror. Kernel and root file
+//! system are downloaded and built here, with a line for each step.
 
 use std::time::Instant;
 
@@ -14,13 +14,13 @@ use crate::packages::{self, PackageError};
 use crate::progress;
 use crate::stock::{self, StockError};
 
-/// Programs that preparing needs and a minimal Debian may lack.
+/// Packages that the preparation needs and a minimal Debian may lack.
 const PACKAGES: [&str; 2] = ["e2fsprogs", "ca-certificates"];
 
-/// What the template of `prepare_science` has beyond `base`.
+/// The packages that the template of `prepare_science` has in addition to `base`.
 const SCIENCE: [&str; 2] = ["python3-matplotlib", "python3-pandas"];
 
-/// What the template of `prepare_tools` has beyond `base`.
+/// The packages that the template of `prepare_tools` has in addition to `base`.
 const TOOLS: [&str; 2] = ["nodejs", "git"];
 
 #[derive(Debug, thiserror::Error)]
@@ -37,14 +37,14 @@ pub enum ArtifactError {
     Stock(#[source] StockError),
 }
 
-/// What `pvmm run` will use when it is told nothing.
+/// The kernel and the template that `pvmm run` uses by default.
 pub struct Artifacts {
     pub kernel: Kernel,
     pub template: Template,
     cache: Cache,
 }
 
-/// Fetches and builds what is not in the cache.
+/// Downloads and builds what is not in the cache.
 pub fn prepare() -> Result<Artifacts, ArtifactError> {
     packages::install(&PACKAGES)?;
     let cache = Cache::open()?;
@@ -54,7 +54,7 @@ pub fn prepare() -> Result<Artifacts, ArtifactError> {
     Ok(Artifacts { kernel, template, cache })
 }
 
-/// Also a template with matplotlib and pandas, for the one long test that runs them in a guest.
+/// Prepares a template with matplotlib and pandas, for the one long test that runs them in a guest.
 pub fn prepare_science() -> Result<Template, ArtifactError> {
     packages::install(&PACKAGES)?;
     let recipe = Recipe::new("soak-science", &SCIENCE.map(str::to_owned));
@@ -63,7 +63,7 @@ pub fn prepare_science() -> Result<Template, ArtifactError> {
         .map_err(ArtifactError::Template)
 }
 
-/// Also a template with Node and git, for the tests that run them in a guest.
+/// Prepares a template with Node and git, for the tests that run them in a guest.
 pub fn prepare_tools() -> Result<Template, ArtifactError> {
     Recipe::new("suite-tools", &TOOLS.map(str::to_owned))
         .and_then(|recipe| Template::ensure(&Cache::open()?, &recipe, &mut lines()))
@@ -71,18 +71,19 @@ pub fn prepare_tools() -> Result<Template, ArtifactError> {
 }
 
 impl Artifacts {
-    /// Also Debian's kernel image and initrd, for the test that boots them as they are.
+    /// Prepares Debian's kernel image and initrd, for the test that boots them unmodified.
     pub fn with_stock_initrd(&self) -> Result<(), ArtifactError> {
         stock::prepare(&self.cache, &mut lines()).map_err(ArtifactError::Stock)
     }
 
-    /// Also Debian's kernel, for tests that boot it beside our own.
+    /// Prepares Debian's kernel, for tests that boot it in addition to the project's own.
     pub fn with_debian_kernel(&self) -> Result<Kernel, ArtifactError> {
         Kernel::debian(&self.cache, &mut lines()).map_err(ArtifactError::Kernel)
     }
 }
 
-/// Prints each step as a line, and a long one's progress now and then.
+/// Returns a callback that prints each step as a line, and the progress of a long step every few
+/// seconds.
 fn lines() -> impl FnMut(Event<'_>) {
     const OFTEN_ENOUGH: std::time::Duration = std::time::Duration::from_secs(2);
     let mut last = Instant::now();

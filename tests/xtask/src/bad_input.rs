@@ -1,14 +1,14 @@
-//! Whether every case of `docs/bad-input.md` has a test, and every test that it names is there.
+//! Checks that every case of `docs/bad-input.md` has a test, and that every test that it names
+//! exists.
 //!
-//! A test carries its case's number at the start or the end of its name, or says it in its comment.
+//! A test has the number of its case in its name, or in its comment.
 
 use std::collections::HashSet;
 
-/// The groups of cases of which each has a test: rings, registers, devices, agent, API, kernel
-/// images.
+/// The groups of cases of which each case must have a test.
 const GROUPS: [char; 10] = ['a', 'b', 'c', 'd', 'e', 'f', 'g', 'h', 'i', 'j'];
 
-/// What the sources say about cases: names of functions, and numbers in comments.
+/// The cases in the sources: names of functions, and numbers in their names and in comments.
 #[derive(Default)]
 pub struct Tests {
     functions: HashSet<String>,
@@ -16,7 +16,7 @@ pub struct Tests {
 }
 
 impl Tests {
-    /// Takes note of one source file.
+    /// Adds the functions and cases of one source file.
     pub fn add(&mut self, source: &str) {
         for line in source.lines().map(str::trim_start) {
             let rest = ["pub ", "async "]
@@ -35,7 +35,8 @@ impl Tests {
         }
     }
 
-    /// What the page promises and the sources do not keep.
+    /// Returns the cases of the page that have no test, and the tests that it names and that do not
+    /// exist.
     pub fn missing(&self, page: &str) -> Vec<String> {
         let mut faults = Vec::new();
         for line in page.lines().filter(|line| line.starts_with('|')) {
@@ -54,7 +55,7 @@ impl Tests {
     }
 }
 
-/// One letter and a number.
+/// Returns whether a word is one letter and a number.
 fn is_case(word: &str) -> bool {
     let mut letters = word.chars();
     letters.next().is_some_and(|c| c.is_ascii_lowercase())

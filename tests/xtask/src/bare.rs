@@ -1,10 +1,9 @@
-//! `cargo xtask bare`: runs a command in a minimal Debian, with Rust and nothing else.
+//! `cargo xtask bare`: runs a command in a minimal Debian that has Rust and nothing else.
 //!
-//! Shows what a newcomer's machine would: whether the project installs all that it uses. The system
-//! is made once and kept under a hash of its recipe; each run has a throw-away layer over it,
-//! namespaces of its own and a copy of this checkout without anything that was built. Rust's files,
-//! how this machine reaches its package mirrors and registries, and /dev are all that is carried
-//! in.
+//! This shows whether the project installs everything that it uses. The system is made once and
+//! kept under a hash of its recipe. Each run has a temporary layer over it, its own namespaces, and
+//! a copy of this checkout without build results. From this machine it gets only Rust's files, the
+//! settings for package mirrors and registries, and /dev.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -21,23 +20,23 @@ use crate::nested_host::session;
 use crate::sys::{self, READABLE, Waiting};
 use crate::{cache, checkout, packages, progress, report};
 
-/// What a machine with Rust has: rustc links with a C compiler, `make` starts everything, and no
-/// registry is reached without certificates.
+/// The packages of a machine with Rust: rustc links with a C compiler, `make` starts everything,
+/// and registries need certificates.
 const INCLUDED: &str = "ca-certificates,gcc,libc6-dev,make";
 
-/// Raised when this file makes another system from the same sources.
+/// The version of the recipe, raised when this file makes another system from unchanged sources.
 const RECIPE: u32 = 1;
 
-/// Another process may be making the same system.
+/// How long to wait for another process that makes the system.
 const LOCK_DEADLINE: Duration = Duration::from_secs(900);
 
-/// What a command gets between a signal and the end of its namespace.
+/// The time between a signal to a command and the end of its namespace.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Where Rust is inside; the home of the command is above both.
+/// The home directory of the command, with Rust's files.
 const HOME: &str = "/root";
 
-/// How this machine reaches mirrors and registries: files that are copied where they exist.
+/// The settings for mirrors and registries: files that are copied if they exist.
 const SETTINGS: [&str; 7] = [
     "/etc/resolv.conf",
     "/etc/hosts",
@@ -48,8 +47,9 @@ const SETTINGS: [&str; 7] = [
     "/etc/apt/trusted.gpg.d",
 ];
 
-/// The script that the first process of the namespaces runs, with the layer's folder and the places
-/// of Rust, then the command. Mounts and processes are gone with the namespaces.
+/// The script that the first process of the namespaces runs. Its arguments are the folder of the
+/// layer, the system, the folders of Rust, the checkout, and the command. Mounts and processes end
+/// with the namespaces.
 const INSIDE: &str = r#"
 set -eu
 run=$1 lower=$2 rustup=$3 cargo=$4 checkout=$5; shift 5
@@ -64,7 +64,7 @@ mount -o bind,ro "$cargo/bin" root/.cargo/bin
 exec chroot . /bin/sh -c 'cd "$0"; "$@"; exit $?' "$checkout" "$@"
 "#;
 
-/// Runs `argv` there and returns its exit code.
+/// Runs `argv` in the minimal Debian and returns its exit code.
 pub fn run(argv: &[OsString]) -> ExitCode {
     match bare(argv) {
         Ok(code) => ExitCode::from(code),
@@ -108,8 +108,8 @@ fn shown(argv: &[OsString]) -> String {
     argv.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }
 
-/// Waits for the command. A signal to this program reaches it through the terminal or not at all; a
-/// while later all of its namespace ends.
+/// Waits for the command. A signal to this program reaches the command only through the terminal;
+/// after [`GRACE`] its whole namespace is killed.
 fn wait(child: &mut Child, signals: &io::PipeReader) -> io::Result<ExitStatus> {
     let ended = sys::pidfd(child.id())?;
     let both = |until| {
@@ -128,7 +128,7 @@ fn wait(child: &mut Child, signals: &io::PipeReader) -> io::Result<ExitStatus> {
     child.wait()
 }
 
-/// The minimal Debian, made first if the cache does not have it.
+/// Returns the minimal Debian, and makes it first if the cache does not have it.
 fn system() -> Result<PathBuf, Box<dyn Error>> {
     let sources = debian_sources()?;
     let texts: Vec<Vec<u8>> = sources.iter().map(fs::read).collect::<io::Result<_>>()?;
@@ -147,7 +147,7 @@ fn system() -> Result<PathBuf, Box<dyn Error>> {
     }
     packages::install(&["mmdebstrap"])?;
     progress::step("making a minimal Debian (once)");
-    // Whoever holds the lock is alone: what an interrupted run left behind can go.
+    // The holder of the lock is alone, so the rest of an interrupted run can be removed.
     let building = base.join("building");
     let _ = fs::remove_dir_all(&building);
     let mut mmdebstrap = Command::new("mmdebstrap");
@@ -168,14 +168,14 @@ fn system() -> Result<PathBuf, Box<dyn Error>> {
     Ok(system)
 }
 
-/// The name of this machine's release, which is that of the minimal one.
+/// Returns the codename of this machine's Debian, which is also that of the minimal system.
 fn codename() -> Result<String, Box<dyn Error>> {
     let text = fs::read_to_string("/etc/os-release")?;
     let name = text.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
     Ok(name.ok_or("/etc/os-release names no release: this is not Debian")?.trim_matches('"').into())
 }
 
-/// The files that name this machine's Debian mirrors, and not those of anybody else.
+/// Returns the files that name this machine's Debian mirrors, without sources of other projects.
 fn debian_sources() -> Result<Vec<PathBuf>, Box<dyn Error>> {
     let codename = codename()?;
     let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
@@ -193,7 +193,7 @@ fn debian_sources() -> Result<Vec<PathBuf>, Box<dyn Error>> {
     Ok(files)
 }
 
-/// Whether a list of sources has this release itself, in either of apt's forms.
+/// Returns whether a list of sources contains this release, in either of apt's formats.
 fn names_release(text: &str, codename: &str) -> bool {
     let lines = text.lines().map(str::trim).filter(|line| !line.starts_with('#'));
     let mut words = lines
@@ -202,8 +202,8 @@ fn names_release(text: &str, codename: &str) -> bool {
     words.any(|word| word == codename)
 }
 
-/// This machine's settings of how apt reaches mirrors, line by line; hooks of its other packages
-/// are none.
+/// Returns this machine's settings for apt's downloads, line by line, without the hooks of other
+/// packages.
 fn acquire_settings() -> io::Result<Vec<String>> {
     let mut found = Vec::new();
     for entry in fs::read_dir("/etc/apt/apt.conf.d")? {
@@ -219,7 +219,7 @@ fn acquire_lines(text: &str) -> impl Iterator<Item = String> {
     lines.filter(|line| line.starts_with("Acquire::") && line.ends_with(';')).map(str::to_owned)
 }
 
-/// Copies this machine's settings and this checkout into a layer.
+/// Copies the settings and the checkout of this machine into a layer.
 fn carry_in(upper: &Path) -> Result<(), Box<dyn Error>> {
     for path in SETTINGS.map(Path::new).into_iter().filter(|path| path.exists()) {
         copy(path, &inside(upper, path))?;
@@ -238,7 +238,7 @@ fn carry_in(upper: &Path) -> Result<(), Box<dyn Error>> {
     expect("copying the checkout", tar.args(["-c", script]).arg(root).arg(place))
 }
 
-/// A path of the system in the layer over it.
+/// Returns the place of a path of the system in the layer over it.
 fn inside(upper: &Path, path: &Path) -> PathBuf {
     upper.join(path.strip_prefix("/").unwrap_or(path))
 }
@@ -247,7 +247,7 @@ fn copy(from: &Path, to: &Path) -> Result<(), Box<dyn Error>> {
     if let Some(parent) = to.parent() {
         fs::create_dir_all(parent)?;
     }
-    // Followed, because what a link means here it need not mean there.
+    // Links are followed, because they may have no target in the layer.
     let mut cp = Command::new("cp");
     expect("copying a setting", cp.args(["-rL", "--no-target-directory"]).arg(from).arg(to))
 }
@@ -264,7 +264,8 @@ fn home(variable: &str, name: &str) -> PathBuf {
     )
 }
 
-/// Variables that say how registries are reached, or what a person sees.
+/// Returns whether an environment variable is passed on: how registries are reached, and how output
+/// is shown.
 fn is_passed(name: &str) -> bool {
     const NAMES: [&str; 4] = ["TERM", "CI", "SSL_CERT_FILE", "SSL_CERT_DIR"];
     const PREFIXES: [&str; 5] =
@@ -275,7 +276,7 @@ fn is_passed(name: &str) -> bool {
         || (name.starts_with("RUSTUP_") && name != "RUSTUP_HOME")
 }
 
-/// The folder of one run's layer, locked while it runs, removed afterwards.
+/// The folder of one run's layer, which is locked during the run and removed afterwards.
 struct Layer(PathBuf);
 
 impl Layer {
@@ -293,7 +294,7 @@ impl Layer {
         }
         let lock = File::create(path.join("lock"))?;
         sys::lock(&lock, Duration::ZERO)?;
-        // Held until this process ends.
+        // The lock is held until this process ends.
         std::mem::forget(lock);
         Ok(Layer(path))
     }
@@ -305,7 +306,7 @@ impl Layer {
 
 impl Drop for Layer {
     fn drop(&mut self) {
-        // What cannot be removed now is removed by the next run.
+        // The next run removes what cannot be removed now.
         let _ = fs::remove_dir_all(&self.0);
     }
 }

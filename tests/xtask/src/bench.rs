@@ -1,6 +1,7 @@
-//! `cargo xtask bench`: builds the benches and runs them where guests run.
+//! `cargo xtask bench`: builds the benchmark and runs it where guests run.
 //!
-//! Samples, report and picture end in `target/bench`, wherever they were made.
+//! Samples, report and picture are written to `target/bench`, also if they were made in a nested
+//! host.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -14,17 +15,17 @@ use crate::{artifacts, cargo, checkout, firecracker, progress, report};
 
 #[derive(Debug, clap::Args)]
 pub struct Options {
-    /// Few samples: minutes, not an hour, where processors are emulated
+    /// Take few samples: minutes, not an hour, on an emulated processor
     #[arg(long)]
     quick: bool,
-    /// Only what needs no guest, on this machine's own /dev/kvm
+    /// Measure only what needs no guest, on this machine's own /dev/kvm
     #[arg(long)]
     native: bool,
-    /// Leaves out a mechanism, or several with commas between them, to see what it is worth;
-    /// `list` names them
+    /// Leave out a mechanism, or several separated by commas, to measure what it is worth; `list`
+    /// names them
     #[arg(long, value_name = "NAME")]
     without: Option<OsString>,
-    /// Goes to the benches: names of moments, `--samples N`
+    /// Arguments for the benchmark: names of moments, `--samples N`
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<OsString>,
 }
@@ -60,7 +61,7 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
         return Ok(on_kvm::run_here(&command(Vec::new(), &kept)));
     }
     let found = probe::find();
-    // Before anything runs: a name that means nothing is told now.
+    // The path in FIRECRACKER_BIN is checked before anything runs.
     let mut words = firecracker::words(&found)?;
     let mut named = OsString::from("PVMM_BIN=");
     named.push(launcher);

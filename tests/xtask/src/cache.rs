@@ -1,11 +1,11 @@
-//! Where prepared things are kept between runs.
+//! The folder in which prepared files are kept between runs.
 //!
-//! One line of policy that kernels, templates and the nested host must share.
+//! Kernels, templates and the nested host share it.
 
 use std::env;
 use std::path::PathBuf;
 
-/// `$XDG_CACHE_HOME/pvmm`, or `~/.cache/pvmm`.
+/// Returns `$XDG_CACHE_HOME/pvmm`, or `~/.cache/pvmm`.
 pub fn dir() -> PathBuf {
     let base = env::var_os("XDG_CACHE_HOME").map(PathBuf::from).filter(|p| p.is_absolute());
     base.unwrap_or_else(|| {

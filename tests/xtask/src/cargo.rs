@@ -1,6 +1,6 @@
-//! Runs cargo on this workspace, with its output where a person sees it.
+//! Runs cargo on this workspace, with its output on the terminal.
 //!
-//! The verbs share it so that they all mean the same workspace and the same cargo.
+//! All verbs use this module, so that they use one workspace and one cargo.
 
 use std::collections::BTreeMap;
 use std::env;
@@ -20,7 +20,7 @@ pub enum CargoError {
     NoTest(String),
 }
 
-/// Builds the command that everything else runs.
+/// The arguments that build `pvmm`.
 pub const BUILD_PVMM: [&str; 4] = ["build", "--release", "--package", "pvmm-launcher"];
 
 fn command(arguments: &[&str]) -> Command {
@@ -29,13 +29,13 @@ fn command(arguments: &[&str]) -> Command {
     cargo
 }
 
-/// Where cargo puts what it builds.
+/// Returns the folder for cargo's output.
 pub fn target_dir() -> PathBuf {
     let root = checkout::root();
     env::var_os("CARGO_TARGET_DIR").map_or_else(|| root.join("target"), |dir| root.join(dir))
 }
 
-/// Runs cargo and says so.
+/// Prints the command and runs cargo. Fails if cargo fails.
 pub fn run(arguments: &[&str]) -> Result<(), CargoError> {
     progress::step(format!("cargo {}", arguments.join(" ")));
     let status = command(arguments).status().map_err(CargoError::Run)?;
@@ -45,7 +45,7 @@ pub fn run(arguments: &[&str]) -> Result<(), CargoError> {
     Err(CargoError::Failed { command: arguments.join(" "), status })
 }
 
-/// Each crate that `package` is built from, with the features that it is built with.
+/// Returns each crate that `package` is built from, with its features.
 pub fn features(package: &str) -> Result<BTreeMap<String, String>, CargoError> {
     let arguments = ["tree", "--package", package, "--edges", "no-dev", "--prefix", "none"];
     let output =
@@ -58,13 +58,13 @@ pub fn features(package: &str) -> Result<BTreeMap<String, String>, CargoError> {
     Ok(lines.map(|(name, rest)| (name.into(), rest.trim_end_matches(" (*)").into())).collect())
 }
 
-/// A cargo that works beside this program. Dropping it ends it.
+/// A cargo that runs in parallel with this program, and is killed on drop.
 pub struct Beside {
     cargo: Child,
     command: String,
 }
 
-/// Starts cargo and says so; [`Beside::wait`] says how it ended.
+/// Prints the command and starts cargo. [`Beside::wait`] returns its result.
 pub fn start(arguments: &[&str]) -> Result<Beside, CargoError> {
     let text = arguments.join(" ");
     progress::step(format!("cargo {text}"));
@@ -84,20 +84,20 @@ impl Beside {
 
 impl Drop for Beside {
     fn drop(&mut self) {
-        // Both fail for one that has ended.
+        // Both calls fail if cargo has ended.
         let _ = self.cargo.kill();
         let _ = self.cargo.wait();
     }
 }
 
-/// Builds a program as it is shipped and returns where it is: optimised as a whole, and static, so
-/// that it starts without a loader and runs in an empty jail. Only its own link is told so: build
-/// scripts and procedural macros cannot be static.
+/// Builds a program as it is shipped, and returns its path. It is optimised as a whole, and static,
+/// so that it starts without a loader and runs in an empty jail. Only the final link is static:
+/// build scripts and procedural macros cannot be.
 pub fn ship(package: &str, name: &str) -> Result<PathBuf, CargoError> {
     ship_with(package, name, &[])
 }
 
-/// Builds a program as [`ship`] does, with these features of its package.
+/// Builds a program as [`ship`] does, with the given features of its package.
 pub fn ship_with(package: &str, name: &str, features: &[&str]) -> Result<PathBuf, CargoError> {
     let arguments = ["rustc", "--profile", "shipped", "--package", package, "--bin", name];
     let features: Vec<_> = features.iter().flat_map(|feature| ["--features", feature]).collect();
@@ -105,16 +105,17 @@ pub fn ship_with(package: &str, name: &str, features: &[&str]) -> Result<PathBuf
     Ok(target_dir().join("shipped").join(name))
 }
 
-/// Builds a program that runs in an empty jail, optimised no more than tests need.
+/// Builds a static program, which runs in an empty jail, with the optimisation of the release
+/// profile. Returns its path.
 pub fn build_static(package: &str, name: &str) -> Result<PathBuf, CargoError> {
     let arguments = ["rustc", "--release", "--package", package, "--bin", name];
     run(&[&arguments[..], &["--", "-C", "target-feature=+crt-static"]].concat())?;
     Ok(target_dir().join("release").join(name))
 }
 
-/// Builds the test target `name` of `package` in release and returns its program.
+/// Builds the test target `name` of `package` in release and returns the path of its program.
 pub fn build_test(package: &str, name: &str) -> Result<PathBuf, CargoError> {
-    // Together with the launcher, so that the libraries below both are built once.
+    // The launcher is built in the same command, so that the common libraries are built once.
     let arguments =
         ["test", "--release", "--no-run", "-p", package, "-p", "pvmm-launcher", "--test", name];
     progress::step(format!("cargo {}", arguments.join(" ")));
@@ -131,7 +132,7 @@ pub fn build_test(package: &str, name: &str) -> Result<PathBuf, CargoError> {
     program.ok_or_else(|| CargoError::NoTest(name.to_string()))
 }
 
-/// The program that one of cargo's messages announces for the test target `name`.
+/// Returns the program that a message of cargo announces for the test target `name`.
 pub fn test_program(message: &str, name: &str) -> Option<PathBuf> {
     let message: serde_json::Value = serde_json::from_str(message).ok()?;
     let target = message.get("target")?;

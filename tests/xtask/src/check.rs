@@ -1,6 +1,6 @@
-//! `cargo xtask check`: what must hold of the source before anything runs.
+//! `cargo xtask check`: what must hold for the sources before anything runs.
 //!
-//! Formatting, lints, and the few rules of this house that a program can see.
+//! It checks formatting, lints, and the rules of this project that a program can check.
 
 use std::fs;
 use std::io;
@@ -10,10 +10,10 @@ use std::process::ExitCode;
 use crate::bad_input::Tests;
 use crate::{advisories, cargo, checkout, cycles, progress, report};
 
-/// More lines than this without tests, and a file does more than one thing.
+/// The number of lines without tests above which a file probably does more than one thing.
 const LONG_FILE: usize = 600;
 
-/// The width that rustfmt keeps code to, which leaves comments alone.
+/// The width that rustfmt enforces for code, but not for comments.
 const COMMENT_WIDTH: usize = 100;
 
 pub fn run() -> ExitCode {
@@ -46,7 +46,8 @@ pub fn run() -> ExitCode {
     if faults.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Crates that this tool has with other features than pvmm has: each would be built for both.
+/// Returns the crates that this tool and pvmm use with different features, and that would be built
+/// twice.
 fn built_twice() -> Result<Vec<String>, cargo::CargoError> {
     let (tool, pvmm) = (cargo::features("xtask")?, cargo::features("pvmm-launcher")?);
     let other = tool.iter().filter_map(|(name, own)| Some((name, own, pvmm.get(name)?)));
@@ -58,7 +59,7 @@ fn built_twice() -> Result<Vec<String>, cargo::CargoError> {
         .collect())
 }
 
-/// Faults in the tree, and files that are long.
+/// Returns the faults in the tree, and the files that are long.
 fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
     let (mut faults, mut long) = (Vec::new(), Vec::new());
     let (mut tree, mut tests) = (Vec::new(), Tests::default());
@@ -97,7 +98,7 @@ fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
     let map = root.join("ARCHITECTURE.md");
     if map.exists() {
         let text = fs::read_to_string(map)?;
-        // A name alone stands for a kind of file: `config.rs` is in every device.
+        // A name without a folder stands for a kind of file: `config.rs` is in every device.
         let is_somewhere = |name: &str| tree.iter().any(|path| path.ends_with(name));
         let missing = named_paths(&text).filter(|name| {
             let bare = !name.trim_end_matches('/').contains('/');
@@ -110,7 +111,7 @@ fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
     Ok((faults, long))
 }
 
-/// Every file and directory of the tree but hidden ones and what cargo builds.
+/// Collects every file and folder of the tree, except hidden ones and cargo's output.
 fn walk(dir: &Path, into: &mut Vec<PathBuf>) -> io::Result<()> {
     let mut entries = fs::read_dir(dir)?.collect::<Result<Vec<_>, _>>()?;
     entries.sort_by_key(|entry| entry.file_name());
@@ -141,14 +142,15 @@ fn lines_without_tests(path: &Path, text: &str) -> usize {
     text[..tests].lines().count()
 }
 
-/// Reasons to ignore a test that say neither which make target runs it nor which other test does.
+/// Returns the `ignore` attributes that name neither a make target nor a test that runs the ignored
+/// test.
 fn ignored_by_all(text: &str) -> impl Iterator<Item = &str> {
     let lines = text.lines().map(str::trim).filter(|line| line.starts_with("#[ignore"));
     lines.filter(|line| !["make ", "cargo xtask ", "run by "].iter().any(|by| line.contains(by)))
 }
 
-/// The numbers of lines that hold a comment too wide to read beside another file. A table's row
-/// and a single word cannot be broken.
+/// Returns the numbers of lines with a comment that is too wide. The row of a table and a single
+/// word cannot be broken.
 fn wide_comments(text: &str) -> impl Iterator<Item = usize> {
     let is_wide = |line: &str| {
         let comment = line.trim_start();
@@ -159,7 +161,7 @@ fn wide_comments(text: &str) -> impl Iterator<Item = usize> {
     text.lines().enumerate().filter(move |(_, line)| is_wide(line)).map(|(index, _)| index + 1)
 }
 
-/// Words in backticks that are paths of this tree.
+/// Returns the words in backticks that are paths of this tree.
 fn named_paths(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2).filter(|word| {
         let plain =

@@ -1,9 +1,9 @@
-//! `cargo xtask clocks`: what a snapshot is to a host whose clock runs at another rate, and to its
-//! own after a boot.
+//! `cargo xtask clocks`: loads a snapshot on a host with another clock rate, and on its own host
+//! after another boot.
 //!
-//! Three nested hosts one after the other: one with the outer machine's clock, one with another,
-//! and the first kind again. Each runs one test of the suite, and what it writes is there for the
-//! next.
+//! Three nested hosts run one after the other: the first with the clock of the outer machine, the
+//! second with another, the third like the first. Each runs one test of the suite, and leaves its
+//! files for the next.
 
 use std::error::Error;
 use std::ffi::OsString;

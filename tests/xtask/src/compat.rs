@@ -1,8 +1,7 @@
-//! `cargo xtask compat`: clients of Firecracker that others published, unmodified, against pvmm in
-//! its place.
+//! `cargo xtask compat`: published clients of Firecracker, unmodified, against pvmm in its place.
 //!
-//! What they need is fetched and built here and kept between runs; what runs guests runs where KVM
-//! is. The tests that fctools publishes take long and are run only when asked for.
+//! The clients are downloaded and built here and kept between runs. What runs guests runs where KVM
+//! is. The tests that fctools publishes take long, and run only on request.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -15,24 +14,24 @@ use crate::{
     report,
 };
 
-/// The crate of drivers, a workspace of its own.
+/// The crate of the drivers, which is a workspace of its own.
 pub const CRATE: &str = "tests/compat";
-/// The test that sends them.
+/// The test that compares pvmm with Firecracker.
 const BESIDE: &str = "compat_beside";
-/// What the clients and what drives them need.
+/// The packages that the clients and their drivers need.
 const PACKAGES: [&str; 3] = ["iproute2", "python3", "python3-pip"];
-/// How many requests schemathesis makes up for each operation.
+/// How many requests schemathesis generates for each operation.
 const EXAMPLES: &str = "50";
 
 #[derive(Debug, clap::Args)]
 pub struct Options {
-    /// Also the tests that fctools publishes; all of them, or those with this in their names
+    /// Also run the tests that fctools publishes; all of them, or those with FILTER in their names
     #[arg(long, value_name = "FILTER", num_args = 0..=1, default_missing_value = "")]
     fctools: Option<String>,
-    /// Nothing but those
+    /// Run nothing else
     #[arg(long, requires = "fctools")]
     only: bool,
-    /// Nothing but one script of requests to pvmm and to the Firecracker that FIRECRACKER_BIN names
+    /// Only send one script of requests to pvmm and to the Firecracker that FIRECRACKER_BIN names
     #[arg(long, conflicts_with = "fctools")]
     beside: bool,
 }
@@ -66,7 +65,7 @@ pub fn run(options: &Options) -> ExitCode {
     }
 }
 
-/// The clients that have a driver, through the suite.
+/// Runs the clients that have a driver, through the suite.
 fn clients() -> Result<u8, Box<dyn Error>> {
     let program = cargo::build_test("pvmm-tests", "suite")?;
     build(&["--bin", "rs-sdk", "--bin", "firepilot"], None)?;
@@ -87,7 +86,7 @@ fn clients() -> Result<u8, Box<dyn Error>> {
     Ok(code.max(beside(&program)?))
 }
 
-/// One script to pvmm and to Firecracker, if there is one.
+/// Runs one script against pvmm and against Firecracker, if `FIRECRACKER_BIN` names one.
 fn beside(program: &Path) -> Result<u8, Box<dyn Error>> {
     let mut argv = firecracker::words(&probe::find())?;
     if argv.is_empty() {
@@ -99,13 +98,13 @@ fn beside(program: &Path) -> Result<u8, Box<dyn Error>> {
     on_kvm(&argv)
 }
 
-/// Requests that schemathesis makes of the API's description, right and wrong. No guest is needed
-/// for that.
+/// Sends valid and invalid requests that schemathesis generates from the description of the API. No
+/// guest is needed.
 fn requests_of_every_kind() -> Result<(), Box<dyn Error>> {
     let source = checkout::root().join(CRATE);
     let place = cache::dir().join("compat/schemathesis");
     install_python(&source.join("requirements-schemathesis.txt"), &place)?;
-    // Where anybody can run it, and under the name that it goes by.
+    // The copy is in a folder that every user can reach, under the name `firecracker`.
     let programs = env::temp_dir().join("pvmm-compat");
     fs::create_dir_all(&programs)?;
     let program = programs.join("firecracker");
@@ -119,12 +118,13 @@ fn requests_of_every_kind() -> Result<(), Box<dyn Error>> {
     done
 }
 
-/// Where the clients are built: not in the project's own directory, and kept.
+/// Returns the folder in which the clients are built. It is in the cache, apart from the project's
+/// own.
 pub fn target() -> PathBuf {
     cache::dir().join("compat/target")
 }
 
-/// Builds programs of the crate of drivers.
+/// Builds programs of the crate of the drivers.
 pub fn build(arguments: &[&str], flags: Option<&str>) -> Result<(), Box<dyn Error>> {
     progress::step(format!("cargo build in {CRATE}: {}", arguments.join(" ")));
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -135,7 +135,7 @@ pub fn build(arguments: &[&str], flags: Option<&str>) -> Result<(), Box<dyn Erro
     check(cargo.current_dir(checkout::root().join(CRATE)).stdin(Stdio::null()), "cargo build")
 }
 
-/// Python's packages, unless those that are asked for are there.
+/// Installs Python packages into `place`, unless it has the required ones.
 fn install_python(requirements: &Path, place: &Path) -> Result<(), Box<dyn Error>> {
     let (wanted, stamp) = (fs::read_to_string(requirements)?, place.join("requirements.txt"));
     if fs::read_to_string(&stamp).is_ok_and(|there| there == wanted) {
@@ -154,14 +154,14 @@ pub fn check(command: &mut Command, what: &str) -> Result<(), Box<dyn Error>> {
     if status.success() { Ok(()) } else { Err(format!("{what} failed ({status})").into()) }
 }
 
-/// A copy under a name that may be in use.
+/// Copies a file to a path that may be in use.
 pub fn replace(from: &Path, to: &Path) -> io::Result<()> {
     let new = to.with_extension("new");
     fs::copy(from, &new)?;
     fs::rename(new, to)
 }
 
-/// Runs a command where guests run.
+/// Runs a command where guests run, and returns its exit code.
 pub fn on_kvm(argv: &[OsString]) -> Result<u8, Box<dyn Error>> {
     env::set_current_dir(checkout::root())?;
     Ok(match probe::find() {

@@ -1,7 +1,7 @@
-//! Finds modules of a crate that depend on each other in a circle.
+//! Finds cycles in the dependencies between the modules of a crate.
 //!
-//! A crate's modules are layers: what a module uses lies below it. The modules are the files and
-//! folders directly in `src`; tests may use whatever they like.
+//! The modules of a crate are layers: a module uses only modules below it. The modules are the
+//! files and folders directly in `src`. Tests may use every module.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -11,7 +11,7 @@ use std::path::Path;
 /// The crates whose modules must not form a cycle.
 const CRATES: [&str; 6] = ["vmm", "devices", "guest-agent", "launcher", "sandbox", "jailer"];
 
-/// Which modules each module uses.
+/// The modules that each module uses.
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
 /// Returns one line for each cycle in the crates below `root`.
@@ -79,7 +79,7 @@ fn top(path: &str) -> String {
     path.split('/').next().unwrap_or_default().trim_end_matches(".rs").to_owned()
 }
 
-/// Returns which module each name comes from that the crate's root exports.
+/// Returns the names that the root of the crate exports, each with its module.
 fn exports(text: &str) -> BTreeMap<String, String> {
     let mut exported = BTreeMap::new();
     for statement in text.split("pub use ").skip(1).filter_map(|rest| rest.split(';').next()) {
@@ -138,7 +138,7 @@ fn names(text: &str) -> Vec<String> {
     words.filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }
 
-/// Returns, for every module that reaches itself, the shortest way around, each cycle once.
+/// Returns the shortest cycle through each module that reaches itself, each cycle once.
 fn cycles(graph: &Graph) -> Vec<Vec<String>> {
     let mut found: Vec<Vec<String>> = Vec::new();
     for start in graph.keys() {

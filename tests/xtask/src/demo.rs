@@ -1,6 +1,6 @@
-//! `cargo xtask demo`: one guest, one line of Python, and what it took.
+//! `cargo xtask demo`: runs one line of Python in a guest, and prints how long each part took.
 //!
-//! The first thing a newcomer runs, so it does everything by itself and says what it does.
+//! A newcomer runs it first, so it prepares everything itself and prints what it does.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -31,7 +31,7 @@ fn demo() -> Result<u8, Box<dyn Error>> {
     let mut phases = Phases::default();
     std::env::set_current_dir(checkout::root())?;
 
-    // Beside the rest, which waits for the network more than for a processor.
+    // The build runs in parallel with the preparation, which mostly waits for the network.
     let build = cargo::start(&cargo::BUILD_PVMM)?;
     let artifacts = artifacts::prepare()?;
     let parts = format!("{}, template {}", artifacts.kernel.label, artifacts.template.name());
@@ -40,7 +40,8 @@ fn demo() -> Result<u8, Box<dyn Error>> {
     let early = probe::without_virtualization().map(nested).transpose()?;
     if let Some(place) = &early {
         phases.end("host", kind(place).into());
-        // Its processor is never idle, and the build needs this machine's.
+        // The processor of the nested host is never idle, and the build needs this machine's
+        // processors.
         place.pause()?;
     }
     build.wait()?;
@@ -99,7 +100,7 @@ fn shown(argv: &[OsString]) -> String {
     words[..words.len() - 1].join(" ") + " …"
 }
 
-/// How long each part took.
+/// The duration of each phase.
 struct Phases {
     began: Instant,
     ended: Vec<(&'static str, Duration, String)>,

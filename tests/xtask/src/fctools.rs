@@ -1,9 +1,9 @@
-//! The tests that fctools publishes with its crate, run as they are against pvmm in the place of
+//! The tests that fctools publishes with its crate, run unmodified against pvmm in the place of
 //! Firecracker.
 //!
-//! They find a kernel, a root file system and programs in a directory of a fixed shape, which is
-//! made here. Some cannot pass; `tests/compat/fctools.txt` names each with its reason, and any
-//! other difference is a failure.
+//! The tests expect a kernel, a root file system and programs in a folder of a fixed layout, which
+//! is made here. Some tests cannot pass: `tests/compat/fctools.txt` names each with its reason, and
+//! every other failure is an error.
 
 use std::collections::BTreeMap;
 use std::error::Error;
@@ -17,24 +17,24 @@ use crate::compat::{CRATE, build, check, on_kvm, replace, target};
 use crate::{artifacts, cache, cargo, checkout, packages, progress};
 
 const VERSION: &str = "0.6.0";
-/// The tests that touch a machine; `other` does not.
+/// The test programs that use a VM; `other` does not.
 const PROGRAMS: [&str; 4] = ["vm", "vm_api", "process", "extensions"];
 
-/// How many tests they have together.
+/// The total number of tests in these programs.
 const TESTS: usize = 58;
-/// What a test program exits with after its last test if one has failed.
+/// The exit code of a test program after its last test, if a test has failed.
 const SOME_FAILED: u8 = 101;
 
-/// Runs the tests with `filter` in their names; 0 if exactly those pass that should.
+/// Runs the tests with `filter` in their names. Returns 0 if exactly the expected tests pass.
 pub fn run(filter: &str) -> Result<u8, Box<dyn Error>> {
-    // Their networks are made by it.
+    // The tests make their networks with nftables.
     packages::install(&["nftables"])?;
     let programs = programs()?;
     let data = test_data()?;
     fs::create_dir_all(checkout::scratch())?;
     let mut said = String::new();
     for program in &programs {
-        // Each in a run of its own: should the host be lost, one program is run again and not all.
+        // Each program is a separate run: if the nested host is lost, only one program runs again.
         let log = checkout::scratch().join("fctools.log");
         let script = format!(
             "mkdir -p /srv/jailer /tmp; export FCTOOLS_TESTDATA_PATH={}; \
@@ -52,7 +52,8 @@ pub fn run(filter: &str) -> Result<u8, Box<dyn Error>> {
     Ok(judge(&said, &expected()?, filter, TESTS))
 }
 
-/// Says which tests passed, and 0 if all `count` ended and that is what was expected.
+/// Prints the outcome of each test. Returns 0 if all `count` tests ended with the expected
+/// outcomes.
 fn judge(log: &str, expected: &BTreeMap<String, String>, filter: &str, count: usize) -> u8 {
     let outcomes: BTreeMap<&str, bool> = log.lines().filter_map(outcome).collect();
     let passed = outcomes.values().filter(|passed| **passed).count();
@@ -81,7 +82,7 @@ fn judge(log: &str, expected: &BTreeMap<String, String>, filter: &str, count: us
     code
 }
 
-/// `test NAME ... ok`, however much was printed in between.
+/// Parses a line `test NAME ... ok` or `test NAME ... FAILED`.
 fn outcome(line: &str) -> Option<(&str, bool)> {
     let (name, rest) = line.strip_prefix("test ")?.split_once(" ... ")?;
     match rest.trim() {
@@ -91,7 +92,7 @@ fn outcome(line: &str) -> Option<(&str, bool)> {
     }
 }
 
-/// The tests that cannot pass, with their reasons.
+/// Returns the tests that cannot pass, with their reasons.
 fn expected() -> Result<BTreeMap<String, String>, Box<dyn Error>> {
     let text = fs::read_to_string(checkout::root().join(CRATE).join("fctools.txt"))?;
     let lines = text.lines().filter(|line| !line.is_empty() && !line.starts_with('#'));
@@ -110,7 +111,7 @@ fn programs() -> Result<Vec<PathBuf>, Box<dyn Error>> {
     cargo
         .args(["test", "--no-run", "--locked", "--features", "full,nix-syscall-backend"])
         .args(["--message-format=json-render-diagnostics"])
-        // Optimised dependencies would take minutes more and test nothing else.
+        // Optimised dependencies would take minutes longer and test nothing more.
         .args(["--config", "profile.dev.package.\"*\".opt-level=0"])
         .args(["--config", "profile.dev.build-override.opt-level=0"])
         .env("CARGO_TARGET_DIR", target())
@@ -129,7 +130,7 @@ fn programs() -> Result<Vec<PathBuf>, Box<dyn Error>> {
     Ok(PROGRAMS.iter().map(find).collect::<Result<_, _>>()?)
 }
 
-/// The crate as it was published, in a place where its tests can be built.
+/// Returns a copy of the published crate, in a folder where its tests can be built.
 fn source() -> Result<PathBuf, Box<dyn Error>> {
     let place = cache::dir().join("compat").join(format!("fctools-{VERSION}"));
     if place.join("Cargo.toml").exists() {
@@ -152,7 +153,7 @@ fn source() -> Result<PathBuf, Box<dyn Error>> {
     Ok(place)
 }
 
-/// What the tests find in their directory.
+/// Makes the folder that the tests expect, and returns its path.
 fn test_data() -> Result<PathBuf, Box<dyn Error>> {
     let data = cache::dir().join("compat/testdata");
     for folder in ["assets", "configs", "toolchain"] {
@@ -183,7 +184,7 @@ fn test_data() -> Result<PathBuf, Box<dyn Error>> {
     };
     write(&data.join("configs/unrestricted.json"), &config(&here, true))?;
     write(&data.join("configs/jailed.json"), &config(&flat, false))?;
-    // Guests boot slowly where processors are emulated.
+    // Guests boot slowly on an emulated processor.
     let options = json!({
         "toolchain": { "version": "1.16.0", "snapshot_version": "v1" },
         "waits": { "shutdown_timeout_ms": 15000, "boot_wait_ms": 20000, "boot_socket_timeout_ms": 10000 },
@@ -193,7 +194,7 @@ fn test_data() -> Result<PathBuf, Box<dyn Error>> {
     Ok(data)
 }
 
-/// A file system with nothing but the guest's first process.
+/// Makes a file system that contains only the guest's first process.
 fn root_file_system(image: &Path) -> Result<(), Box<dyn Error>> {
     const TARGET: &str = "x86_64-unknown-linux-gnu";
     let static_program = Some("-C target-feature=+crt-static");

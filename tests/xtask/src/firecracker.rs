@@ -1,7 +1,7 @@
-//! The Firecracker that a person has named by `FIRECRACKER_BIN`, where a nested host sees it.
+//! The Firecracker that `FIRECRACKER_BIN` names, at a path that a nested host can read.
 //!
-//! The nested host has a `/tmp` and a `/run` of its own, so a file there would not be found inside,
-//! an hour after the run began.
+//! The nested host has its own `/tmp` and `/run`. A file there would be found missing only in the
+//! nested host, long after the start of the run.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use std::{env, fs, io};
 use crate::checkout;
 use crate::probe::Found;
 
-/// The variable's name.
+/// The name of the environment variable.
 pub const VARIABLE: &str = "FIRECRACKER_BIN";
 
 #[derive(Debug, thiserror::Error)]
@@ -21,8 +21,8 @@ pub enum FirecrackerError {
     Copy(PathBuf, #[source] io::Error),
 }
 
-/// Words to begin a command with so that it finds the Firecracker that is named: none if there is
-/// none.
+/// Returns the words that begin a command so that it finds the named Firecracker, or no words if
+/// the variable is not set. Fails if the program does not exist.
 pub fn words(found: &Found) -> Result<Vec<OsString>, FirecrackerError> {
     let Some(named) = env::var_os(VARIABLE).map(PathBuf::from) else { return Ok(Vec::new()) };
     let inside = matches!(found, Found::NotHere(_)).then(checkout::scratch);
@@ -32,7 +32,7 @@ pub fn words(found: &Found) -> Result<Vec<OsString>, FirecrackerError> {
     Ok(vec!["env".into(), variable])
 }
 
-/// The program's path, or that of its copy in the folder that is shared with a nested host.
+/// Returns the path of the program, or of its copy in the folder that is shared with a nested host.
 fn seen(named: &Path, shared: Option<&Path>) -> Result<PathBuf, FirecrackerError> {
     let program = fs::canonicalize(named);
     let program = program.map_err(|e| FirecrackerError::Missing(named.to_owned(), e))?;

@@ -1,8 +1,8 @@
-//! `cargo xtask fuzz`: every fuzz target for a while, under libFuzzer.
+//! `cargo xtask fuzz`: runs every fuzz target for some time, under libFuzzer.
 //!
-//! Works with a stable compiler: coverage is asked for by flags of the compiler's back end. What is
-//! found on the way is kept in `target/fuzz`, with what libFuzzer printed. Findings are printed at
-//! the end, each with the command that repeats it.
+//! It works with a stable compiler: flags of the compiler's back end enable coverage. New inputs
+//! are kept in `target/fuzz`, with libFuzzer's output. Findings are printed at the end, each with
+//! the command that repeats it.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -13,9 +13,9 @@ use std::{env, fs};
 
 use crate::{checkout, packages, progress, report};
 
-/// The folder of kept inputs has one folder for each target.
+/// The folder of kept inputs, with one folder for each target.
 const CORPUS: &str = "tests/fuzz/corpus";
-/// How much of libFuzzer's output is shown for a target that failed.
+/// The number of lines of libFuzzer's output that are shown for a failed target.
 const LINES: usize = 60;
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 const COVERAGE: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
@@ -76,7 +76,7 @@ fn fuzz(seconds: u32, filter: &str) -> Result<ExitCode, Box<dyn Error>> {
             found.push(Finding { target, log, folder: findings });
         }
     }
-    // Last of all, where nothing that follows can hide it.
+    // Findings are printed last, so that no other output hides them.
     found.iter().for_each(|finding| finding.print(&program));
     Ok(if found.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
@@ -84,14 +84,15 @@ fn fuzz(seconds: u32, filter: &str) -> Result<ExitCode, Box<dyn Error>> {
 /// A target that failed.
 struct Finding {
     target: OsString,
-    /// What libFuzzer printed.
+    /// The output of libFuzzer.
     log: PathBuf,
-    /// Where libFuzzer put the input.
+    /// The folder of the inputs that failed.
     folder: PathBuf,
 }
 
 impl Finding {
-    /// Prints what libFuzzer said at the end, the input's bytes and the command that repeats it.
+    /// Prints the end of libFuzzer's output, the bytes of each input, and the command that repeats
+    /// it.
     fn print(&self, program: &Path) {
         let log = fs::read(&self.log).unwrap_or_default();
         let text = String::from_utf8_lossy(&log);
@@ -114,7 +115,8 @@ impl Finding {
     }
 }
 
-/// Builds the targets with coverage, apart from everything else that is built.
+/// Builds the targets with coverage, in a target folder of their own. Returns the path of the
+/// program.
 fn build(scratch: &Path) -> Result<PathBuf, Box<dyn Error>> {
     progress::step("building the fuzz targets");
     let built = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))

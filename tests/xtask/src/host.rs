@@ -1,6 +1,6 @@
-//! `cargo xtask host`: the words around a nested host that stays up.
+//! `cargo xtask host`: the commands for a nested host that stays up.
 //!
-//! The host itself is in `nested_host/background.rs`; this is only what a person sees of it.
+//! The nested host itself is in `nested_host/background.rs`.
 
 use std::process::ExitCode;
 
@@ -9,11 +9,11 @@ use crate::{progress, report};
 
 #[derive(Clone, Copy, Debug, clap::Subcommand)]
 pub enum Verb {
-    /// Boot it, unless it is up; it is paused while no command runs in it
+    /// Boot the nested host, unless it is up; it is paused while no command runs in it
     Up,
-    /// End it
+    /// End the nested host
     Down,
-    /// Say whether it is up; fails if it is not
+    /// Print whether the nested host is up; fails if it is not
     Status,
 }
 
@@ -40,7 +40,7 @@ pub fn run(verb: Verb) -> ExitCode {
     }
 }
 
-/// The background process; its stderr is the log.
+/// Runs the background process. Its standard error is the log.
 pub fn serve() -> ExitCode {
     finish(background::serve().map(|()| ExitCode::SUCCESS))
 }

@@ -1,7 +1,7 @@
 //! `cargo xtask kernel`: builds the guest kernel from `kernel-config/` and Debian's source.
 //!
-//! Here because the result is shared by every other command through the cache, under a key that
-//! says what it was made of: asked a second time, it is there at once.
+//! The kernel is kept in the cache that all commands share, under a key made from its inputs. A
+//! kernel that is in the cache is not built again.
 
 mod debian;
 mod options;
@@ -27,12 +27,12 @@ const USAGE: &str = "usage: cargo xtask kernel [--force | --print-path]
   --force       build even if the cache has it
   --print-path  print where the kernel is and build nothing; fails if it has not been built";
 
-/// Files that `make` announces for these options, for the percentage only.
+/// The number of files that `make` reports for these options. It is only used for the percentage.
 const EXPECTED_FILES: u64 = 2200;
-/// Configuring takes seconds, compiling minutes; these only bound a wait that went wrong.
+/// Limits for a step that hangs: configuring takes seconds, and compiling takes minutes.
 const CONFIGURE_LIMIT: Duration = Duration::from_secs(10 * 60);
 const COMPILE_LIMIT: Duration = Duration::from_secs(3 * 60 * 60);
-/// Someone else's build is waited for as long as it may take.
+/// How long to wait for another build.
 const LOCK_LIMIT: Duration = COMPILE_LIMIT;
 
 #[derive(Debug, thiserror::Error)]
@@ -66,7 +66,7 @@ enum KernelError {
     },
 }
 
-/// What the cache says about one kernel, beside it, for `pvmm` and for people.
+/// The description of a kernel in the cache, which is stored with it.
 #[derive(Serialize)]
 struct Meta<'a> {
     key: &'a str,
@@ -78,7 +78,7 @@ struct Meta<'a> {
     build_seconds: u64,
 }
 
-/// Runs the verb and says in one line what went wrong, if anything did.
+/// Runs the verb. Prints an error as one line.
 pub fn run(args: &[String]) -> ExitCode {
     let words: Vec<&str> = args.iter().map(String::as_str).collect();
     let result = match words.as_slice() {
@@ -113,7 +113,7 @@ pub fn run(args: &[String]) -> ExitCode {
     }
 }
 
-/// The kernel of these options, if it has been built.
+/// Returns the kernel of these options. Fails if it has not been built.
 fn find() -> Result<PathBuf, KernelError> {
     let version = debian::candidate()?.ok_or(DebianError::NoSource)?;
     let key = wanted()?.key(SOURCE_PACKAGE, &version);
@@ -121,7 +121,7 @@ fn find() -> Result<PathBuf, KernelError> {
     if vmlinux.is_file() { Ok(vmlinux) } else { Err(KernelError::NotBuilt) }
 }
 
-/// The kernel of these options, built if need be, and current from now on.
+/// Returns the kernel of these options, builds it if necessary, and makes it the current one.
 fn ensure(force: bool) -> Result<PathBuf, KernelError> {
     let mut progress = Progress::start();
     let kernels = kernels()?;
@@ -143,7 +143,7 @@ fn ensure(force: bool) -> Result<PathBuf, KernelError> {
         debian::update(&log, &mut progress)?;
         let version = debian::candidate()?.ok_or(DebianError::NoSource)?;
         let key = wanted.key(SOURCE_PACKAGE, &version);
-        // Someone else may have built it while we waited, or the lists named another version.
+        // Another process may have built it during the wait, or the new lists name another version.
         if force || !kernels.join(&key).join("vmlinux").is_file() {
             let out = build(&wanted, &key, &version, &tree.0, &log, &mut progress)?;
             replace(&out, &kernels.join(&key), &tree.0)?;
@@ -153,7 +153,7 @@ fn ensure(force: bool) -> Result<PathBuf, KernelError> {
     let failed = kernels.join("failed.log");
     match &built {
         Ok(_) => {
-            // Usually there is none.
+            // The file usually does not exist.
             let _ = fs::remove_file(failed);
         }
         Err(_) if sys::interrupted() => {
@@ -168,7 +168,7 @@ fn ensure(force: bool) -> Result<PathBuf, KernelError> {
     built
 }
 
-/// Configures and compiles in `tree`; returns the folder that holds the result.
+/// Configures and compiles in `tree`. Returns the folder that contains the result.
 fn build(
     wanted: &Wanted,
     key: &str,
@@ -183,8 +183,8 @@ fn build(
     fs::create_dir(&objects).map_err(file("create", &objects))?;
 
     progress.phase("configuring");
-    // allnoconfig with our list is what tinyconfig does with its own: what nobody named stays off,
-    // also where naming something else made it visible with a default of yes.
+    // allnoconfig with this list works as tinyconfig does with its own: an option that is not named
+    // stays off, even if another option makes it visible with a default of yes.
     let merged = tree.join("merged.config");
     fs::write(&merged, wanted.merged()).map_err(file("write", &merged))?;
     let configure = Step { log, limit: CONFIGURE_LIMIT, expected: 0 };
@@ -228,8 +228,8 @@ fn build(
     Ok(out)
 }
 
-/// `make` in the source tree, the same whoever calls it: nothing of an outer make or of the user's
-/// kernel settings gets in, and the same source gives the same bytes.
+/// Returns a `make` in the source tree that does not depend on its caller: variables of an outer
+/// make and the user's kernel settings are removed, and equal sources give equal bytes.
 fn make(source: &Source, objects: &Path) -> Result<Command, KernelError> {
     let modified = fs::metadata(&source.tarball).and_then(|m| m.modified());
     let modified = modified.map_err(file("look at", &source.tarball))?;
@@ -253,7 +253,7 @@ fn make(source: &Source, objects: &Path) -> Result<Command, KernelError> {
     Ok(make)
 }
 
-/// Puts `new` where `place` is, moving an older one out of the way into a folder that goes away.
+/// Moves `new` to `place`, and an older kernel there to `attic`, which is removed later.
 fn replace(new: &Path, place: &Path, attic: &Path) -> Result<(), KernelError> {
     if place.exists() {
         fs::rename(place, attic.join("old")).map_err(file("move away", place))?;
@@ -261,7 +261,7 @@ fn replace(new: &Path, place: &Path, attic: &Path) -> Result<(), KernelError> {
     fs::rename(new, place).map_err(file("move into place", place))
 }
 
-/// Points `current` at one kernel in a single step, so that no reader ever finds it missing.
+/// Points `current` at one kernel in a single step, so that a reader never finds it missing.
 fn make_current(kernels: &Path, key: &str) -> Result<PathBuf, KernelError> {
     let vmlinux = kernels.join(key).join("vmlinux");
     let current = kernels.join("current");
@@ -274,7 +274,7 @@ fn make_current(kernels: &Path, key: &str) -> Result<PathBuf, KernelError> {
     Ok(vmlinux)
 }
 
-/// The tree of one build: gigabytes that go away however the build ends.
+/// The tree of one build: gigabytes that are removed however the build ends.
 struct BuildTree(PathBuf);
 
 const TREE_PREFIX: &str = "building.";
@@ -289,12 +289,13 @@ impl BuildTree {
 
 impl Drop for BuildTree {
     fn drop(&mut self) {
-        // What cannot be removed now is removed by the next build.
+        // The next build removes what cannot be removed now.
         let _ = fs::remove_dir_all(&self.0);
     }
 }
 
-/// Removes what a killed build left. Only for the holder of the lock: nobody else is building.
+/// Removes what a killed build has left. The caller must hold the lock, so that no other build
+/// runs.
 fn remove_stale(kernels: &Path) {
     for entry in fs::read_dir(kernels).into_iter().flatten().flatten() {
         let name = entry.file_name();

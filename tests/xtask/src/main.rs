@@ -1,6 +1,6 @@
-//! `cargo xtask`: the one tool behind every `make` target.
+//! `cargo xtask`: the tool behind every `make` target.
 //!
-//! Each verb is a file of its own; this one only finds it.
+//! Each verb has its own file; this file selects the verb.
 
 mod advisories;
 mod artifacts;
@@ -35,7 +35,7 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
-/// The project's one tool.
+/// The project's tool.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask", bin_name = "cargo xtask", disable_help_subcommand = true)]
 struct Cli {
@@ -45,34 +45,34 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Formatting, lints and the rules of the house
+    /// Check formatting, lints and the rules of this project
     Check,
-    /// Every test there is; what follows `--` goes to the suite of real guests
+    /// Run every test; arguments after `--` go to the suite of real guests
     Test {
         #[arg(last = true)]
         arguments: Vec<OsString>,
     },
-    /// The suite's long tests: thousands of restores, forks and rollbacks, and figures
+    /// Run the suite's long tests: thousands of restores, forks and rollbacks, and figures
     Soak {
         /// Only tests with this in their names
         #[arg(default_value = "soak")]
         filter: OsString,
     },
-    /// Snapshots between two nested hosts whose clocks run at different rates
+    /// Load snapshots between two nested hosts whose clocks run at different rates
     Clocks,
-    /// Measure every moment that is promised to be quick, beside its peers
+    /// Measure every moment that is promised to be quick, and its peers
     Bench(bench::Options),
-    /// Every fuzz target for a while
+    /// Run every fuzz target for some time
     Fuzz {
-        /// How long each target runs
+        /// How many seconds each target runs
         #[arg(long, default_value_t = 60)]
         seconds: u32,
-        /// Only targets whose name contains this
+        /// Only targets with this in their names
         filter: Option<String>,
     },
-    /// Published clients of Firecracker, unmodified, against pvmm in its place
+    /// Run published clients of Firecracker, unmodified, against pvmm in its place
     Compat(compat::Options),
-    /// Boot a guest, run a line of Python in it, say what it took
+    /// Boot a guest, run a line of Python in it, and print how long it took
     Demo,
     /// Build what is shipped: static, optimised as a whole
     Build,
@@ -94,7 +94,7 @@ enum Verb {
     /// Keep a nested host running, which on-kvm then uses
     #[command(subcommand)]
     Host(host::Verb),
-    /// Say whether guests run here
+    /// Print whether guests run here
     #[command(hide = true)]
     Probe,
     /// The first process of a nested host

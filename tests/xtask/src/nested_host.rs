@@ -1,9 +1,9 @@
-//! A host with working KVM on a machine that has none: a Linux guest under QEMU's emulation.
+//! The nested host: a host with working KVM on a machine without it, under QEMU's emulation.
 //!
-//! QEMU's TCG emulates AMD's SVM with nested paging, so a stock Debian kernel inside it drives a
-//! real `kvm_amd`. The outer root is the host's root under a throw-away layer: every program built
-//! outside is simply there. QEMU, its sockets and its memory belong to this process and vanish
-//! with it, even when it is killed.
+//! QEMU's TCG emulates AMD's SVM with nested paging, so a stock Debian kernel in it uses the real
+//! `kvm_amd`. The root of the outer machine is the root of the nested host, under a temporary
+//! layer: every program that was built outside is there. QEMU, its sockets and its memory belong to
+//! this process and end with it, even if it is killed.
 
 pub mod background;
 mod cpio;
@@ -33,29 +33,30 @@ use crate::{cache, checkout};
 use image::{Image, ImageError};
 use monitor::Monitor;
 
-/// The host says once per this time that it lives.
+/// The time between two heartbeats of the nested host.
 pub const HEARTBEAT_EVERY: Duration = Duration::from_secs(1);
 
-/// A host that has been silent for so long will not come back, however busy the machine.
+/// A nested host that is silent for this long is lost, however busy the machine is.
 const HEARTBEAT_DEADLINE: Duration = Duration::from_secs(90);
 
-/// How often the host is interrupted from outside.
+/// The time between two interrupts from outside.
 ///
-/// Now and then a host stops for good: interrupts are on, the timer's waits in the APIC, the
-/// processor is not told to look, and the next timer is only set by whoever handles this one. The
-/// likely cause, not proven, is that QEMU's emulation of SVM changes its word of pending interrupts
-/// without the lock that its timers hold. A device that interrupts makes the processor look again.
+/// Sometimes a nested host stops for good: interrupts are enabled and the timer's interrupt is
+/// pending in the APIC, but the processor is not told to check, and only the handler of this
+/// interrupt would set the next timer. The likely cause, not proven, is that QEMU's emulation of
+/// SVM changes its word of pending interrupts without the lock that its timers hold. An interrupt
+/// from a device makes the processor check again.
 const INTERRUPT_EVERY: Duration = Duration::from_millis(100);
 
-/// A boot takes about ten seconds, several times that on a busy machine.
+/// A boot takes about ten seconds, and several times that on a busy machine.
 const BOOT_DEADLINE: Duration = Duration::from_secs(180);
 
 const HEARTBEAT_PORT: u32 = 1;
 
-/// As many commands can run at once as there are numbers here.
+/// The ports for commands. Each port serves one command at a time.
 const SESSION_PORTS: std::ops::Range<u32> = 2..18;
 
-/// Console output kept to explain a host that died.
+/// How much console output is kept, to explain why a host died.
 const CONSOLE_KEPT: usize = 8 << 10;
 
 #[derive(Debug, thiserror::Error)]
@@ -77,13 +78,13 @@ pub enum HostError {
     Interrupted(u8),
 }
 
-/// A directory of the outer machine that is visible inside as it is now, at the same path.
+/// A folder of the outer machine that is visible in the nested host at the same path.
 struct Share {
     path: PathBuf,
     kind: ShareKind,
 }
 
-/// How a share behaves inside; the words are those that the host's init knows.
+/// How a share behaves in the nested host. The init of the nested host knows these words.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ShareKind {
     Current,
@@ -101,12 +102,13 @@ impl ShareKind {
     }
 }
 
-/// What must not be served from the root share, whose cache does not notice a rebuild.
+/// Returns the folders that need a share of their own, because the cache of the root share does not
+/// notice a rebuild. Creates missing folders.
 fn shares() -> Result<Vec<Share>, HostError> {
     let root = checkout::root();
     let mut shares = vec![
         Share { path: root.clone(), kind: ShareKind::Current },
-        // Programs put files of their own there, which have no business outside.
+        // Programs write files there, which must not reach the outer machine.
         Share { path: cache::dir(), kind: ShareKind::Layered },
         Share { path: checkout::scratch(), kind: ShareKind::Scratch },
     ];
@@ -120,30 +122,31 @@ fn shares() -> Result<Vec<Share>, HostError> {
     Ok(shares)
 }
 
-/// Below the cache, sparse files: a share shows them without their holes, gigabytes of zeroes that
-/// each VM would copy. The host makes its own in moments.
+/// Returns a folder of sparse files in the cache. A share shows the files without their holes, so
+/// each VM would copy gigabytes of zeros. The nested host makes these files itself in moments.
 fn sparse_files() -> PathBuf {
     cache::dir().join("disks")
 }
 
-/// When silence is no sign of death.
+/// Whether the host is paused, and until when it was. Silence is no sign of a lost host while it is
+/// paused.
 enum Paused {
     Now,
     Until(Instant),
 }
 
-/// How fast the clock (TSC) of a nested host runs.
+/// The rate of the clock (TSC) of a nested host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Clock {
-    /// As fast as the outer machine's: QEMU hands that one on and cannot scale it.
+    /// The rate of the outer machine's clock, which QEMU passes on and cannot scale.
     #[default]
     Outer,
-    /// At 1 GHz: counted in instructions, of which each takes two nanoseconds. Slower than the
-    /// other.
+    /// 1 GHz: the clock counts instructions, of which each takes two nanoseconds. This host is
+    /// slower than the other.
     OneGhz,
 }
 
-/// A running nested host. Dropping it kills it.
+/// A running nested host, which is killed on drop.
 pub struct NestedHost {
     qemu: Child,
     ports: Vec<UnixStream>,
@@ -154,9 +157,9 @@ pub struct NestedHost {
 }
 
 impl NestedHost {
-    /// Starts the host and waits until it serves.
+    /// Starts the nested host and waits until it serves commands.
     ///
-    /// Call it from the main thread: QEMU is killed when the calling thread ends.
+    /// Must be called from the main thread: QEMU is killed when the calling thread ends.
     pub fn boot(image: &Image, signals: &PipeReader, clock: Clock) -> Result<Self, HostError> {
         let mut host = Self::start(image, clock)?;
         let until = Instant::now() + BOOT_DEADLINE;
@@ -190,12 +193,13 @@ impl NestedHost {
 
     fn start(image: &Image, clock: Clock) -> Result<Self, HostError> {
         let mut qemu = Command::new("qemu-system-x86_64");
-        // Without string instructions that move a byte at a time (`erms`, and `rep_good` below): an
-        // emulator takes each byte by itself, and kernels clear and copy every page with them.
+        // String instructions that move single bytes are disabled (`erms`, and `rep_good` below):
+        // an emulator handles each byte separately, and kernels clear and copy every page with
+        // them.
         qemu.args(["-M", "q35", "-accel", "tcg,tb-size=1024", "-cpu", "max,-pku,-erms,+svm,+npt"]);
-        // One CPU: with two, multi-threaded TCG and the kernel's patching of its own code make the
-        // host oops. Idle by polling: without it a boot now and then sleeps and never wakes, before
-        // there is a port to interrupt it by.
+        // There is one CPU, because with two, multi-threaded TCG and the kernel's patching of its
+        // own code make the host oops. It polls when idle, because otherwise a boot sometimes
+        // sleeps and never wakes, before there is a port that can interrupt it.
         qemu.args(["-m", "6144", "-smp", "1", "-nodefaults", "-no-reboot", "-nographic"]);
         qemu.args(["-serial", "stdio"]);
         qemu.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
@@ -205,7 +209,7 @@ impl NestedHost {
         );
 
         match clock {
-            // Under load a kernel that measures the clock itself can be wrong by more than it
+            // Under load, a kernel that measures the clock itself can be wrong by more than it
             // corrects later.
             Clock::Outer => words.push_str(&format!(" tsc_early_khz={}", sys::tsc_khz())),
             Clock::OneGhz => {
@@ -248,7 +252,7 @@ impl NestedHost {
         let monitor = Mutex::new(Monitor::new(monitor).map_err(HostError::Channels)?);
 
         sys::die_with_parent(&mut qemu, theirs.iter().map(|fd| fd.as_raw_fd()).collect());
-        // A group of its own, so that Ctrl-C reaches the command and not the machine under it.
+        // QEMU has its own process group, so that Ctrl-C reaches the command and not QEMU.
         qemu.process_group(0);
         let (console_out, console_in) = io::pipe().map_err(HostError::Channels)?;
         let qemu = qemu
@@ -264,7 +268,7 @@ impl NestedHost {
         Ok(NestedHost { qemu, ports, pulse, monitor, paused, console })
     }
 
-    /// The channel for one command at a time, counted from 0.
+    /// Returns the channel `index`, counted from 0. A channel carries one command at a time.
     pub fn port(&self, index: usize) -> io::Result<UnixStream> {
         self.ports.get(index).ok_or(io::ErrorKind::NotFound)?.try_clone()
     }
@@ -277,8 +281,8 @@ impl NestedHost {
         self.qemu.id()
     }
 
-    /// Keeps the host awake from now on, and kills one that has lost its heartbeat, which ends
-    /// every session with [`session::End::HostLost`].
+    /// Starts a thread that interrupts the host regularly, and kills it when its heartbeat is lost.
+    /// Every session then ends with [`session::End::HostLost`].
     pub fn watch(&self) -> io::Result<()> {
         let pulse = self.pulse.try_clone()?;
         pulse.set_read_timeout(Some(INTERRUPT_EVERY))?;
@@ -292,7 +296,7 @@ impl NestedHost {
                 match pulse.read(&mut [0; 64]) {
                     Ok(n) if n > 0 => heard = Instant::now(),
                     Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
-                    // Dead already.
+                    // QEMU has ended.
                     _ => break,
                 }
                 match *lock(&paused) {
@@ -300,17 +304,17 @@ impl NestedHost {
                     Paused::Until(at) if heard.max(at).elapsed() < HEARTBEAT_DEADLINE => {}
                     Paused::Until(_) => break,
                 }
-                // A full channel means that it is being interrupted enough.
+                // If the channel is full, the host is being interrupted often enough.
                 let _ = pulse.write(&[0]);
             }
-            // The child is collected by its owner only after this process is done with it, so
-            // the number is still its own.
+            // The owner collects the child only after this process is done with it, so the pid is
+            // still that of the child.
             let _ = sys::kill(pid, libc::SIGKILL);
         })?;
         Ok(())
     }
 
-    /// Stops the host's clock and CPU.
+    /// Stops the clock and the CPU of the host.
     pub fn pause(&self) -> io::Result<()> {
         *lock(&self.paused) = Paused::Now;
         lock(&self.monitor).pause()
@@ -322,7 +326,7 @@ impl NestedHost {
         Ok(())
     }
 
-    /// The last lines of the host's console.
+    /// Returns the last output on the host's console.
     pub fn console(&self) -> String {
         let mut kept = lock(&self.console);
         String::from_utf8_lossy(kept.make_contiguous()).trim().to_string()
@@ -336,14 +340,15 @@ impl Drop for NestedHost {
     }
 }
 
-/// No thread here leaves a value half changed when it panics.
+/// Locks a mutex, also if it is poisoned: no thread here leaves a value half changed when it
+/// panics.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn share(qemu: &mut Command, tag: &str, path: &Path, writable: bool) {
     let mut option = std::ffi::OsString::from(format!("local,id={tag},path="));
-    // QEMU's own quoting: a comma in a value is written twice.
+    // In QEMU's options a comma in a value is doubled.
     option.push(std::ffi::OsStr::from_bytes(&path.as_os_str().as_bytes().iter().fold(
         Vec::new(),
         |mut bytes, &byte| {
@@ -359,7 +364,7 @@ fn share(qemu: &mut Command, tag: &str, path: &Path, writable: bool) {
     qemu.args(["-device", &format!("virtio-9p-pci,fsdev={tag},mount_tag={tag}")]);
 }
 
-/// A path as one word of the kernel's command line.
+/// Encodes a path as one word of the kernel command line.
 fn encode(path: &Path) -> String {
     let mut word = String::new();
     for &byte in path.as_os_str().as_bytes() {

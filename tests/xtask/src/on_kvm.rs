@@ -1,7 +1,7 @@
 //! `cargo xtask on-kvm`: runs a command where guests run, here or in a nested host.
 //!
-//! Says in one line which it is; everything else on the streams, and the exit code, is the
-//! command's own.
+//! One line says where the command runs. All other output and the exit code are those of the
+//! command.
 
 use std::ffi::OsString;
 use std::io::{self, PipeReader};
@@ -14,7 +14,7 @@ use crate::nested_host::{Clock, HostError, NestedHost, background};
 use crate::probe::{self, Found};
 use crate::{report, sys};
 
-/// Exit code for a fault of this tool, as opposed to the command's.
+/// The exit code for an error of this tool.
 pub const OWN_FAULT: u8 = 125;
 
 #[derive(Debug, thiserror::Error)]
@@ -49,7 +49,7 @@ pub fn run(argv: &[OsString]) -> ExitCode {
     }
 }
 
-/// Runs a command directly and returns its exit code as a shell would.
+/// Runs a command on this machine and returns the exit code that a shell would report.
 pub fn run_here(argv: &[OsString]) -> u8 {
     let Some((program, arguments)) = argv.split_first() else { return OWN_FAULT };
     match Command::new(program).args(arguments).status() {
@@ -63,7 +63,8 @@ fn not_started(program: &OsString, error: &io::Error) -> u8 {
     if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 }
 }
 
-/// The exit code of a command that ran, or of this tool, which says why.
+/// Returns the exit code of a command that ran, or prints an error of this tool and returns its
+/// code.
 pub fn code(result: Result<u8, OnKvmError>) -> u8 {
     result.unwrap_or_else(|e| match e {
         OnKvmError::Host(HostError::Interrupted(signal)) => 128 + signal,
@@ -78,14 +79,14 @@ pub fn code(result: Result<u8, OnKvmError>) -> u8 {
 #[derive(Debug, PartialEq, Eq)]
 pub enum Ran {
     Exited(u8),
-    /// The host hung or died under it, which says nothing of the command.
+    /// The host hung or died during the command, which says nothing about the command.
     HostLost {
         stdin_used: bool,
         console: String,
     },
 }
 
-/// A nested host to run commands in: the background one if it is up, else one of its own.
+/// A nested host to run commands in: the background host if it is up, otherwise a new one.
 pub struct NestedPlace {
     image: Image,
     signals: PipeReader,
@@ -104,7 +105,7 @@ impl NestedPlace {
         Ok(place)
     }
 
-    /// A host of its own, booted now, whose clock runs as it is told.
+    /// Boots a new host with the given clock.
     pub fn own(clock: Clock) -> Result<Self, OnKvmError> {
         let mut place = Self::prepare(clock)?;
         place.own = Some(place.boot()?);
@@ -119,7 +120,7 @@ impl NestedPlace {
         Ok(NestedPlace { image, signals, clock, own: None, background: false })
     }
 
-    /// Boots a host, a second time if the first one does not come up.
+    /// Boots a host, and tries once more if it does not come up.
     fn boot(&self) -> Result<NestedHost, HostError> {
         let host = match NestedHost::boot(&self.image, &self.signals, self.clock) {
             Err(e @ (HostError::BootDied { .. } | HostError::BootLate { .. })) => {
@@ -132,8 +133,8 @@ impl NestedPlace {
         Ok(host)
     }
 
-    /// Runs the command, a second time if the host hangs or dies under the first, and takes down
-    /// a host of its own.
+    /// Runs the command, and runs it once more if the host is lost. Ends a host that this value has
+    /// booted.
     pub fn run(mut self, argv: &[OsString]) -> Result<u8, OnKvmError> {
         match self.run_once(argv)? {
             Ran::Exited(code) => return Ok(code),
@@ -149,7 +150,7 @@ impl NestedPlace {
         }
     }
 
-    /// Runs the command once. After a host was lost, the next command gets another.
+    /// Runs the command once. If the host is lost, the next command gets another.
     pub fn run_once(&mut self, argv: &[OsString]) -> Result<Ran, OnKvmError> {
         if self.own.is_none() && !self.background {
             self.own = Some(self.boot()?);
@@ -170,7 +171,7 @@ impl NestedPlace {
         }
     }
 
-    /// Stops a host of its own, whose processor is never idle, until it is resumed.
+    /// Pauses a host that this value has booted, because its processor is never idle.
     pub fn pause(&self) -> Result<(), OnKvmError> {
         self.own.as_ref().map_or(Ok(()), NestedHost::pause).map_err(OnKvmError::Pass)
     }
@@ -179,7 +180,7 @@ impl NestedPlace {
         self.own.as_ref().map_or(Ok(()), NestedHost::resume).map_err(OnKvmError::Pass)
     }
 
-    /// Whether this place was there before and stays.
+    /// Returns whether the background host is used, which stays up.
     pub fn is_background(&self) -> bool {
         self.background
     }

@@ -1,7 +1,7 @@
-//! Installs the Debian packages that are missing, and fetches ones that are only unpacked.
+//! Installs missing Debian packages, and downloads packages that are only unpacked.
 //!
-//! The project's commands start on a machine with nothing but Rust; this is the one place that
-//! changes the machine, so that it always says so.
+//! The project's commands start on a machine that has only Rust. Only this file and the kernel
+//! build install packages, and they print what they install.
 
 use std::fs;
 use std::io;
@@ -30,7 +30,7 @@ pub enum PackageError {
     Read(PathBuf, #[source] io::Error),
 }
 
-/// Installs those of `names` that are not installed.
+/// Installs the packages of `names` that are missing. Fails if this process is not root.
 pub fn install(names: &[&str]) -> Result<(), PackageError> {
     let missing: Vec<String> =
         names.iter().filter(|name| !is_installed(name)).map(|name| name.to_string()).collect();
@@ -58,8 +58,8 @@ pub fn install(names: &[&str]) -> Result<(), PackageError> {
     expect(&what, install()?).map(drop)
 }
 
-/// Downloads the package `name` into `dir` and unpacks it there as `dir/unpacked`, without
-/// installing it.
+/// Downloads the package `name` into `dir` and unpacks it to `dir/unpacked`, without installing it.
+/// Returns that path.
 pub fn unpack(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
     let download = || {
         let mut apt = apt_get();
@@ -86,7 +86,8 @@ pub fn unpack(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
     Ok(unpacked)
 }
 
-/// The newest package whose name starts and ends so, as apt's lists have it.
+/// Returns the newest package in apt's lists whose name begins with `prefix` and ends with
+/// `suffix`.
 pub fn newest(prefix: &str, suffix: &str) -> Result<String, PackageError> {
     let find = || -> Result<Option<String>, PackageError> {
         let mut apt = Command::new("apt-cache");
@@ -102,7 +103,7 @@ pub fn newest(prefix: &str, suffix: &str) -> Result<String, PackageError> {
 }
 
 fn newest_of(names: &str, prefix: &str, suffix: &str) -> Option<String> {
-    // 6.12.9 is older than 6.12.30: compare the numbers, not the text.
+    // Versions are compared by number: 6.12.9 is older than 6.12.30.
     let version = |name: &str| -> Vec<u64> {
         name.split(|c: char| !c.is_ascii_digit()).filter_map(|n| n.parse().ok()).collect()
     };
@@ -110,7 +111,7 @@ fn newest_of(names: &str, prefix: &str, suffix: &str) -> Option<String> {
         .lines()
         .filter_map(|name| {
             let middle = name.strip_prefix(prefix)?.strip_suffix(suffix)?;
-            // Other flavours have more words: 6.12.30-rt-amd64.
+            // Other flavours have more words, as in 6.12.30-rt-amd64.
             (!middle.contains('-')).then(|| name.to_string())
         })
         .max_by_key(|name| version(name))

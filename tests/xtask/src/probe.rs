@@ -1,8 +1,8 @@
-//! Finds out whether guests run on this machine.
+//! Determines whether guests run on this machine.
 //!
-//! Only a monitor can try, and this tool has none in it: it is built in seconds, before everything
-//! else. Most machines without a usable KVM are told by their processor; the others are asked
-//! through the `pvmm` that was built, which runs guest code.
+//! Only a monitor can try this, and this tool contains none, so that it builds in seconds before
+//! everything else. On most machines without a usable KVM the features of the processor are
+//! sufficient. On other machines the built `pvmm` is asked, which runs guest code.
 
 use std::fs;
 use std::path::Path;
@@ -15,13 +15,13 @@ use crate::{cargo, report};
 /// Where guests run.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Found {
-    /// On this machine, with what was found.
+    /// On this machine, with a description.
     Here(String),
-    /// Nowhere on this machine, with the reason.
+    /// Not on this machine, with the reason.
     NotHere(String),
 }
 
-/// What `pvmm doctor --json` prints, as far as it is read here.
+/// The part of the output of `pvmm doctor --json` that is used here.
 #[derive(Deserialize)]
 struct Report {
     checks: Vec<Check>,
@@ -34,7 +34,7 @@ struct Check {
     detail: String,
 }
 
-/// Says whether guests run here. Builds `pvmm` if there is none yet and it has to be asked.
+/// Returns whether guests run here. Builds `pvmm` if it is needed and missing.
 pub fn find() -> Found {
     if let Some(reason) = without_virtualization() {
         return Found::NotHere(reason);
@@ -45,7 +45,7 @@ pub fn find() -> Found {
     }
 }
 
-/// Why no unmodified guest can run here, where that is known without trying.
+/// Returns why no unmodified guest can run here, if that is known without running one.
 pub fn without_virtualization() -> Option<String> {
     if !Path::new("/dev/kvm").exists() {
         return Some("/dev/kvm does not exist".into());
@@ -55,7 +55,7 @@ pub fn without_virtualization() -> Option<String> {
         .then(|| "the processor offers neither VMX nor SVM (see /proc/cpuinfo)".into())
 }
 
-/// Whether /proc/cpuinfo lists the processor's features and virtualization is none of them.
+/// Returns whether /proc/cpuinfo lists features of the processor, but not virtualization.
 fn lacks_virtualization(cpuinfo: &str) -> bool {
     let mut flags = cpuinfo.lines().filter_map(|line| line.strip_prefix("flags")).peekable();
     flags.peek().is_some()
@@ -73,7 +73,7 @@ fn ask() -> Result<Found, String> {
     answer(&output.stdout).ok_or_else(|| "pvmm doctor --json says nothing of KVM".into())
 }
 
-/// The answer in what `pvmm doctor --json` printed.
+/// Returns the result in the output of `pvmm doctor --json`.
 fn answer(json: &[u8]) -> Option<Found> {
     let report: Report = serde_json::from_slice(json).ok()?;
     let kvm = report.checks.into_iter().find(|check| check.name == "kvm")?;
@@ -89,11 +89,12 @@ mod tests {
         assert!(lacks_virtualization("processor : 0\nflags\t\t: fpu sse\n"));
         assert!(!lacks_virtualization("flags\t\t: fpu vmx sse\n"));
         assert!(!lacks_virtualization("flags\t\t: fpu svm\n"));
-        // What does not list features says nothing.
+        // Without a list of features nothing is known.
         assert!(!lacks_virtualization(""));
     }
 
-    /// The packages that `name` is built from, as the lock file has them, tests' own included.
+    /// Returns the packages that `name` is built from according to the lock file, including those
+    /// of its tests.
     fn built_from<'a>(lock: &'a str, name: &'a str) -> Vec<&'a str> {
         let mut found = vec![name];
         let mut next = 0;

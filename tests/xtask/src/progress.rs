@@ -1,7 +1,6 @@
-//! Prints what is being done and since when, as plain lines on stderr.
+//! Prints each step and the time since the start, as plain lines on stderr.
 //!
-//! Here so that preparing a kernel, a host or a template never looks like a hang, and stdout stays
-//! the command's own.
+//! The lines show that a long preparation has not hung; stdout is only for the command.
 
 use std::sync::OnceLock;
 use std::time::Instant;
@@ -11,12 +10,12 @@ fn start() -> Instant {
     *START.get_or_init(Instant::now)
 }
 
-/// Starts the clock; later lines count from here.
+/// Starts the clock of the printed times.
 pub fn init() {
     start();
 }
 
-/// Says what begins now.
+/// Prints what begins now.
 pub fn step(what: impl std::fmt::Display) {
     eprintln!("[{:5.1}s] {what}", start().elapsed().as_secs_f64());
 }

@@ -1,6 +1,6 @@
-//! Prints an error with its causes on one line.
+//! Formats an error with its causes on one line.
 //!
-//! Messages in this workspace never repeat their source, so the chain is the whole story.
+//! Messages in this workspace never repeat their source, so the line repeats nothing.
 
 use std::error::Error;
 use std::fmt::Write;

@@ -1,9 +1,9 @@
 //! Debian's kernel image and the initrd that Debian's tools make for it, for the test that boots
-//! both as they are.
+//! both unmodified.
 //!
-//! The packages are unpacked into a template, the template into a folder, and initramfs-tools runs
-//! in that folder: nothing is installed on this machine, and no boot loader or kernel of it is
-//! touched.
+//! The packages are unpacked into a template, the template is unpacked into a folder, and
+//! initramfs-tools runs in that folder. Nothing is installed on this machine, and its boot loader
+//! and kernel are not touched.
 
 use std::fs;
 use std::io;
@@ -18,13 +18,13 @@ use pvmm_sandbox::{Cache, Progress, Recipe, Template};
 const NAME: &str = "suite-stock";
 const PACKAGES: [&str; 4] =
     ["initramfs-tools", "linux-image-6.12-cloud-amd64", "mount", "util-linux"];
-/// Where the suite finds the two files.
+/// The place of the two files in the cache, where the suite finds them.
 const KIND: &str = "stock";
 const ENTRY: &str = "current";
 const KEY: &str = "key";
 
-/// As an installation would make it, with the two modules that a machine with a disk of its own
-/// does not need.
+/// A script that makes the initrd as an installation would, with two more modules that a machine
+/// with its own disk does not need.
 const MAKE: &str = "set -e; cd /; release=$(ls /lib/modules); depmod \"$release\"
 printf '%s\\n' vmw_vsock_virtio_transport overlay >> /etc/initramfs-tools/modules
 mkinitramfs -o /initrd \"$release\"; mv \"/boot/vmlinuz-$release\" /vmlinuz";
@@ -43,7 +43,7 @@ pub enum StockError {
     Failed { program: &'static str, output: String },
 }
 
-/// Makes the files if they are not in the cache.
+/// Makes the files if the cache does not have them.
 pub fn prepare(cache: &Cache, progress: &mut dyn Progress) -> Result<(), StockError> {
     let recipe = Recipe::new(NAME, &PACKAGES.map(str::to_owned))?;
     let rootfs = Template::ensure(cache, &recipe, progress)?.rootfs;
@@ -65,7 +65,7 @@ fn make(rootfs: &Path, dir: &Path) -> Result<(), StockError> {
     let mut unpack = Command::new("debugfs");
     unpack.arg("-R").arg(format!("rdump / {}", root.display())).arg(rootfs);
     run("debugfs", unpack)?;
-    // Without root a namespace does, in which this user is root.
+    // Without root, the command runs in a namespace in which this user is root.
     let mut chroot = Command::new(if crate::sys::is_root() { "chroot" } else { "unshare" });
     if !crate::sys::is_root() {
         chroot.args(["--map-root-user", "chroot"]);

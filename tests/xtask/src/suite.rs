@@ -1,7 +1,6 @@
-//! `cargo xtask test`: every test there is, on a machine that may have nothing but Rust.
+//! `cargo xtask test`: runs every test, on a machine that may have only Rust.
 //!
-//! Unit tests run here; the suite of real guests is one program, carried to where KVM is and run
-//! there once.
+//! Unit tests run here. The suite of real guests is one program, which runs once where KVM is.
 
 use std::error::Error;
 use std::ffi::OsString;
@@ -13,20 +12,21 @@ use crate::on_kvm::{self, NestedPlace, OnKvmError, Ran};
 use crate::probe::{self, Found};
 use crate::{artifacts, cargo, checkout, packages, progress, report};
 
-/// What the suite's program exits with when a test has failed.
+/// The exit code of the suite's program if a test has failed.
 const FAILED: u8 = 101;
 
-/// More hosts than this do not die in one run without a reason.
+/// The maximum number of lost hosts in one run; more are not a coincidence.
 const HOSTS_LOST: usize = 3;
 
-/// What the first leaves, the second reads after the nested host has booted again.
+/// The first test writes a snapshot that the second one reads after the nested host has booted
+/// again.
 const FIRST_BOOT: &str = "reboot::first_boot_writes_a_snapshot";
 const SECOND_BOOT: &str = "reboot::soak_snapshot_of_an_earlier_boot_goes_on";
 
-/// The test whose guest has more than `base`.
+/// The test whose guest needs more packages than `base` has.
 const OF_SCIENCE: &str = "code::soak_figures_and_tables_of_real_packages_come_out";
 
-/// What the tests run or read on this machine, beyond what every Debian has.
+/// The packages that the tests use on this machine in addition to a minimal Debian.
 const PACKAGES: [&str; 10] = [
     "busybox-static",
     "e2fsprogs",
@@ -43,7 +43,7 @@ const PACKAGES: [&str; 10] = [
 /// The long test of the agent, which needs no guest.
 const OF_THE_AGENT: &str = "soak_file_of_2_gib_of_real_data_matches_with_flat_memory";
 
-/// Every test. `arguments` go to the suite.
+/// Runs every test. `arguments` go to the suite.
 pub fn run(arguments: &[OsString]) -> ExitCode {
     let test = || -> Result<u8, Box<dyn Error>> {
         packages::install(&PACKAGES)?;
@@ -53,7 +53,7 @@ pub fn run(arguments: &[OsString]) -> ExitCode {
     finish("test", test())
 }
 
-/// The suite's long tests, which `run` leaves out.
+/// Runs the suite's long tests, which [`run`] leaves out.
 pub fn soak(filter: OsString) -> ExitCode {
     let soak = || -> Result<u8, Box<dyn Error>> {
         if OF_SCIENCE.contains(&*filter.to_string_lossy()) {
@@ -89,7 +89,7 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     packages::install(&PACKAGES)?;
     let programs = ["--package", "pvmm-launcher", "--package", "pvmm-jailer"];
     cargo::run(&[&["build", "--release"], &programs[..]].concat())?;
-    // Together with the launcher, so that the libraries below both are built once.
+    // The launcher is built in the same command, so that the common libraries are built once.
     let examples = ["--package", "pvmm", "--package", "pvmm-launcher", "--examples"];
     cargo::run(&[&["build", "--release"], &examples[..]].concat())?;
     let suite = cargo::build_test("pvmm-tests", "suite")?;
@@ -132,18 +132,18 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     }
 }
 
-/// The suite's program with `arguments`.
+/// Returns the command line of the suite's program with `arguments`.
 fn command(suite: &Path, arguments: &[OsString]) -> Vec<OsString> {
     let mut argv = vec![suite.as_os_str().to_owned()];
     argv.extend_from_slice(arguments);
-    // One test at a time: each checks that it left nothing behind on the whole host.
+    // Tests run one at a time, because each checks that it left nothing behind on the whole host.
     if !arguments.iter().any(|argument| argument.to_string_lossy().starts_with("--test-threads")) {
         argv.push("--test-threads=1".into());
     }
     argv
 }
 
-/// The tests that `arguments` mean, in the order in which they run.
+/// Returns the tests that `arguments` select, in the order in which they run.
 fn list(suite: &Path, arguments: &[OsString]) -> Result<Vec<String>, Box<dyn Error>> {
     let output =
         Command::new(suite).args(["--list", "--format", "terse"]).args(arguments).output()?;
@@ -151,14 +151,14 @@ fn list(suite: &Path, arguments: &[OsString]) -> Result<Vec<String>, Box<dyn Err
     Ok(text.lines().filter_map(|line| line.strip_suffix(": test")).map(str::to_owned).collect())
 }
 
-/// Runs the suite with these arguments on one host; how that ended, and the log of the tests that
-/// ended.
+/// Runs the suite with the given arguments on one host. Returns how the run ended, and the log of
+/// the tests that ended.
 type RunOnHost<'a> = dyn FnMut(&[OsString]) -> Result<(Ran, String), OnKvmError> + 'a;
 
-/// Runs the tests with `run`, on one host after another if need be.
+/// Runs the tests with `run`, on several hosts one after the other if necessary.
 ///
-/// A test that fails is a failure. Only a host that dies under a test, which can have nothing to do
-/// with it, gives that test another host, once; those that had not begun follow there.
+/// A test that fails is a failure. Only if a host dies during a test, which need not be the test's
+/// fault, the test runs once more on another host, followed by the tests that had not begun.
 fn run_in_hosts(
     tests: &[String],
     arguments: &[OsString],
@@ -192,7 +192,7 @@ fn run_in_hosts(
     }
 }
 
-/// Arguments that mean exactly these tests, run as before.
+/// Returns arguments that select exactly these tests, with the earlier flags.
 fn again(arguments: &[OsString], tests: &[&String]) -> Vec<OsString> {
     let is_kept = |argument: &&OsString| {
         let text = argument.to_string_lossy();
@@ -205,7 +205,7 @@ fn again(arguments: &[OsString], tests: &[&String]) -> Vec<OsString> {
     again
 }
 
-/// In a process of its own, because it catches signals in its own way.
+/// Builds the guest kernel in a separate process, because the build handles signals in its own way.
 fn build_kernel() -> Result<(), Box<dyn Error>> {
     progress::step("cargo xtask kernel");
     let mut xtask = Command::new(checkout::program()?);
@@ -219,8 +219,8 @@ fn build_kernel() -> Result<(), Box<dyn Error>> {
 mod tests {
     use super::*;
 
-    /// Runs the tests a, b and c on hosts that are played: each call's outcome, its log and what it
-    /// must have been asked for.
+    /// Runs the tests a, b and c on simulated hosts. Each call has an outcome, a log, and the
+    /// arguments that it must get.
     fn played(calls: &[(Option<u8>, &str, &[&str])]) -> Result<u8, OnKvmError> {
         let tests = ["a", "b", "c"].map(str::to_owned);
         let mut calls = calls.iter();

@@ -1,6 +1,6 @@
-//! The few system calls the standard library does not offer, each behind a safe function.
+//! System calls for which the standard library has no function, each as a safe function.
 //!
-//! Everything `unsafe` in this tool lives here and nowhere else.
+//! All `unsafe` code of this tool is in this file and in `kernel/sys.rs`.
 
 #![allow(unsafe_code)]
 
@@ -16,9 +16,9 @@ fn check(result: libc::c_int) -> io::Result<libc::c_int> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// How fast this processor's clock (TSC) counts, measured over a tenth of a second.
+/// Returns the rate of this processor's clock (TSC) in kHz, measured over a tenth of a second.
 pub fn tsc_khz() -> u64 {
-    // The count between two looks at the time is as exact as the looks are close together.
+    // A pair of time and count is the more exact, the closer together they are read.
     let look = || {
         let (before, count) = (Instant::now(), tsc());
         (before.elapsed(), before, count)
@@ -36,7 +36,7 @@ fn tsc() -> u64 {
     unsafe { std::arch::x86_64::_rdtsc() }
 }
 
-/// One descriptor to wait for; `None` waits for nothing and keeps its place in the list.
+/// A descriptor to wait for. `None` waits for nothing and keeps its place in the list.
 pub struct Waiting<'a> {
     pub fd: Option<BorrowedFd<'a>>,
     pub events: i16,
@@ -45,8 +45,8 @@ pub struct Waiting<'a> {
 pub const READABLE: i16 = libc::POLLIN;
 pub const WRITABLE: i16 = libc::POLLOUT;
 
-/// Waits until a descriptor is ready and returns the events of each; hang-ups and errors always
-/// count. An interrupted wait returns no events.
+/// Waits until a descriptor is ready, and returns the events of each. Hang-ups and errors are
+/// always reported. An interrupted wait returns no events.
 pub fn poll<const N: usize>(
     waiting: [Waiting<'_>; N],
     timeout: Option<Duration>,
@@ -57,7 +57,7 @@ pub fn poll<const N: usize>(
         revents: 0,
     });
     let timeout_ms = timeout.map_or(-1, |t| t.as_millis().min(i32::MAX as u128) as i32);
-    // SAFETY: `fds` is an array of N pollfd structs that lives across the call.
+    // SAFETY: `fds` is an array of N pollfd structs that outlives the call.
     match check(unsafe { libc::poll(fds.as_mut_ptr(), N as libc::nfds_t, timeout_ms) }) {
         Ok(_) => Ok(fds.map(|fd| fd.revents)),
         Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok([0; N]),
@@ -65,22 +65,22 @@ pub fn poll<const N: usize>(
     }
 }
 
-/// Makes reads and writes on `fd` return instead of wait.
+/// Makes reads and writes on `fd` return instead of waiting.
 pub fn set_nonblocking(fd: impl AsFd) -> io::Result<()> {
     let fd = fd.as_fd().as_raw_fd();
-    // SAFETY: fcntl on a descriptor we hold; no memory is passed.
+    // SAFETY: fcntl on a descriptor that the caller holds; no memory is passed.
     let flags = check(unsafe { libc::fcntl(fd, libc::F_GETFL) })?;
     // SAFETY: as above.
     check(unsafe { libc::fcntl(fd, libc::F_SETFL, flags | libc::O_NONBLOCK) })?;
     Ok(())
 }
 
-/// A descriptor that becomes readable when the child `pid` has ended.
+/// Returns a descriptor that becomes readable when the child `pid` has ended.
 pub fn pidfd(pid: u32) -> io::Result<OwnedFd> {
     // SAFETY: pidfd_open takes two integers.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid as libc::pid_t, 0) };
     let fd = check(fd as libc::c_int)?;
-    // SAFETY: the kernel just returned this descriptor to us alone.
+    // SAFETY: the kernel has just returned this descriptor, and nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -98,17 +98,17 @@ pub fn kill(pid: u32, signal: i32) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes the child inherit `fds` and be killed when the calling thread ends, however it ends.
+/// Makes the child inherit `fds`, and be killed when the calling thread ends, however it ends.
 ///
-/// The kernel ties the signal to the thread, not the process: call `spawn` from one that lives as
-/// long as the child may.
+/// The kernel ties the signal to the thread, not to the process. `spawn` must be called from a
+/// thread that lives as long as the child may.
 pub fn die_with_parent(command: &mut Command, fds: Vec<RawFd>) {
     let parent = std::process::id() as libc::pid_t;
     let in_child = move || {
-        // SAFETY: only async-signal-safe calls on integers between fork and exec.
+        // SAFETY: between fork and exec there are only async-signal-safe calls on integers.
         unsafe {
             check(libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL))?;
-            // The parent may have died before the line above.
+            // The parent may have ended before prctl was called.
             if libc::getppid() != parent {
                 return Err(io::Error::from_raw_os_error(libc::ESRCH));
             }
@@ -122,14 +122,14 @@ pub fn die_with_parent(command: &mut Command, fds: Vec<RawFd>) {
     unsafe { command.pre_exec(in_child) };
 }
 
-/// Makes the child the leader of a session of its own, without a terminal.
+/// Makes the child the leader of a new session without a terminal.
 pub fn new_session(command: &mut Command) {
     // SAFETY: setsid is async-signal-safe and takes nothing.
     unsafe { command.pre_exec(|| check(libc::setsid()).map(drop)) };
 }
 
-/// Starts `command` with the signals of a terminal's commands, whatever this process ignores: a
-/// shell ignores INT and QUIT for what it starts in the background, and that would be inherited.
+/// Gives `command` the default handling of the signals of a terminal, whatever this process
+/// ignores. A shell ignores INT and QUIT for commands in the background, and children inherit that.
 pub fn with_default_signals(command: &mut Command) {
     let reset = || {
         for signal in [libc::SIGINT, libc::SIGQUIT, libc::SIGHUP, libc::SIGTERM] {
@@ -145,7 +145,8 @@ pub fn with_default_signals(command: &mut Command) {
     unsafe { command.pre_exec(reset) };
 }
 
-/// Takes an exclusive lock on `file`, waiting at most `timeout`; false if it stayed taken.
+/// Takes an exclusive lock on `file`, and waits at most `timeout`. Returns false if another process
+/// still holds it.
 pub fn lock(file: &File, timeout: Duration) -> io::Result<bool> {
     let until = Instant::now() + timeout;
     loop {
@@ -164,12 +165,12 @@ static SIGNAL_PIPE: AtomicI32 = AtomicI32::new(-1);
 extern "C" fn note_signal(signal: libc::c_int) {
     let byte = signal as u8;
     let fd = SIGNAL_PIPE.load(Ordering::Relaxed);
-    // SAFETY: write is async-signal-safe and `byte` lives on this stack. A full pipe loses the
-    // signal, after thousands that nobody read.
+    // SAFETY: write is async-signal-safe and `byte` is on this stack. A full pipe loses the signal,
+    // but only after thousands of unread ones.
     unsafe { libc::write(fd, (&raw const byte).cast(), 1) };
 }
 
-/// Turns the given signals into bytes on the returned pipe, for the rest of this process.
+/// Turns the given signals into bytes on the returned pipe, until this process ends.
 pub fn signals_as_bytes(signals: &[i32]) -> io::Result<io::PipeReader> {
     let (reader, writer) = io::pipe()?;
     set_nonblocking(&reader)?;
@@ -187,7 +188,7 @@ pub fn signals_as_bytes(signals: &[i32]) -> io::Result<io::PipeReader> {
 }
 
 trait Forever {
-    /// Gives the descriptor to the signal handler, which may use it until the process ends.
+    /// Passes the descriptor to the signal handler, which may use it until the process ends.
     fn into_raw_fd_forever(self) -> RawFd;
 }
 
@@ -198,16 +199,16 @@ impl Forever for OwnedFd {
     }
 }
 
-/// Waits for any child and collects it, for a first process that inherits orphans.
+/// Waits for a child and collects it. A first process also inherits orphans.
 pub fn reap_one() -> io::Result<u32> {
     // SAFETY: a null status pointer is allowed.
     let pid = check(unsafe { libc::waitpid(-1, std::ptr::null_mut(), 0) })?;
     Ok(pid as u32)
 }
 
-/// Writes out everything and switches the (virtual) machine off.
+/// Writes all data to disk and powers the machine off. Returns only if that fails.
 pub fn power_off() -> io::Error {
-    // SAFETY: both take no memory; reboot returns only on failure.
+    // SAFETY: no memory is passed; reboot returns only on failure.
     unsafe {
         libc::sync();
         libc::reboot(libc::RB_POWER_OFF);
@@ -215,45 +216,45 @@ pub fn power_off() -> io::Error {
     io::Error::last_os_error()
 }
 
-/// Sets this machine's clock.
+/// Sets the clock of this machine.
 pub fn set_clock(since_epoch: Duration) -> io::Result<()> {
     let time = libc::timespec {
         tv_sec: since_epoch.as_secs() as libc::time_t,
         tv_nsec: since_epoch.subsec_nanos().into(),
     };
-    // SAFETY: `time` lives across the call.
+    // SAFETY: `time` outlives the call.
     check(unsafe { libc::clock_settime(libc::CLOCK_REALTIME, &time) })?;
     Ok(())
 }
 
-/// Lets this process and its children have many files open.
+/// Raises the hard limit of open files for this process and its children to `limit`.
 pub fn raise_open_files(limit: u64) -> io::Result<()> {
     let wanted = libc::rlimit { rlim_cur: 1024.min(limit), rlim_max: limit };
-    // SAFETY: `wanted` lives across the call.
+    // SAFETY: `wanted` outlives the call.
     check(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &wanted) })?;
     Ok(())
 }
 
-/// The effective user of this process.
+/// Returns the effective user of this process.
 pub fn user_id() -> u32 {
     // SAFETY: geteuid takes nothing and cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// Whether this process runs as root.
+/// Returns whether this process runs as root.
 pub fn is_root() -> bool {
     user_id() == 0
 }
 
-/// Rows and columns of a terminal.
+/// The rows and columns of a terminal.
 pub type Size = (u16, u16);
 
-/// A new terminal: the end that a person sits at, and the one that a program gets.
+/// Makes a new pseudoterminal. Returns the user's end and the program's end.
 pub fn open_terminal(size: Size) -> io::Result<(OwnedFd, OwnedFd)> {
     let (mut person, mut program) = (-1, -1);
     let window = window(size);
-    // SAFETY: both descriptors and the window size live across the call; a null name and null
-    // settings are allowed.
+    // SAFETY: both descriptors and the window size outlive the call; a null name and null settings
+    // are allowed.
     unsafe {
         check(libc::openpty(
             &mut person,
@@ -262,7 +263,7 @@ pub fn open_terminal(size: Size) -> io::Result<(OwnedFd, OwnedFd)> {
             std::ptr::null_mut(),
             &window,
         ))?;
-        // Not for the programs that are started: they would keep it open.
+        // Started programs do not inherit the descriptors; they would keep the terminal open.
         check(libc::fcntl(person, libc::F_SETFD, libc::FD_CLOEXEC))?;
         check(libc::fcntl(program, libc::F_SETFD, libc::FD_CLOEXEC))?;
         Ok((OwnedFd::from_raw_fd(person), OwnedFd::from_raw_fd(program)))
@@ -283,17 +284,17 @@ pub fn on_its_terminal(command: &mut Command) {
     unsafe { command.pre_exec(in_child) };
 }
 
-/// The size of the terminal behind `fd`; an error if it is none.
+/// Returns the size of the terminal behind `fd`. Fails if `fd` is not a terminal.
 pub fn terminal_size(fd: impl AsFd) -> io::Result<Size> {
     let mut window = window((0, 0));
-    // SAFETY: `window` lives across the call.
+    // SAFETY: `window` outlives the call.
     check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), libc::TIOCGWINSZ, &mut window) })?;
     Ok((window.ws_row, window.ws_col))
 }
 
 pub fn set_terminal_size(fd: impl AsFd, size: Size) -> io::Result<()> {
     let window = window(size);
-    // SAFETY: `window` lives across the call.
+    // SAFETY: `window` outlives the call.
     check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), libc::TIOCSWINSZ, &window) })?;
     Ok(())
 }
@@ -302,7 +303,8 @@ fn window((rows, columns): Size) -> libc::winsize {
     libc::winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 }
 }
 
-/// A terminal whose keys arrive one by one and uninterpreted, until this is dropped.
+/// A terminal in raw mode: keys arrive one by one and uninterpreted. Dropping the value restores
+/// the mode.
 pub struct RawTerminal {
     terminal: OwnedFd,
     before: libc::termios,
@@ -311,7 +313,7 @@ pub struct RawTerminal {
 impl RawTerminal {
     pub fn new(terminal: impl AsFd) -> io::Result<Self> {
         let terminal = terminal.as_fd().try_clone_to_owned()?;
-        // SAFETY: a termios is plain data, filled in by the first call and alive across all.
+        // SAFETY: a termios is plain data, filled in by the first call, and outlives all calls.
         unsafe {
             let mut before: libc::termios = std::mem::zeroed();
             check(libc::tcgetattr(terminal.as_raw_fd(), &mut before))?;
@@ -325,7 +327,7 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // SAFETY: `before` came from tcgetattr and lives across the call.
+        // SAFETY: `before` came from tcgetattr and outlives the call.
         unsafe { libc::tcsetattr(self.terminal.as_raw_fd(), libc::TCSANOW, &self.before) };
     }
 }

@@ -1,6 +1,7 @@
-//! What the build takes from Debian: its tools, installed, and the kernel's source, only unpacked.
+//! What the build takes from Debian: tools, which are installed, and the kernel source, which is
+//! only unpacked.
 //!
-//! Here so that `make kernel` works on a fresh machine and leaves no 150 MB package installed.
+//! With this module `make kernel` works on a new machine and leaves no package of 150 MB installed.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,15 +11,17 @@ use std::{fs, io};
 use super::step::{Progress, Step, StepError};
 use super::sys;
 
-/// The long-term series that Debian keeps patched.
+/// The source package of the long-term series that Debian maintains.
 pub const SOURCE_PACKAGE: &str = "linux-source-6.12";
 
-/// What compiling needs beyond an essential system; libelf is for objtool, bc for time constants.
+/// The packages that compiling needs in addition to an essential system; libelf is for objtool, bc
+/// for time constants.
 const TOOLS: [&str; 8] =
     ["bc", "binutils", "bison", "flex", "gcc", "libelf-dev", "make", "xz-utils"];
 
-/// Three files of five that no x86 guest compiles: left in the tarball, they are neither written
-/// nor removed again. Kconfig and Makefiles stay, since every one of them is read.
+/// Patterns of files that no x86 guest compiles, three of five in the tarball. They are not
+/// unpacked, which saves writing and removing them. Kconfig files and Makefiles are unpacked, since
+/// all of them are read.
 const UNUSED: [&str; 15] = [
     "Documentation/*/*",
     "arch/[a-w]*/*.[chS]",
@@ -74,7 +77,8 @@ pub enum DebianError {
     Contents(&'static str),
 }
 
-/// The version of the source that apt would give now; `None` if its lists do not know it.
+/// Returns the version of the source that apt would install now, or `None` if its lists do not
+/// contain it.
 pub fn candidate() -> Result<Option<String>, DebianError> {
     let output = Command::new("apt-cache")
         .args(["policy", SOURCE_PACKAGE])
@@ -86,7 +90,7 @@ pub fn candidate() -> Result<Option<String>, DebianError> {
     Ok(version.filter(|v| *v != "(none)").map(str::to_owned))
 }
 
-/// Refreshes apt's lists where that is allowed; another user's lists are taken as they are.
+/// Refreshes apt's lists if this process is root, and uses the existing lists otherwise.
 pub fn update(log: &Path, progress: &mut Progress) -> Result<(), DebianError> {
     if !sys::is_root() {
         return Ok(());
@@ -97,7 +101,7 @@ pub fn update(log: &Path, progress: &mut Progress) -> Result<(), DebianError> {
     apt_step(log).run(apt, progress).map_err(DebianError::Update)
 }
 
-/// Installs the tools that are not there.
+/// Installs the tools that are missing. Fails if this process is not root.
 pub fn install_tools(log: &Path, progress: &mut Progress) -> Result<(), DebianError> {
     let mut missing = Vec::new();
     for tool in TOOLS {

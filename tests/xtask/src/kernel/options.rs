@@ -1,7 +1,7 @@
-//! Reads `kernel-config/`, gives it a content key, and checks what Kconfig made of it.
+//! Reads `kernel-config/`, computes a key of its content, and checks the configuration that Kconfig
+//! makes of it.
 //!
-//! Here because Kconfig drops an option silently when a dependency is missing: only a comparison
-//! afterwards shows it.
+//! The check is necessary because Kconfig silently drops an option whose dependency is missing.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ use std::{fs, io};
 
 use sha2::{Digest, Sha256};
 
-/// Changes when the build itself changes in a way that the options do not show.
+/// The version of the build, raised when it changes in a way that the options do not show.
 const RECIPE: &str = "1";
 
 #[derive(Debug, thiserror::Error)]
@@ -31,17 +31,18 @@ pub enum OptionsError {
     Dropped(String),
 }
 
-/// Options by name (`CONFIG_…`), values as Kconfig writes them; absent and unset are both `n`.
+/// Options by name (`CONFIG_…`), with values as Kconfig writes them. Absent and unset options are
+/// `n`.
 type Options = BTreeMap<String, String>;
 
-/// What the guest kernel is asked to be.
+/// The requested options of the guest kernel, and the options that must result.
 pub struct Wanted {
     fragments: Options,
     required: Options,
 }
 
 impl Wanted {
-    /// Reads every `*.config` of `dir`, and the list named `required`.
+    /// Reads every `*.config` of `dir`, and the list `required`. Fails if an option is set twice.
     pub fn read(dir: &Path) -> Result<Self, OptionsError> {
         let unreadable = |source| OptionsError::Read { path: dir.into(), source };
         let mut paths = Vec::new();
@@ -69,7 +70,7 @@ impl Wanted {
         Ok(Self { fragments, required })
     }
 
-    /// All fragments as one file for `KCONFIG_ALLCONFIG`.
+    /// Returns all fragments as one file for `KCONFIG_ALLCONFIG`.
     pub fn merged(&self) -> String {
         let mut text = String::new();
         for (name, value) in &self.fragments {
@@ -79,8 +80,8 @@ impl Wanted {
         text
     }
 
-    /// Names this kernel: the same options of the same source give the same key. Comments and the
-    /// file an option stands in do not count, so that editing them rebuilds nothing.
+    /// Returns the key of this kernel: equal options and an equal source give an equal key.
+    /// Comments, and the file that contains an option, do not affect the key.
     pub fn key(&self, source_package: &str, source_version: &str) -> String {
         let mut hash = Sha256::new();
         for part in [RECIPE, source_package, source_version] {
@@ -99,7 +100,7 @@ impl Wanted {
         })
     }
 
-    /// Compares a finished `.config` with what was asked for.
+    /// Compares a finished `.config` with the options. Fails with the options that differ.
     pub fn check(&self, config: &Path) -> Result<(), OptionsError> {
         let found: Options = read_file(config)?.into_iter().collect();
         let mut wrong: BTreeMap<&str, String> = BTreeMap::new();
@@ -146,7 +147,7 @@ fn read_file(path: &Path) -> Result<Vec<(String, String)>, OptionsError> {
 mod tests {
     use super::*;
 
-    /// A folder of its own for one test, gone when the test ends.
+    /// The folder of one test, removed on drop.
     struct Folder(PathBuf);
 
     impl Folder {

@@ -1,6 +1,6 @@
-//! Runs one outside command of the build: output to a log, a deadline, Ctrl-C, a sign of life.
+//! Runs one external command of the build: output to a log, a deadline, Ctrl-C, and progress.
 //!
-//! Here because a build of minutes must neither look like a hang nor outlive the one who asked.
+//! A build of minutes must neither look like a hang nor outlive its caller.
 
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read, Seek, SeekFrom, Write};
@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 
 use super::sys;
 
-/// How often the child and the interrupt flag are looked at.
+/// The time between two checks of the child and the interrupt flag.
 const LOOK: Duration = Duration::from_millis(100);
-/// How long a child may take to end after TERM before it is killed.
+/// How long a child may take to end after SIGTERM before it is killed.
 const GRACE: Duration = Duration::from_secs(5);
 /// How much of the end of a log is searched for the reason of a failure.
 const TAIL: u64 = 64 * 1024;
@@ -48,7 +48,7 @@ pub enum StepError {
     Interrupted,
 }
 
-/// The lines a person sees while it runs, on stderr; stdout stays free for the result.
+/// The progress of the build, printed on stderr; stdout is for the result only.
 pub struct Progress {
     started: Instant,
     terminal: bool,
@@ -68,20 +68,20 @@ impl Progress {
         self.started.elapsed().as_secs_f64()
     }
 
-    /// Says what begins now.
+    /// Prints what begins now.
     pub fn phase(&mut self, what: &str) {
         eprintln!("[{:5.1}s] kernel: {what}", self.seconds());
         self.last = Instant::now();
     }
 
-    /// Says how far the running phase is: one line that renews itself on a terminal, otherwise a
-    /// plain line now and then.
+    /// Prints how far the current phase is: one line that is rewritten on a terminal, otherwise a
+    /// line every few seconds.
     fn tick(&mut self, done: u64, expected: u64) {
         if done == 0 || self.last.elapsed() < self.every {
             return;
         }
         self.last = Instant::now();
-        // The expectation is from experience: never claim to be ready before it is true.
+        // The expected number is an estimate, so 100 % is never shown early.
         let percent = (done * 100 / expected.max(1)).min(99);
         let line = format!("[{:5.1}s] kernel: {done} files built, {percent} %", self.seconds());
         if self.terminal {
@@ -94,22 +94,23 @@ impl Progress {
     fn clear(&self) {
         if self.terminal {
             eprint!("\r\x1b[2K");
-            // A terminal that went away is no reason to fail the build.
+            // The build does not fail because the terminal is gone.
             let _ = io::stderr().flush();
         }
     }
 }
 
-/// One command with what surrounds it.
+/// The log and the limits of one command.
 pub struct Step<'a> {
     pub log: &'a Path,
     pub limit: Duration,
-    /// How many files `make` usually builds; zero for a command that counts nothing.
+    /// How many files `make` usually builds, or zero for a command that does not count files.
     pub expected: u64,
 }
 
 impl Step<'_> {
-    /// Runs `command` to its end; its output goes to the log only.
+    /// Runs `command` to its end. Its output goes only to the log. Fails if the command fails,
+    /// exceeds the limit or is interrupted.
     pub fn run(&self, mut command: Command, progress: &mut Progress) -> Result<(), StepError> {
         let program = command.get_program().to_string_lossy().into_owned();
         let log_error = |source: io::Error| match source.kind() {
@@ -124,7 +125,7 @@ impl Step<'_> {
             .stdin(Stdio::null())
             .stdout(log.try_clone().map_err(log_error)?)
             .stderr(log)
-            // A group of its own: an interrupt ends the compilers too, and in our order.
+            // The command has its own process group, so that `end` can end the compilers too.
             .process_group(0);
         let mut child = command
             .spawn()
@@ -147,7 +148,7 @@ impl Step<'_> {
                 });
             }
             if self.expected > 0 {
-                // A log that cannot be read costs the counter, not the build.
+                // If the log cannot be read, only the progress is missing.
                 progress.tick(seen.advance().unwrap_or(0), self.expected);
             }
             std::thread::sleep(LOOK);
@@ -166,7 +167,7 @@ impl Step<'_> {
     }
 }
 
-/// Ends the child with everything it started.
+/// Ends the child and its process group: SIGTERM first, SIGKILL after [`GRACE`].
 fn end(child: &mut Child) {
     sys::kill_group(child.id(), libc::SIGTERM);
     let until = Instant::now() + GRACE;
@@ -177,11 +178,11 @@ fn end(child: &mut Child) {
         }
     }
     sys::kill_group(child.id(), libc::SIGKILL);
-    // Already collected above, or dead by the line before: nothing left to report.
+    // The child was collected above or has been killed, so there is nothing to report.
     let _ = child.wait();
 }
 
-/// Counts the lines of a growing log that announce a built file (`  CC      fs/open.o`).
+/// Counts the lines of a growing log that report a built file (`  CC      fs/open.o`).
 struct Counter {
     log: File,
     count: u64,
@@ -218,8 +219,8 @@ fn tail(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The line of a log's end that most likely says why: the first error, else what stood before
-/// make's first complaint, else the last line.
+/// Returns the line of a log's end that most likely gives the reason: the first error, else the
+/// line before make's first complaint, else the last line.
 fn reason(tail: &str) -> String {
     let said = |line: &&str| {
         let line = line.to_ascii_lowercase();
@@ -288,7 +289,7 @@ mod tests {
         assert!(begun.elapsed() < GRACE);
         let text = fs::read_to_string(&log.0).unwrap();
         let sleeper = text.lines().last().unwrap();
-        // A process that was killed is there until it was scheduled once more.
+        // A killed process exists until it is scheduled once more.
         let state = || fs::read_to_string(format!("/proc/{sleeper}/stat")).unwrap_or_default();
         let is_gone = || state().is_empty() || state().contains(") Z ");
         while !is_gone() && begun.elapsed() < 2 * GRACE {

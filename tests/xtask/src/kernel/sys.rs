@@ -1,6 +1,6 @@
-//! The three system calls a long build needs and the standard library does not offer.
+//! System calls that a long build needs and for which the standard library has no function.
 //!
-//! Here so that everything `unsafe` in the kernel build is on one page.
+//! All `unsafe` code of the kernel build is in this file.
 
 #![allow(unsafe_code)]
 
@@ -15,11 +15,11 @@ extern "C" fn note_interrupt(_signal: libc::c_int) {
     INTERRUPTED.store(true, Ordering::Relaxed);
 }
 
-/// From here on the first Ctrl-C, TERM or HUP only sets a flag, so that the build tree can be
-/// removed; the second ends the process as ever.
+/// Makes the first SIGINT, SIGTERM or SIGHUP set a flag, so that the build tree can be removed. The
+/// second signal of a kind ends the process.
 pub fn catch_interrupts() -> io::Result<()> {
     for signal in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP] {
-        // SAFETY: the handler only stores to an atomic; a zeroed sigaction is a valid one.
+        // SAFETY: the handler only stores to an atomic; a zeroed sigaction is valid.
         let result = unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
             action.sa_sigaction = note_interrupt as *const () as usize;
@@ -33,12 +33,12 @@ pub fn catch_interrupts() -> io::Result<()> {
     Ok(())
 }
 
-/// Whether one of those signals has arrived.
+/// Returns whether a signal of [`catch_interrupts`] has arrived.
 pub fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::Relaxed)
 }
 
-/// Takes an exclusive lock on `file` if nobody holds it.
+/// Takes an exclusive lock on `file`. Returns false if another process holds it.
 pub fn try_lock(file: &File) -> io::Result<bool> {
     // SAFETY: flock takes two integers.
     if unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
@@ -50,14 +50,15 @@ pub fn try_lock(file: &File) -> io::Result<bool> {
     }
 }
 
-/// Sends `signal` to every process of the group that `leader` leads.
+/// Sends `signal` to every process of the group of `leader`.
 pub fn kill_group(leader: u32, signal: libc::c_int) {
     let Ok(group) = libc::pid_t::try_from(leader) else { return };
-    // SAFETY: kill takes two integers. A group that is already gone is what was wanted.
+    // SAFETY: kill takes two integers. It may fail if the group has ended, which is the intended
+    // result.
     unsafe { libc::kill(-group, signal) };
 }
 
-/// Whether this process may install packages.
+/// Returns whether this process is root and may install packages.
 pub fn is_root() -> bool {
     // SAFETY: geteuid takes nothing and cannot fail.
     unsafe { libc::geteuid() == 0 }

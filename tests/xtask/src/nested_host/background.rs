@@ -1,8 +1,8 @@
-//! `cargo xtask host`: keeps one nested host running, for work that goes in and out of it often.
+//! `cargo xtask host`: keeps one nested host running, for frequent use.
 //!
-//! A process of its own holds QEMU and hands its ports out over a Unix socket. Its state is one
-//! directory per checkout; whether it lives is told by a lock on a file there, which no crash can
-//! leave behind.
+//! A separate process owns QEMU and hands out its ports through a Unix socket. Its state is one
+//! folder for each checkout. A lock on a file there shows whether the process is alive; no crash
+//! can leave a lock behind.
 
 use std::collections::BTreeSet;
 use std::env;
@@ -26,13 +26,13 @@ use super::{BOOT_DEADLINE, Clock, HostError, NestedHost, lock, session, shares};
 use crate::sys::{self, READABLE, Waiting};
 use crate::{checkout, progress, report};
 
-/// How long a host that was told to end may take.
+/// How long a host may take to end.
 const DOWN_DEADLINE: Duration = Duration::from_secs(10);
 
-/// How long a client may take to say what it wants.
+/// How long a client may take to send its request.
 const OPEN_DEADLINE: Duration = Duration::from_secs(10);
 
-/// A host that no command has used for so long is paused until the next one.
+/// A host that no command has used for this long is paused until the next command.
 const PAUSE_AFTER: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
@@ -55,16 +55,16 @@ pub enum BackgroundError {
     Serve(#[source] io::Error),
 }
 
-/// What the background process writes down when it is ready.
+/// The state that the background process writes when it is ready.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct State {
     pub pid: u32,
     pub qemu_pid: u32,
-    /// Hosts are interchangeable if and only if their keys are equal.
+    /// Hosts with equal keys are interchangeable, and others are not.
     pub key: String,
 }
 
-/// The state directory of this checkout's background host.
+/// The state folder of this checkout's background host.
 struct Place(PathBuf);
 
 impl Place {
@@ -90,13 +90,13 @@ impl Place {
         self.0.join("state.json")
     }
 
-    /// Whether a background process lives, ready or not.
+    /// Returns whether a background process is alive, ready or not.
     fn is_taken(&self) -> bool {
         File::open(self.lock())
             .is_ok_and(|lock| matches!(sys::lock(&lock, Duration::ZERO), Ok(false)))
     }
 
-    /// The running host, if the lock says that there is one and it is ready.
+    /// Returns the state of the running host, if its process is alive and ready.
     fn living(&self) -> Option<State> {
         if !self.is_taken() {
             return None;
@@ -113,7 +113,8 @@ fn log_path() -> PathBuf {
     checkout::root().join("target/nested-host.log")
 }
 
-/// Says which hosts can serve this checkout: same image, same frames, same shares.
+/// Returns the key of the hosts that can serve this checkout: it covers the image, the version of
+/// the frames and the shares.
 fn key(image: &Image) -> Result<String, HostError> {
     let shares = shares()?;
     let version = frame::VERSION.to_le_bytes();
@@ -122,7 +123,7 @@ fn key(image: &Image) -> Result<String, HostError> {
     Ok(image::short_hash(parts))
 }
 
-/// A connection to the background host, if one is up that fits.
+/// Connects to the background host, if one is up that fits this checkout.
 pub fn connect(image: &Image) -> Option<UnixStream> {
     let place = Place::find();
     let state = place.living()?;
@@ -132,7 +133,8 @@ pub fn connect(image: &Image) -> Option<UnixStream> {
     UnixStream::connect(place.socket()).ok()
 }
 
-/// Starts the host unless it is up already, and returns it once it serves.
+/// Starts the host unless a fitting one is up, and returns its state once it serves commands. A
+/// host with another key is replaced.
 pub fn up() -> Result<State, BackgroundError> {
     let image = image::prepare()?;
     let place = Place::find();
@@ -165,7 +167,7 @@ pub fn up() -> Result<State, BackgroundError> {
     Err(BackgroundError::NotUp(log_path))
 }
 
-/// Ends the host; false if none was up.
+/// Ends the host. Returns false if none was up.
 pub fn down() -> Result<bool, BackgroundError> {
     let place = Place::find();
     let Some(state) = place.living() else {
@@ -186,12 +188,13 @@ pub fn down() -> Result<bool, BackgroundError> {
     Ok(true)
 }
 
-/// The running host, whatever its make.
+/// Returns the state of the running host, whatever its key is.
 pub fn status() -> Option<State> {
     Place::find().living()
 }
 
-/// The background process itself: boots, serves until it is told to end or the host is lost.
+/// Runs the background process: boots the host and serves commands, until it is told to end or the
+/// host is lost.
 pub fn serve() -> Result<(), BackgroundError> {
     let place = Place::find();
     let failed = |path: PathBuf| move |e| BackgroundError::State(path, e);
@@ -201,7 +204,8 @@ pub fn serve() -> Result<(), BackgroundError> {
         .create(&place.0)
         .map_err(failed(place.0.clone()))?;
     let lock = File::create(place.lock()).map_err(failed(place.lock()))?;
-    // Not at once: whoever looks whether a host lives holds the lock for a moment.
+    // The lock is waited for, because a process that checks for a living host holds it for a
+    // moment.
     if !sys::lock(&lock, Duration::from_secs(2)).map_err(failed(place.lock()))? {
         return Err(BackgroundError::Taken);
     }
@@ -275,25 +279,25 @@ fn hand_out(
     client: UnixStream,
 ) -> io::Result<()> {
     let taken = lock(free).pop_first();
-    // Without an answer the client boots a host of its own.
+    // Without an answer the client boots its own host.
     let Some(index) = taken else { return Err(io::Error::other("all ports are in use")) };
     let port = host.port(index)?;
     let free = Arc::clone(free);
     thread::Builder::new().name(format!("client-{index}")).spawn(move || {
         match relay(client, port) {
             Ok(()) => drop(lock(&free).insert(index)),
-            // Out of step: the port is not given to anyone again.
+            // The frames are out of step, so the port is not used again.
             Err(e) => eprintln!("port {index} is lost: {e}"),
         }
     })?;
     Ok(())
 }
 
-/// Carries the frames of one command both ways. Whatever becomes of the client, the port is
-/// between two commands when this returns.
+/// Relays the frames of one command in both directions. When it returns, the port is between two
+/// commands, whatever the client did. Fails if the port is lost.
 fn relay(client: UnixStream, port: UnixStream) -> io::Result<()> {
     let (mut from_client, mut to_port) = (client.try_clone()?, port.try_clone()?);
-    // Nothing is started, and so nothing will be answered, before the client has asked for it.
+    // The port does not answer before the client's request, because nothing has been started.
     from_client.set_read_timeout(Some(OPEN_DEADLINE))?;
     let Ok(Some(open)) = frame::read(&mut from_client) else { return Ok(()) };
     if open.kind != Kind::Open {
@@ -323,7 +327,7 @@ fn relay(client: UnixStream, port: UnixStream) -> io::Result<()> {
         };
         bytes.clear();
         frame::encode(&mut bytes, frame.kind, &frame.payload);
-        // A client that is gone is announced to the host by the other direction.
+        // If the client is gone, the other direction tells the host.
         let _ = client.write_all(&bytes);
         if frame.kind == Kind::Exit {
             break;

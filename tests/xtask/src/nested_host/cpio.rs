@@ -1,7 +1,7 @@
 //! Writes the "newc" archive that the kernel unpacks as its first file system.
 //!
-//! Uncompressed on purpose: the nested host's CPU is emulated, and unpacking costs it more than
-//! the outer machine needs to hand over the bytes.
+//! The archive is not compressed: the CPU of the nested host is emulated, and would need more time
+//! to decompress than the outer machine needs to pass the bytes.
 
 use std::io::{self, Write};
 
@@ -24,12 +24,12 @@ impl<W: Write> Archive<W> {
         self.entry(name, DIRECTORY, &[])
     }
 
-    /// Adds a file that may be read and executed by all.
+    /// Adds a file that everyone may read and execute.
     pub fn file(&mut self, name: &str, content: &[u8]) -> io::Result<()> {
         self.entry(name, PROGRAM, content)
     }
 
-    /// Writes the end mark and gives the output back.
+    /// Writes the end mark and returns the output.
     pub fn finish(mut self) -> io::Result<W> {
         self.inode = 0;
         self.entry("TRAILER!!!", 0, &[])?;

@@ -1,8 +1,8 @@
-//! The frames that carry one command's streams between the two machines.
+//! The frames that carry the streams of one command between the outer machine and the nested host.
 //!
-//! Both ends are this program, so the format has no history to respect: five bytes of header
-//! (payload length, kind), then the payload. It keeps the streams apart and binary-clean on a
-//! channel that never closes.
+//! Both ends are this program, so the format need not be compatible with older versions. A frame is
+//! five bytes of header (payload length, kind) and the payload. Frames keep the streams separate
+//! and binary-clean on a channel that never closes.
 
 use std::io::{self, Read};
 
@@ -10,16 +10,17 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Both ends must agree; a background host with another number is not used.
+/// The version of the format. A background host with another version is not used.
 pub const VERSION: u32 = 2;
 
-/// Larger payloads are a broken peer. Arguments and environment travel in one frame.
+/// The maximum length of a payload; a longer one is an error of the peer. Arguments and environment
+/// are in one frame.
 pub const MAX_PAYLOAD: usize = 2 << 20;
 
-/// Data frames stay small so that a signal never waits behind a long one.
+/// The maximum length of a data frame, small so that a signal does not wait behind it.
 pub const DATA_CHUNK: usize = 32 << 10;
 
-/// Bytes of stdin that may be on the way before the command has read them.
+/// How many bytes of stdin may be sent before the command has read them.
 pub const STDIN_WINDOW: usize = 256 << 10;
 
 const HEADER: usize = 5;
@@ -27,17 +28,17 @@ const HEADER: usize = 5;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
-    /// To the host: a [`Request`]; starts a command.
+    /// To the host: a [`Request`], which starts a command.
     Open = 1,
     /// To the host: bytes for the command's stdin.
     Stdin,
-    /// To the host: no more stdin.
+    /// To the host: the end of stdin.
     StdinEnd,
     /// To the host: one byte, a signal for the command's process group.
     Signal,
-    /// To the host: one byte, 1 or 2: nobody reads this stream any more.
+    /// To the host: one byte, 1 or 2: the client no longer reads this output.
     CloseOutput,
-    /// To the host: the client is gone; end the command.
+    /// To the host: the client is gone, and the command is ended.
     HangUp,
     /// To the host: rows and columns of the client's terminal, two bytes each.
     Resize,
@@ -45,9 +46,9 @@ pub enum Kind {
     Stdout,
     /// From the host: bytes of the command's stderr.
     Stderr,
-    /// From the host: four bytes, how much stdin the command has taken since the last one.
+    /// From the host: four bytes, how much stdin the command has taken since the last credit.
     Credit,
-    /// From the host, last: an [`Outcome`].
+    /// From the host: an [`Outcome`], the last frame of a command.
     Exit,
 }
 
@@ -60,19 +61,19 @@ impl Kind {
     }
 }
 
-/// What to run. Bytes, because neither arguments nor paths need be UTF-8.
+/// The command to run. Arguments and paths are bytes, because they need not be UTF-8.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Request {
     pub argv: Vec<Vec<u8>>,
     pub env: Vec<(Vec<u8>, Vec<u8>)>,
     pub cwd: Vec<u8>,
-    /// The outer machine's clock, which a host that was paused has lost.
+    /// The time of the outer machine. The clock of a host that was paused is late.
     pub time_since_epoch: Duration,
-    /// Rows and columns of the client's terminal if the command shall have one.
+    /// Rows and columns of the client's terminal, if the command gets a terminal.
     pub terminal: Option<(u16, u16)>,
 }
 
-/// How the command ended, as a shell would say it.
+/// How the command ended, with the exit code that a shell would report.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
     pub code: u8,
@@ -93,7 +94,8 @@ pub fn encode(out: &mut Vec<u8>, kind: Kind, payload: &[u8]) {
     out.extend_from_slice(payload);
 }
 
-/// Takes the first whole frame off `buffer`, if there is one.
+/// Removes the first complete frame from `buffer` and returns it. Returns `None` if the frame is
+/// incomplete. Fails if the header is invalid.
 pub fn decode(buffer: &mut Vec<u8>) -> io::Result<Option<Frame>> {
     let Some(header) = buffer.first_chunk::<HEADER>() else { return Ok(None) };
     let (len, kind) = parse_header(header)?;
@@ -105,7 +107,7 @@ pub fn decode(buffer: &mut Vec<u8>) -> io::Result<Option<Frame>> {
     Ok(Some(Frame { kind, payload }))
 }
 
-/// Reads one frame, waiting for it; `None` at the end of the stream.
+/// Waits for one frame and returns it, or `None` at the end of the stream.
 pub fn read(from: &mut impl Read) -> io::Result<Option<Frame>> {
     let mut header = [0; HEADER];
     match from.read_exact(&mut header) {

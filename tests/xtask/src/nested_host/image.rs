@@ -1,7 +1,7 @@
 //! Prepares what the nested host boots from: a stock Debian kernel and an initramfs.
 //!
-//! Built once and kept in the cache under a hash of the recipe, so that a later run only starts
-//! QEMU. Nothing is installed but the tools; the kernel package is only unpacked.
+//! They are built once and kept in the cache under a hash of the recipe, so that later runs only
+//! start QEMU. Only tools are installed; the kernel package is only unpacked.
 
 use std::fs::{self, File};
 use std::io::{self, BufWriter};
@@ -16,11 +16,12 @@ use super::vmlinux;
 use crate::packages::{self, PackageError};
 use crate::{cache, progress, sys};
 
-/// Programs that must be on the machine to prepare or boot the host.
+/// The packages that are needed to prepare or boot the host.
 const PACKAGES: [&str; 4] = ["qemu-system-x86", "busybox-static", "kmod", "xz-utils"];
 
-/// Loaded at boot in this order, each after what it depends on: what the host needs to come up,
-/// and what only a device node would ask for. The kernel loads everything else when it is used.
+/// The modules that are loaded at boot, in this order, each after its dependencies: modules without
+/// which the host does not boot, and modules that only the use of a device node would load. The
+/// kernel loads all others on demand.
 const MODULES: [&str; 9] = [
     "virtio_pci",
     "virtio_console",
@@ -33,7 +34,7 @@ const MODULES: [&str; 9] = [
     "loop",
 ];
 
-/// Module directories that stay available for later; sound and graphics are not among them.
+/// The folders of modules that are kept for loading on demand, without sound and graphics.
 const KEPT: [&str; 13] = [
     "arch",
     "crypto",
@@ -53,10 +54,10 @@ const KEPT: [&str; 13] = [
 
 const INIT: &str = include_str!("../../../nested-host/init");
 
-/// Raised when this file changes what it builds from the same inputs.
+/// The version of the recipe, raised when this file builds another image from unchanged inputs.
 const RECIPE: u32 = 4;
 
-/// Another process may be preparing the same image; it needs a download and a minute.
+/// How long to wait for another process that prepares the image; it needs a download and a minute.
 const LOCK_DEADLINE: Duration = Duration::from_secs(900);
 
 #[derive(Debug, thiserror::Error)]
@@ -75,18 +76,18 @@ pub enum ImageError {
     Locked,
 }
 
-/// A kernel and initramfs that are ready to boot.
+/// A kernel and an initramfs that are ready to boot.
 #[derive(Clone, Debug)]
 pub struct Image {
     pub kernel: PathBuf,
     pub initramfs: PathBuf,
-    /// Holds `lib/modules/VERSION`.
+    /// The folder that contains `lib/modules/VERSION`.
     pub modules: PathBuf,
-    /// Names this image's recipe; a running host with another key is another host.
+    /// The key of the image's recipe. A running host with another key is not used.
     pub key: String,
 }
 
-/// Returns the image, preparing it first if the cache does not have it.
+/// Returns the image, and prepares it first if the cache does not have it.
 pub fn prepare() -> Result<Image, ImageError> {
     packages::install(&PACKAGES)?;
     let key = key();
@@ -116,7 +117,7 @@ pub fn prepare() -> Result<Image, ImageError> {
         return Ok(image);
     }
     progress::step("preparing the nested host (once)");
-    // Whoever holds the lock is alone: what an interrupted run left behind can go.
+    // The holder of the lock is alone, so the rest of an interrupted run can be removed.
     let temporary = base.join("building");
     let _ = fs::remove_dir_all(&temporary);
     fs::create_dir(&temporary).map_err(write(&temporary))?;
@@ -126,14 +127,14 @@ pub fn prepare() -> Result<Image, ImageError> {
     Ok(image)
 }
 
-/// A hash of everything that decides what the image contains, but for the kernel's patch level.
+/// Returns a hash of the recipe. The kernel's patch level does not affect it.
 fn key() -> String {
     let recipe = RECIPE.to_le_bytes();
     let parts: [&[u8]; 2] = [&recipe, INIT.as_bytes()];
     short_hash(parts.into_iter().chain(MODULES.map(str::as_bytes)))
 }
 
-/// Names a list of parts; no two different lists get the same name.
+/// Returns a name for a list of parts, which is different for different lists.
 pub fn short_hash<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
     let mut hash = Sha256::new();
     for part in parts {
@@ -153,7 +154,7 @@ fn build(dir: &Path) -> Result<(), ImageError> {
     let packed = unpacked.join(format!("boot/vmlinuz-{version}"));
     let packed = fs::read(&packed).map_err(|e| ImageError::Read(packed, e))?;
     let kernel = dir.join("kernel");
-    // A kernel packed another way boots as it is, only later.
+    // A kernel that is compressed in another way boots unmodified, only slower.
     fs::write(&kernel, vmlinux::extract(&packed).unwrap_or(packed))
         .map_err(|e| ImageError::Write(kernel, e))?;
 
@@ -167,7 +168,7 @@ fn build(dir: &Path) -> Result<(), ImageError> {
     fs::remove_dir_all(&unpacked).map_err(|e| ImageError::Write(unpacked, e))
 }
 
-/// Moves the modules worth keeping from the unpacked package to `to`.
+/// Moves the modules to keep from the unpacked package to `to`.
 fn keep_modules(unpacked: &Path, to: &Path, version: &str) -> Result<(), ImageError> {
     let tree = Path::new("lib/modules").join(version);
     let (from, to) = (unpacked.join(&tree), to.join(&tree));
@@ -182,7 +183,8 @@ fn keep_modules(unpacked: &Path, to: &Path, version: &str) -> Result<(), ImageEr
             _ => {}
         }
     }
-    // Below it are drivers for network cards, more than everything else together.
+    // The subfolders contain drivers for network cards, which are larger than everything else
+    // together.
     let nics = to.join("kernel/drivers/net");
     let entries = fs::read_dir(&nics).map_err(|e| ImageError::Read(nics.clone(), e))?;
     for entry in entries.flatten().filter(|e| e.file_type().is_ok_and(|kind| kind.is_dir())) {
@@ -214,13 +216,13 @@ fn pack(path: &Path, modules: &Path, version: &str) -> Result<(), ImageError> {
     Ok(())
 }
 
-/// The files of `MODULES` and of everything they need, in the order to load them.
+/// Returns the files of `MODULES` and of their dependencies, in the order of loading.
 fn module_files(modules: &Path, version: &str) -> Result<Vec<PathBuf>, ImageError> {
     let mut files: Vec<PathBuf> = Vec::new();
     for module in MODULES {
         let mut modprobe = Command::new("modprobe");
         modprobe.arg("-d").arg(modules).args(["-S", version, "--show-depends", module]);
-        // A module that is built in is named without a file.
+        // A module that is built into the kernel is listed without a file.
         let output = run("modprobe", &mut modprobe)?;
         for line in String::from_utf8_lossy(&output).lines() {
             let Some(file) = line.strip_prefix("insmod ") else { continue };

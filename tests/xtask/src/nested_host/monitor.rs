@@ -1,16 +1,16 @@
-//! Tells QEMU to stop and continue the host's clock and CPU.
+//! Tells QEMU to stop and continue the clock and CPU of the nested host.
 //!
-//! An idle host polls, which keeps it alive but takes a whole core of the outer machine; one that
-//! nobody uses is therefore paused.
+//! An idle host polls, which takes a whole core of the outer machine. A host that is not used is
+//! therefore paused.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-/// QEMU answers at once; one that does not is as good as dead.
+/// How long QEMU may take to answer. It normally answers at once.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(20);
 
-/// A connection to QEMU's monitor that understands JSON.
+/// A connection to QEMU's monitor, which speaks JSON.
 pub struct Monitor {
     to: UnixStream,
     from: BufReader<UnixStream>,
@@ -23,7 +23,7 @@ impl Monitor {
         Ok(Monitor { to: stream.try_clone()?, from: BufReader::new(stream), greeted: false })
     }
 
-    /// Stops the machine; no time passes in it until [`Monitor::resume`].
+    /// Stops the nested host. No time passes in it until [`Monitor::resume`].
     pub fn pause(&mut self) -> io::Result<()> {
         self.execute("stop")
     }
@@ -42,7 +42,7 @@ impl Monitor {
 
     fn exchange(&mut self, command: &str) -> io::Result<()> {
         writeln!(self.to, "{{\"execute\":\"{command}\"}}")?;
-        // The greeting and events come in between.
+        // The greeting and events may come before the answer.
         loop {
             let mut line = String::new();
             if self.from.read_line(&mut line)? == 0 {

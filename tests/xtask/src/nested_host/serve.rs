@@ -1,8 +1,8 @@
 //! The inside of the nested host: runs the commands that arrive on its virtio-serial ports.
 //!
-//! It is this same program, started by the host's init as its first process, so that both ends of
-//! the frames are built together. Each port serves one command at a time and never closes; a
-//! client that goes away is announced by a frame.
+//! The init of the nested host starts this program as its first process, so that both ends of the
+//! frames are built together. Each port serves one command at a time and never closes; a frame
+//! announces that a client is gone.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
@@ -20,19 +20,20 @@ use super::frame::{self, DATA_CHUNK, Frame, Kind, Outcome, Request, STDIN_WINDOW
 use super::{HEARTBEAT_EVERY, HEARTBEAT_PORT, SESSION_PORTS};
 use crate::sys::{self, READABLE, WRITABLE, Waiting};
 
-/// Output that waits for the client before the command is no longer read.
+/// How much output may wait for the client before the command's output is no longer read.
 const OUTPUT_LIMIT: usize = 256 << 10;
 
-/// How long output may trickle in after the command ended, from children that kept its pipes.
+/// How long output is still read after the command has ended, from children that have kept its
+/// pipes.
 const TRICKLE: Duration = Duration::from_millis(200);
 
-/// How long a command whose client is gone may take to end.
+/// How long a command may take to end after its client is gone.
 const GRACE: Duration = Duration::from_secs(2);
 
 const DROP_CACHES: &str = "/proc/sys/vm/drop_caches";
-/// Tells the kernel to forget names and attributes, but not the content of files.
+/// Makes the kernel drop names and attributes, but not the content of files.
 const FORGET_NAMES: &str = "2";
-/// Tells it not to log that.
+/// Makes the kernel not log the drop.
 const SILENTLY: &str = "4";
 
 /// How long a port may take to appear.
@@ -40,7 +41,7 @@ const PORT_DEADLINE: Duration = Duration::from_secs(20);
 
 const OPEN_FILES: u64 = 1 << 20;
 
-/// Names that programs expect and the kernel alone does not make.
+/// Names that programs expect and that the kernel does not make.
 const DESCRIPTORS: [(&str, &str); 4] = [
     ("/dev/fd", "/proc/self/fd"),
     ("/dev/stdin", "/proc/self/fd/0"),
@@ -48,7 +49,8 @@ const DESCRIPTORS: [(&str, &str); 4] = [
     ("/dev/stderr", "/proc/self/fd/2"),
 ];
 
-/// First process of the host: starts the worker, collects orphans, switches off at the end.
+/// Runs the first process of the host: starts the worker, collects orphans, and powers off when the
+/// worker ends.
 pub fn first_process() -> ExitCode {
     match Command::new("/run/nested-serve").arg("nested-serve-worker").spawn() {
         Ok(worker) => while sys::reap_one().is_ok_and(|pid| pid != worker.id()) {},
@@ -58,12 +60,12 @@ pub fn first_process() -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Serves every port until the machine is switched off.
+/// Serves every port until the host is powered off.
 pub fn worker() -> io::Result<()> {
     sys::raise_open_files(OPEN_FILES)?;
     fs::write(DROP_CACHES, SILENTLY)?;
     for (name, place) in DESCRIPTORS {
-        // There already, if another has put it there.
+        // The name may exist already.
         let _ = symlink(place, name);
     }
     for port in SESSION_PORTS {
@@ -80,19 +82,20 @@ pub fn worker() -> io::Result<()> {
     }
     let mut heartbeat = open_port(HEARTBEAT_PORT)?;
     loop {
-        // A full channel means that nobody listens; the next beat tries again.
+        // If the channel is full, nobody reads the heartbeats, and the next one tries again.
         let _ = heartbeat.write(&[0]);
         let next = Instant::now() + HEARTBEAT_EVERY;
         while let Some(left) = next.checked_duration_since(Instant::now()) {
-            // What comes is only meant to interrupt. It is taken at once, for a port that holds
-            // something unread does not interrupt again.
+            // Incoming bytes are only meant to interrupt. They are read at once, because a port
+            // with unread bytes does not interrupt again.
             sys::poll([Waiting { fd: Some(heartbeat.as_fd()), events: READABLE }], Some(left))?;
             while heartbeat.read(&mut [0; 64]).is_ok_and(|n| n > 0) {}
         }
     }
 }
 
-/// Opens a port, which appears a moment after its driver was loaded.
+/// Opens a port. The port appears shortly after its driver is loaded. Fails after
+/// [`PORT_DEADLINE`].
 fn open_port(port: u32) -> io::Result<File> {
     let until = Instant::now() + PORT_DEADLINE;
     loop {
@@ -108,7 +111,8 @@ fn open_port(port: u32) -> io::Result<File> {
     }
 }
 
-/// The device of a port: `vport`, the index that the controller happened to get, `p`, the number.
+/// Returns the device of a port. Its name is `vport`, the index of the controller, `p`, and the
+/// number of the port.
 fn find_port(port: u32) -> Option<PathBuf> {
     let number = format!("p{port}");
     fs::read_dir("/dev").ok()?.flatten().map(|entry| entry.path()).find(|path| {
@@ -119,9 +123,9 @@ fn find_port(port: u32) -> Option<PathBuf> {
     })
 }
 
-/// Lets a command see what the outer machine did since the last one: its files and its time.
+/// Makes the changes of the outer machine since the last command visible: its files and its time.
 fn catch_up(request: &Request) {
-    /// More than the way here can explain.
+    /// A larger difference cannot be the time that the request took.
     const TOLERATED: Duration = Duration::from_secs(2);
     let ours = UNIX_EPOCH.elapsed().unwrap_or_default();
     if request.time_since_epoch.abs_diff(ours) > TOLERATED
@@ -134,7 +138,7 @@ fn catch_up(request: &Request) {
     }
 }
 
-/// One virtio-serial port with the bytes that are on their way in and out.
+/// One virtio-serial port, with bytes that were received or wait to be sent.
 struct Port {
     device: File,
     received: Vec<u8>,
@@ -150,7 +154,8 @@ impl Port {
         frame::encode(&mut self.outgoing, kind, payload);
     }
 
-    /// Moves what can be moved without waiting. `events` come from a poll of the device.
+    /// Reads and writes as much as possible without waiting. `events` is the result of a poll of
+    /// the device.
     fn transfer(&mut self, events: i16) -> io::Result<()> {
         if events & !WRITABLE != 0 {
             let mut chunk = [0; DATA_CHUNK];
@@ -175,10 +180,10 @@ impl Port {
         if self.outgoing.is_empty() { READABLE } else { READABLE | WRITABLE }
     }
 
-    /// Waits for a command, runs it to its end and reports it. `prepare` sees it first.
+    /// Waits for a command, calls `prepare`, runs the command to its end and reports the outcome.
     fn serve_one(&mut self, prepare: impl FnOnce(&Request)) -> io::Result<()> {
         let request = loop {
-            // Whatever else arrives between two commands belongs to the one that ended.
+            // Other frames between two commands belong to the command that has ended.
             match frame::decode(&mut self.received)? {
                 Some(Frame { kind: Kind::Open, payload }) => break payload,
                 Some(_) => continue,
@@ -252,7 +257,7 @@ fn fd_if(wanted: bool, stream: &Option<impl AsFd>) -> Option<std::os::fd::Borrow
     stream.as_ref().filter(|_| wanted).map(|s| s.as_fd())
 }
 
-/// Reads once from a pipe; closes it at its end.
+/// Reads once from a pipe, and closes it at its end.
 fn drain(pipe: &mut Option<impl Read>, send: impl FnOnce(&[u8])) {
     let mut chunk = [0; DATA_CHUNK];
     match pipe.as_mut().map(|p| p.read(&mut chunk)) {
@@ -264,14 +269,14 @@ fn drain(pipe: &mut Option<impl Read>, send: impl FnOnce(&[u8])) {
     }
 }
 
-/// A command with its pipes. A pipe that is `None` is closed.
+/// A running command with its pipes. A pipe that is `None` is closed.
 struct Running {
     child: Child,
     ended: OwnedFd,
     stdin: Option<File>,
     stdout: Option<File>,
     stderr: Option<File>,
-    /// The end of the command's terminal that a person sits at, if it has one.
+    /// The user's end of the command's terminal, if it has one.
     terminal: Option<File>,
     to_stdin: Vec<u8>,
     stdin_ends: bool,
@@ -293,7 +298,7 @@ fn start(request: Request) -> Result<Running, Outcome> {
     for (name, value) in request.env {
         let (name, value) = (OsString::from_vec(name), OsString::from_vec(value));
         if name == "XDG_RUNTIME_DIR" {
-            // The outer machine's /run is not here.
+            // The nested host has its own /run, so the folder of the outer machine is missing.
             let _ = fs::create_dir_all(&value);
         }
         command.env(name, value);
@@ -320,8 +325,8 @@ fn start(request: Request) -> Result<Running, Outcome> {
     })
 }
 
-/// Gives the command its streams and a process group, and returns our ends: stdin, stdout,
-/// stderr, terminal.
+/// Connects the command to its streams and puts it into a process group. Returns this process's
+/// ends: stdin, stdout, stderr, terminal.
 fn connect(command: &mut Command, terminal: Option<sys::Size>) -> io::Result<[Option<File>; 4]> {
     if let Some(size) = terminal {
         let (person, program) = sys::open_terminal(size)?;
@@ -357,7 +362,7 @@ impl Running {
             }
             (Kind::CloseOutput, [1]) => self.stdout = None,
             (Kind::CloseOutput, [2]) => self.stderr = None,
-            // Also for a client that sends what it must not.
+            // This also handles a client that sends an unexpected frame.
             _ => {
                 (self.stdin, self.stdout, self.stderr) = (None, None, None);
                 self.signal(libc::SIGTERM);
@@ -370,7 +375,7 @@ impl Running {
     }
 
     fn signal(&self, signal: i32) {
-        // The group can be gone already; then there is nothing to tell.
+        // The group may have ended already.
         let _ = sys::kill_group(self.child.id(), signal);
     }
 
@@ -388,8 +393,8 @@ impl Running {
         fd_if(!self.to_stdin.is_empty(), &self.stdin)
     }
 
-    /// Gives the command what its pipe takes and returns how much that was. A command that closed
-    /// its stdin takes everything.
+    /// Writes as much to the command's stdin as its pipe takes, and returns the number of bytes. If
+    /// the command has closed its stdin, all bytes count as taken.
     fn feed(&mut self) -> usize {
         let Some(stdin) = self.stdin.as_mut() else { return 0 };
         let taken = match stdin.write(&self.to_stdin) {

@@ -1,7 +1,8 @@
-//! The outside of one command: joins this process's stdin, stdout, stderr and signals to frames.
+//! The outside of one command: connects the stdin, stdout, stderr and signals of this process with
+//! frames.
 //!
-//! One loop that never blocks on a single stream, so that Ctrl-C works while a pager holds stdout
-//! or a pipe holds stdin.
+//! One loop serves all streams and never blocks on a single one, so that Ctrl-C works while stdout
+//! or stdin is blocked.
 
 use std::env;
 use std::ffi::OsString;
@@ -15,35 +16,36 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use super::frame::{self, Kind, Outcome, Request, STDIN_WINDOW};
 use crate::sys::{self, READABLE, WRITABLE, Waiting};
 
-/// A pipe takes this much without blocking whenever it is writable.
+/// How many bytes a writable pipe takes without blocking.
 const PIPE_ATOMIC: usize = 4096;
 
-/// Output held for a slow reader before the host is no longer read.
+/// How much output may wait for a slow reader before the host's output is no longer read.
 const OUTPUT_LIMIT: usize = 256 << 10;
 
-/// How long a command may take to end after the first signal that asks it to.
+/// How long a command may take to end after the first signal.
 const SIGNAL_GRACE: Duration = Duration::from_secs(5);
 
-/// Signals that arrive so close together are one.
+/// Signals within this time count as one.
 const SAME_WISH: Duration = Duration::from_secs(1);
 
-/// Signals that are passed on, and end the session when the command does not.
+/// The signals that are passed on, and that end the session if the command does not end.
 pub const ENDING: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
 
-/// Says that the terminal has another size now.
+/// The signal for a new size of the terminal.
 pub const RESIZED: i32 = libc::SIGWINCH;
 
 /// How a session ended.
 #[derive(Debug, PartialEq, Eq)]
 pub enum End {
-    /// The command's own exit code, or 128 plus its signal.
+    /// The exit code of the command, or 128 plus its signal.
     Exited(u8),
-    /// The host went away first. The command can be tried again only if it had read nothing.
+    /// The host was lost before the command ended. The command can be run again only if no stdin
+    /// was used.
     HostLost { stdin_used: bool },
 }
 
-/// The command as the host shall run it: these arguments, this directory, the variables that
-/// mean the same inside.
+/// Returns the request for a command: its arguments, the current folder, and the variables that
+/// have the same meaning in the nested host.
 pub fn request(argv: &[OsString]) -> io::Result<Request> {
     let cwd = env::current_dir()?;
     let mut env: Vec<(Vec<u8>, Vec<u8>)> = env::vars_os()
@@ -61,7 +63,7 @@ pub fn request(argv: &[OsString]) -> io::Result<Request> {
     })
 }
 
-/// The size of this process's terminal, if both stdin and stdout are one.
+/// Returns the size of this process's terminal, if stdin and stdout are terminals.
 fn terminal() -> Option<sys::Size> {
     sys::terminal_size(io::stdin()).ok()?;
     sys::terminal_size(io::stdout()).ok()
@@ -74,7 +76,7 @@ fn is_passed(name: &str) -> bool {
     NAMES.contains(&name) || PREFIXES.iter().any(|prefix| name.starts_with(prefix))
 }
 
-/// One of this process's outputs, with what it has not taken yet.
+/// An output of this process, with bytes that are not written yet.
 struct Output<W> {
     to: Option<W>,
     waiting: Vec<u8>,
@@ -95,7 +97,7 @@ impl<W: Write + AsFd> Output<W> {
         }
     }
 
-    /// Writes once. False when nobody reads this output any more.
+    /// Writes once. Returns false if this write finds that the output is closed.
     fn flush_some(&mut self) -> bool {
         let Some(to) = self.to.as_mut() else { return true };
         let chunk = &self.waiting[..self.waiting.len().min(PIPE_ATOMIC)];
@@ -114,14 +116,14 @@ impl<W: Write + AsFd> Output<W> {
     }
 }
 
-/// Runs one command over `host` and returns how it ended, everything it wrote being written.
+/// Runs one command over `host`. Returns how it ended, after all of its output is written.
 pub fn run(host: UnixStream, request: &Request, signals: &PipeReader) -> io::Result<End> {
-    // The command's own terminal interprets the keys, Ctrl-C among them.
+    // The command's own terminal interprets the keys, including Ctrl-C.
     let _raw = request.terminal.map(|_| sys::RawTerminal::new(io::stdin())).transpose()?;
     Session::new(host, [raw(0)?, raw(1)?, raw(2)?])?.run(request, signals)
 }
 
-/// One command and the streams on both of its sides.
+/// One command, and the streams on both sides.
 struct Session {
     host: UnixStream,
     from_host: Vec<u8>,
@@ -129,7 +131,7 @@ struct Session {
     stdin: Option<File>,
     stdout: Output<File>,
     stderr: Output<File>,
-    /// Bytes of stdin that the host will still take.
+    /// How many bytes of stdin the host still accepts.
     credit: usize,
     stdin_used: bool,
     asked_to_end: Option<Instant>,
@@ -191,7 +193,8 @@ impl Session {
         !self.stdout.waiting.is_empty() || !self.stderr.waiting.is_empty()
     }
 
-    /// Waits for whatever can go on, in this order: host, stdin, stdout, stderr, signals.
+    /// Waits until a stream is ready. The events are those of host, stdin, stdout, stderr and
+    /// signals, in this order.
     fn wait(&self, signals: &PipeReader) -> io::Result<[i16; 5]> {
         let runs = self.end.is_none();
         let has_room = self.stdout.waiting.len() + self.stderr.waiting.len() < OUTPUT_LIMIT;
@@ -222,16 +225,16 @@ impl Session {
                 }
                 continue;
             }
-            // Whoever asks again a while later means it. Twice at once is one wish: a terminal
-            // and a parent may both pass the same signal on.
+            // A second signal after some time kills the command. Two signals at once count as one:
+            // a terminal and a parent may both pass on a signal.
             let again = self.asked_to_end.is_some_and(|at| at.elapsed() > SAME_WISH);
             self.asked_to_end.get_or_insert_with(Instant::now);
             self.send(Kind::Signal, &[if again { libc::SIGKILL as u8 } else { signal }]);
         }
     }
 
-    /// Whether the command was asked to end so long ago that it is left alone. Before that, it is
-    /// killed.
+    /// Kills a command that has not ended after [`SIGNAL_GRACE`]. Returns true after twice that
+    /// time, when the command is abandoned.
     fn is_overdue(&mut self) -> bool {
         let Some(asked) = self.asked_to_end.map(|at| at.elapsed()) else { return false };
         if asked > SIGNAL_GRACE && self.end.is_none() {
@@ -251,7 +254,7 @@ impl Session {
                 self.stdin_used = true;
             }
             Err(e) if is_temporary(&e) => {}
-            // Its end, or there never was one.
+            // This is the end of stdin, or stdin is not open.
             _ => {
                 self.stdin = None;
                 self.send(Kind::StdinEnd, &[]);
@@ -293,7 +296,7 @@ impl Session {
         Ok(())
     }
 
-    /// A command that was asked to end and whose host is gone has ended.
+    /// Ends the session. If the command was asked to end, it counts as killed.
     fn lose_host(&mut self) {
         let killed = End::Exited(128 + libc::SIGKILL as u8);
         let lost = End::HostLost { stdin_used: self.stdin_used };
@@ -305,7 +308,7 @@ fn is_temporary(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
 }
 
-/// A standard stream without the standard library's buffer.
+/// Returns a standard stream without the buffer of the standard library.
 fn raw(number: i32) -> io::Result<File> {
     let owned = match number {
         0 => io::stdin().as_fd().try_clone_to_owned(),
@@ -315,7 +318,7 @@ fn raw(number: i32) -> io::Result<File> {
     Ok(owned.into())
 }
 
-/// Signals that arrived since the last look.
+/// Returns the signals that have arrived since the last call.
 pub fn pending(signals: &PipeReader) -> Vec<u8> {
     let mut bytes = [0; 16];
     let mut signals = signals;
@@ -336,7 +339,8 @@ mod tests {
 
     use super::*;
 
-    /// A session whose host is played by `host`, with a file as stdin and another as stdout.
+    /// Runs a session whose host is `host`, with `stdin` as a file. Returns its end, stdout and
+    /// stderr.
     fn session(
         stdin: &[u8],
         host: impl FnOnce(UnixStream) + Send + 'static,
@@ -344,7 +348,7 @@ mod tests {
         signalled_session(stdin, &[], host)
     }
 
-    /// The same, after these signals have arrived.
+    /// Runs a session after the signals `arrived`.
     fn signalled_session(
         stdin: &[u8],
         arrived: &[u8],

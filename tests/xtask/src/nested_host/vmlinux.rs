@@ -1,14 +1,14 @@
-//! Takes the kernel proper out of a bzImage.
+//! Extracts the kernel from a bzImage.
 //!
-//! The nested host's CPU is emulated and would need seconds to unpack what takes a moment here;
-//! QEMU starts the bare ELF through its PVH entry.
+//! The CPU of the nested host is emulated and would need seconds to decompress the kernel. QEMU
+//! boots the ELF file through its PVH entry.
 
 use std::io::Read;
 
-/// No kernel is larger; a stream that says so is broken.
+/// The maximum size of a kernel; a larger stream is damaged.
 const LARGEST: u64 = 256 << 20;
 
-/// The ELF inside `image`, if it is a bzImage whose payload is packed with zstd.
+/// Returns the ELF file in `image`, if it is a bzImage with a payload in zstd.
 pub fn extract(image: &[u8]) -> Option<Vec<u8>> {
     // Documentation/arch/x86/boot.rst: setup_sects, payload_offset, payload_length.
     if image.get(0x202..0x206)? != b"HdrS" {

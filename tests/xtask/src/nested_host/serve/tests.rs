@@ -1,18 +1,18 @@
-//! Commands run through a port, with a socket where the host has a virtio-serial device.
+//! Tests that run commands through a port, with a socket in the place of the virtio-serial device.
 //!
-//! The client here speaks the frames by hand, so that it can also do what a client must not.
+//! The client writes single frames, so that it can also send invalid sequences.
 
 use std::os::unix::net::UnixStream;
 
 use super::*;
 
-/// The other end of a port that serves one command.
+/// The client's end of a port that serves one command.
 struct Client {
     stream: UnixStream,
     server: thread::JoinHandle<io::Result<()>>,
 }
 
-/// Everything that a command said.
+/// The complete output and the outcome of a command.
 struct Said {
     stdout: Vec<u8>,
     stderr: Vec<u8>,
@@ -57,7 +57,7 @@ impl Client {
         self.stream.write_all(&bytes).unwrap();
     }
 
-    /// Waits for the first output, so that what follows meets a command that runs.
+    /// Waits for the first output, so that later frames reach a running command.
     fn wait_for_output(&mut self) -> Vec<u8> {
         let frame = frame::read(&mut self.stream).unwrap().unwrap();
         assert_eq!(frame.kind, Kind::Stdout);
