@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ::pvmm::agent::{Agent, Refresh};
 use ::pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
-use ::pvmm::{Template, Vm, next_trim};
+use ::pvmm::{Kvm, Template, Vm, next_trim};
 use serde_json::{Value, json};
 
 use crate::board::Outcome;
@@ -25,6 +25,7 @@ const SETTLE: Duration = Duration::from_secs(1);
 
 pub struct Stage {
     pub place: PathBuf,
+    pub kvm: Kvm,
     pub guest: Guest,
     pub pvmm: Pvmm,
     pub qemu: Option<Qemu>,
@@ -70,7 +71,8 @@ impl Stage {
             None => None,
         };
         let (place, made) = (place.to_owned(), AtomicU32::new(0));
-        Ok((Self { place, guest, pvmm, qemu, firecracker, launcher, made }, facts))
+        let kvm = Kvm::open()?;
+        Ok((Self { place, kvm, guest, pvmm, qemu, firecracker, launcher, made }, facts))
     }
 
     /// Makes a directory whose path is short enough for sockets.
@@ -96,7 +98,7 @@ impl Stage {
     /// Boots a guest in this process. The guest is warm: it has run a command.
     pub fn parent(&self) -> Outcome<(Vm, Agent)> {
         let spec = self.spec(0)?;
-        let mut vm = Vm::boot(spec.config())?;
+        let mut vm = Vm::boot(&self.kvm, spec.config())?;
         vm.resume()?;
         let agent = vm.agent(deadline())?;
         exec_true(&agent)?;
@@ -117,7 +119,8 @@ impl Stage {
         drop(vm);
         self.record(&mut template)?;
         template.write(&snapshot, options)?;
-        let template = Template::load(&snapshot, LoadOptions { hold: true, ..Default::default() })?;
+        let template =
+            Template::load(&self.kvm, &snapshot, LoadOptions { hold: true, ..Default::default() })?;
         let firecracker = match &self.firecracker {
             Some(peer) => Some(peer.bake(&self.spec(0)?, &self.place.join("baked"))?),
             None => None,

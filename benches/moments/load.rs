@@ -18,7 +18,7 @@ pub fn run(stage: &Stage, baking: &Baking, board: &mut Board) -> Outcome<()> {
         let (socket, tap) = (stage.dir()?.join("v"), tap(1));
         let begun = Instant::now();
         let (made, steps) = trace::record(|| -> Outcome<_> {
-            let template = Template::load(&baking.snapshot, LoadOptions::default())?;
+            let template = Template::load(&stage.kvm, &baking.snapshot, LoadOptions::default())?;
             let vm = template.fork(overrides(socket, tap.as_deref()))?;
             Ok((template, vm))
         });

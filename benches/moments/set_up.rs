@@ -148,7 +148,8 @@ fn restores(place: &Path, board: &mut Board) -> Outcome<()> {
     let (guest, _) = Guest::prepare(place)?;
     let dir = place.join("native");
     std::fs::create_dir(&dir)?;
-    let mut vm = Vm::boot(guest.spec(&dir, None).config())?;
+    let kvm = pvmm::Kvm::open()?;
+    let mut vm = Vm::boot(&kvm, guest.spec(&dir, None).config())?;
     let snapshot = place.join("snapshot");
     let options = WriteOptions { durability: Durability::None, ..Default::default() };
     let held = vm.freeze()?;
@@ -161,7 +162,7 @@ fn restores(place: &Path, board: &mut Board) -> Outcome<()> {
         let begun = Instant::now();
         let (vm, steps) = trace::record(|| match held {
             Some(template) => template.fork(overrides(path, None)),
-            None => Template::load(&snapshot, LoadOptions::default())
+            None => Template::load(&kvm, &snapshot, LoadOptions::default())
                 .and_then(|template| template.fork(overrides(path, None))),
         });
         let took = millis(begun.elapsed());
@@ -174,7 +175,7 @@ fn restores(place: &Path, board: &mut Board) -> Outcome<()> {
         Box::new(|| restore("load, held template", Some(&held))),
     )];
     // A KVM whose vCPUs have more features than it reports refuses its own snapshots.
-    match Template::load(&snapshot, LoadOptions::default()) {
+    match Template::load(&kvm, &snapshot, LoadOptions::default()) {
         Ok(_) => acts.push((
             "pvmm, from its folder".to_owned(),
             Box::new(|| restore("load from a folder", None)),

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, Refresh};
 use pvmm::snapshot::LoadOptions;
 use pvmm::trace::{self, Step};
-use pvmm::{Overrides, Template, Vm, Vsock, next_trim};
+use pvmm::{Kvm, Overrides, Template, Vm, Vsock, next_trim};
 use serde::{Deserialize, Serialize};
 
 use super::{Machine, Peer, Process, Way};
@@ -86,7 +86,7 @@ fn report(began: (Instant, u64), steps: Vec<Step>) -> Outcome<()> {
 }
 
 fn boot(spec: &Spec) -> Outcome<Vm> {
-    let mut vm = Vm::boot(spec.config())?;
+    let mut vm = Vm::boot(&Kvm::open()?, spec.config())?;
     vm.resume()?;
     let agent = vm.agent(deadline())?;
     exec_true(&agent)?;
@@ -94,7 +94,7 @@ fn boot(spec: &Spec) -> Outcome<Vm> {
 }
 
 fn restore(snapshot: &Path, socket: PathBuf, tap: Option<&str>) -> Outcome<Vm> {
-    let template = Template::load(snapshot, LoadOptions::default())?;
+    let template = Template::load(&Kvm::open()?, snapshot, LoadOptions::default())?;
     let (vm, _agent) = live(&template, socket, tap)?;
     Ok(vm)
 }

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use pvmm::Template;
+use pvmm::{Kvm, Template};
 use serde::{Deserialize, Serialize};
 
 use crate::exit::Failure;
@@ -82,7 +82,7 @@ impl HandedOver {
     }
 
     pub fn template(self) -> Result<Template, Failure> {
-        let taken = Template::take_over(&self.bytes, self.files);
+        let taken = Kvm::open().and_then(|kvm| Template::take_over(&kvm, &self.bytes, self.files));
         taken.map_err(|error| Failure::fault(error.to_string()))
     }
 }

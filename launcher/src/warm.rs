@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
-use pvmm::{Console, ErrorKind, Overrides, Template, Vm, Vsock, next_trim};
+use pvmm::{Console, ErrorKind, Kvm, Overrides, Template, Vm, Vsock, next_trim};
 use pvmm_agent_image::AGENT_KEY;
 use pvmm_sandbox::template::BASE;
 use pvmm_sandbox::{Cache, Event, Kernel, Progress, Silent, cache};
@@ -73,7 +73,7 @@ pub fn find(shape: &Shape) -> Option<Warm> {
     if !dir.exists() {
         return None;
     }
-    match Template::load(&dir, LoadOptions::default()) {
+    match Kvm::open().and_then(|kvm| Template::load(&kvm, &dir, LoadOptions::default())) {
         Ok(template) => {
             let kernel = fs::read_to_string(dir.join(LABEL)).unwrap_or_default();
             Some(Warm { template, kernel })
@@ -109,7 +109,8 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     let place = dir(&cache, shape, &kernel.vmlinux, &rootfs)
         .ok_or_else(|| Failure::fault("the template's image cannot be read"))?;
     let _lock = cache.lock(KIND, &shape.template, &mut Silent).map_err(prepare::refuse)?;
-    if Template::load(&place, LoadOptions::default()).is_ok() {
+    let kvm = Kvm::open().map_err(failed)?;
+    if Template::load(&kvm, &place, LoadOptions::default()).is_ok() {
         return Ok(place);
     }
     steps.event(Event::Step("baking a warm template"));
@@ -118,7 +119,7 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     let leftovers = Leftovers::watch()?;
     let room = tempdir()?;
     leftovers.note(&room);
-    let baked = bake_in(&room, shape, parts, &place, &leftovers);
+    let baked = bake_in(&kvm, &room, shape, parts, &place, &leftovers);
     let _ = fs::remove_dir_all(&room);
     baked?;
     // Only for display; a template without it works too.
@@ -126,17 +127,19 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
     Ok(place)
 }
 
+fn failed(error: pvmm::Error) -> Failure {
+    Failure::fault(format!("cannot bake a warm template: {error}"))
+        .hint("'pvmm run --cold' works without one")
+}
+
 fn bake_in(
+    kvm: &Kvm,
     room: &Path,
     shape: &Shape,
     parts: prepare::Parts,
     place: &Path,
     leftovers: &Leftovers,
 ) -> Result<(), Failure> {
-    let failed = |error: pvmm::Error| {
-        Failure::fault(format!("cannot bake a warm template: {error}"))
-            .hint("'pvmm run --cold' works without one")
-    };
     let deadline = Instant::now() + BOOT_PATIENCE;
     let record = Record {
         name: Some("pvmm".to_owned()),
@@ -151,7 +154,7 @@ fn bake_in(
     let scratch = scratch::place(true)?;
     config.scratch_dir = Some(scratch.dir.clone());
     config.scratch_in_memory = scratch.in_memory;
-    let mut vm = Vm::boot(config).map_err(failed)?;
+    let mut vm = Vm::boot(kvm, config).map_err(failed)?;
     vm.resume().map_err(failed)?;
     let agent = vm.agent(deadline).map_err(failed)?;
     for line in REHEARSAL {

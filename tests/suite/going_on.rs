@@ -5,10 +5,10 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use pvmm::Template;
 use pvmm::agent::Agent;
 use pvmm::exec::{AttachFrom, ExecRequest, Process, ProcessEvent, WindowSize};
 use pvmm::snapshot::{LoadOptions, WriteOptions};
+use pvmm::{Kvm, Template};
 use pvmm_tests::child::{Child, SOON};
 use pvmm_tests::clock::check_clock;
 use pvmm_tests::guest::Guest;
@@ -21,7 +21,9 @@ fn copies(guest: &mut Guest) -> [Template; 2] {
     let template = guest.vm.freeze().unwrap();
     template.write(&place.path().join("snap"), WriteOptions::default()).unwrap();
     // The template is mapped, so it outlives its folder.
-    let loaded = Template::load(&place.path().join("snap"), LoadOptions::default()).unwrap();
+    let loaded =
+        Template::load(&Kvm::open().unwrap(), &place.path().join("snap"), LoadOptions::default())
+            .unwrap();
     [template, loaded]
 }
 

@@ -11,7 +11,7 @@ use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::testing::{self, Change};
 use pvmm::snapshot::{LoadOptions, MachineFacts, Manifest, WriteOptions};
-use pvmm::{Balloon, Drive, ErrorKind, Initrd, Net, Overrides, TapSource, Template, Vsock};
+use pvmm::{Balloon, Drive, ErrorKind, Initrd, Kvm, Net, Overrides, TapSource, Template, Vsock};
 use pvmm_sandbox::initramfs::appendix;
 use pvmm_tests::guest::Guest;
 use tempfile::TempDir;
@@ -73,7 +73,7 @@ fn goes_on(dir: &Path) {
     let vsock = Some(Vsock::new(3, place.path().join("v")));
     let overrides =
         Overrides { vsock, nets: vec![(0, Net::new(TapSource::Auto))], ..Overrides::default() };
-    let template = Template::load(dir, LoadOptions::default()).unwrap();
+    let template = Template::load(&Kvm::open().unwrap(), dir, LoadOptions::default()).unwrap();
     // A root without /etc has no identity to renew.
     let refresh = Refresh::new(1).unwrap().without_ids();
     let forked = template.fork(overrides).unwrap();
@@ -126,7 +126,9 @@ fn golden_snapshots_go_on_or_are_refused_for_a_fact_about_this_host() {
         println!("{}: refused for {difference:?}", entry.path().display());
         count += 1;
         if let Some(fact) = difference {
-            let error = Template::load(&dir, LoadOptions::default()).err().expect("refused");
+            let error = Template::load(&Kvm::open().unwrap(), &dir, LoadOptions::default())
+                .err()
+                .expect("refused");
             assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error}");
             assert!(error.to_string().contains(fact), "{fact}: {error}");
         }

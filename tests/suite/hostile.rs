@@ -3,7 +3,7 @@
 //! The monitor must survive and count the faults. Its devices must work for a driver that starts
 //! over, and another VM must start afterwards.
 
-use pvmm::{BootProtocol, Drive, Outcome, Vm, VmConfig, Vsock};
+use pvmm::{BootProtocol, Drive, Kvm, Outcome, Vm, VmConfig, Vsock};
 use pvmm_tests::script::{self, Step, store};
 use pvmm_tests::tiny;
 use std::time::Duration;
@@ -140,7 +140,7 @@ fn machine(code: &[u8], disk: &NamedTempFile, dir: &TempDir) -> Vm {
     config.memory_mib = 64;
     config.drives.push(Drive::writable(disk.path()));
     config.vsock = Some(Vsock::new(3, dir.path().join("v")));
-    Vm::boot(config).unwrap()
+    Vm::boot(&Kvm::open().unwrap(), config).unwrap()
 }
 
 #[test]

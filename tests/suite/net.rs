@@ -6,7 +6,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use pvmm::exec::ExecRequest;
-use pvmm::{Mac, Net, TapSource};
+use pvmm::{Kvm, Mac, Net, TapSource};
 use pvmm_tests::guest::Guest;
 use pvmm_tests::network;
 
@@ -182,7 +182,7 @@ fn d11_tap_in_use_or_of_another_kind_is_refused() {
         let refused = |name: &str| {
             let mut config = pvmm::VmConfig::new("/nowhere/vmlinux");
             config.nets.push(Net::new(TapSource::Name(name.into())));
-            pvmm::Vm::boot(config).err().unwrap().to_string()
+            pvmm::Vm::boot(&Kvm::open().unwrap(), config).err().unwrap().to_string()
         };
         assert!(refused("lo").contains("tap lo: cannot be had"), "{}", refused("lo"));
         let held = machine_with(TAP);
@@ -210,7 +210,7 @@ fn machine_on(tap: TapSource) -> pvmm::Vm {
     config.boot_protocol = pvmm::BootProtocol::Linux64;
     config.memory_mib = 32;
     config.nets.push(Net::new(tap));
-    pvmm::Vm::boot(config).unwrap()
+    pvmm::Vm::boot(&Kvm::open().unwrap(), config).unwrap()
 }
 
 #[test]

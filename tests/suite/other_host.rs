@@ -6,7 +6,7 @@ use std::process::Command;
 
 use pvmm::snapshot::testing::{self, Change};
 use pvmm::snapshot::{LoadOptions, WriteOptions};
-use pvmm::{Error, ErrorKind, Outcome, Overrides, Template};
+use pvmm::{Error, ErrorKind, Kvm, Outcome, Overrides, Template};
 use pvmm_tests::child::Child;
 use pvmm_tests::guest::Guest;
 use pvmm_tests::tiny::{self, PATIENCE};
@@ -32,7 +32,7 @@ fn changed(changes: &[Change]) -> (TempDir, PathBuf) {
 }
 
 fn load(dir: &Path) -> Result<Template, Error> {
-    Template::load(dir, LoadOptions::default())
+    Template::load(&Kvm::open().unwrap(), dir, LoadOptions::default())
 }
 
 fn refused(changes: &[Change]) -> String {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{LoadOptions, WriteOptions};
-use pvmm::{ErrorKind, Outcome, Overrides, Template, Vsock};
+use pvmm::{ErrorKind, Kvm, Outcome, Overrides, Template, Vsock};
 use pvmm_tests::child::{Child, SOON};
 use pvmm_tests::guest::Guest;
 use pvmm_tests::page_server::PageServer;
@@ -21,7 +21,7 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     drop(guest);
     let memory = dir.join("memory.bin");
     let elsewhere = LoadOptions { without_memory: true, ..Default::default() };
-    let template = Template::load(&dir, elsewhere).unwrap();
+    let template = Template::load(&Kvm::open().unwrap(), &dir, elsewhere).unwrap();
 
     // Without a page server, or with one that cannot be reached, the fork is refused with the
     // reason.

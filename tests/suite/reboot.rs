@@ -5,8 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use pvmm::Template;
 use pvmm::snapshot::{LoadOptions, WriteOptions};
+use pvmm::{Kvm, Template};
 use pvmm_tests::child::Child;
 use pvmm_tests::guest::Guest;
 use tempfile::TempDir;
@@ -44,7 +44,9 @@ fn soak_snapshot_of_an_earlier_boot_goes_on() {
     let place = TempDir::new().unwrap();
     tar(&["-xf"], place.path());
     fs::remove_file(kept()).unwrap();
-    let template = Template::load(&place.path().join("snap"), LoadOptions::default()).unwrap();
+    let template =
+        Template::load(&Kvm::open().unwrap(), &place.path().join("snap"), LoadOptions::default())
+            .unwrap();
     let child = Child::of(&template);
     let then = child.prints("cat /tmp/host");
     let now = fs::read_to_string(BOOT_ID).unwrap();

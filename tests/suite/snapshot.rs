@@ -7,14 +7,14 @@ use std::path::Path;
 use std::time::Instant;
 
 use pvmm::snapshot::{LoadOptions, WriteOptions};
-use pvmm::{Drive, Error, ErrorKind, Template};
+use pvmm::{Drive, Error, ErrorKind, Kvm, Template};
 use pvmm_tests::child::{Child, SOON};
 use pvmm_tests::guest::Guest;
 use pvmm_tests::tiny;
 use tempfile::TempDir;
 
 fn load(dir: &Path) -> Result<Template, Error> {
-    Template::load(dir, LoadOptions::default())
+    Template::load(&Kvm::open().unwrap(), dir, LoadOptions::default())
 }
 
 fn refused(dir: &Path) -> (ErrorKind, String) {
@@ -218,7 +218,7 @@ fn h13_state_of_more_than_10_mib_is_refused() {
 fn h11_held_template_goes_on_whatever_becomes_of_its_file() {
     let good = Good::new();
     let held = LoadOptions { hold: true, ..Default::default() };
-    let template = Template::load(&good.dir, held).unwrap();
+    let template = Template::load(&Kvm::open().unwrap(), &good.dir, held).unwrap();
     writable(&good.dir, "memory.bin").set_len(0).unwrap();
     let again = good.place.path().join("again");
     template.write(&again, WriteOptions::default()).unwrap();
@@ -239,7 +239,7 @@ fn h15_restore_into_too_small_a_limit_is_refused_up_front() {
     config.boot_protocol = pvmm::BootProtocol::Linux64;
     config.memory_mib = 4096;
     let dir = place.path().join("large");
-    let mut vm = pvmm::Vm::boot(config).unwrap();
+    let mut vm = pvmm::Vm::boot(&Kvm::open().unwrap(), config).unwrap();
     vm.freeze().unwrap().write(&dir, WriteOptions::default()).unwrap();
     drop(vm);
     let program = std::env::current_exe().unwrap();

@@ -10,8 +10,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use pvmm::{
-    Balloon, Drive, DriveSource, ErrorKind, Net, RateLimiterConfig, SaveKind, TapSource, Template,
-    ThreadNames,
+    Balloon, Drive, DriveSource, ErrorKind, Kvm, Net, RateLimiterConfig, SaveKind, TapSource,
+    Template, ThreadNames,
 };
 use pvmm_tests::child::{Child, SOON};
 use pvmm_tests::guest::Guest;
@@ -44,11 +44,14 @@ impl Files {
     }
 
     fn load(&self) -> Template {
-        Template::load_files(&self.state(), Some(&self.memory())).unwrap()
+        Template::load_files(&Kvm::open().unwrap(), &self.state(), Some(&self.memory())).unwrap()
     }
 
     fn refused(&self, memory: &Path) -> String {
-        Template::load_files(&self.state(), Some(memory)).err().expect("refused").to_string()
+        Template::load_files(&Kvm::open().unwrap(), &self.state(), Some(memory))
+            .err()
+            .expect("refused")
+            .to_string()
     }
 
     /// Makes a disk that a guest writes in place.
@@ -115,7 +118,7 @@ fn pair_of_files_goes_on_in_another_process_and_then_in_a_third() {
 fn second_life() {
     let Some(place) = std::env::var_os(PLACE).map(PathBuf::from) else { return };
     let (state, memory) = (place.join("vm.state"), place.join("vm.mem"));
-    let template = Template::load_files(&state, Some(&memory)).unwrap();
+    let template = Template::load_files(&Kvm::open().unwrap(), &state, Some(&memory)).unwrap();
     assert_eq!(template.note(), b"a note");
     let mut child = Child::with(&template, |o| o.vcpu_threads = ThreadNames::Firecracker);
     assert_eq!(child.prints(&format!("cat /tmp/word; {GET}")), "first\nfirst");
@@ -209,7 +212,12 @@ fn drive_of_a_loaded_machine_is_opened_when_it_runs_and_may_be_a_block_device() 
     // resumed.
     let loop_device = losetup(&["--find", "--show"], &copy);
     let memory_device = losetup(&["--find", "--show", "--read-only"], &files.memory());
-    let template = Template::load_files(&files.state(), Some(Path::new(&memory_device))).unwrap();
+    let template = Template::load_files(
+        &Kvm::open().unwrap(),
+        &files.state(),
+        Some(Path::new(&memory_device)),
+    )
+    .unwrap();
     let socket = files.path("v");
     let own_socket = || pvmm::Overrides {
         vsock: Some(pvmm::Vsock::new(3, socket.clone())),
@@ -249,7 +257,7 @@ fn machine_served_by_a_page_server_is_saved_whole() {
     guest.vm.pause().unwrap();
     guest.vm.save_files(&files.state(), &files.memory(), SaveKind::Full, b"").unwrap();
     drop(guest);
-    let template = Template::load_files(&files.state(), None).unwrap();
+    let template = Template::load_files(&Kvm::open().unwrap(), &files.state(), None).unwrap();
     let server = PageServer::start(&files.memory());
     let mut child = Child::with(&template, |o| o.page_server = Some(server.socket()));
     assert_eq!(child.prints("cat /tmp/word; echo more > /tmp/more"), "served");
@@ -257,7 +265,8 @@ fn machine_served_by_a_page_server_is_saved_whole() {
     let (state, memory) = (files.path("second.state"), files.path("second.mem"));
     child.vm.save_files(&state, &memory, SaveKind::Full, b"").unwrap();
     drop((child, server));
-    let child = Child::of(&Template::load_files(&state, Some(&memory)).unwrap());
+    let child =
+        Child::of(&Template::load_files(&Kvm::open().unwrap(), &state, Some(&memory)).unwrap());
     assert_eq!(child.prints("cat /tmp/word /tmp/more"), "served\nmore");
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
 use pvmm::snapshot::{LoadOptions, WriteOptions};
-use pvmm::{Drive, Template};
+use pvmm::{Drive, Kvm, Template};
 use pvmm_tests::census::{Census, check_even};
 use pvmm_tests::child::{Child, SOON, prints, record};
 use pvmm_tests::clock::check_clock;
@@ -26,7 +26,7 @@ fn baked(dir: &Path) -> Template {
     record(&mut template);
     template.write(dir, WriteOptions::default()).unwrap();
     drop((guest, template));
-    Template::load(dir, LoadOptions::default()).unwrap()
+    Template::load(&Kvm::open().unwrap(), dir, LoadOptions::default()).unwrap()
 }
 
 fn restore_exec_kill(times: usize) {

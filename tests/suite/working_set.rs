@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::Agent;
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{LoadOptions, WriteOptions};
-use pvmm::{Prefault, Template, Touched};
+use pvmm::{Kvm, Prefault, Template, Touched};
 use pvmm_tests::child::{Child, SOON, prints, record};
 use pvmm_tests::guest::Guest;
 use tempfile::TempDir;
@@ -33,7 +33,7 @@ fn working_set_is_recorded_kept_in_the_snapshot_and_replayed() {
     println!("a first exec writes {} and reads {}", touched.written_bytes, touched.read_bytes);
     assert!((256 << 10..64 << 20).contains(&touched.written_bytes), "{touched:?}");
     assert!((256 << 10..64 << 20).contains(&touched.read_bytes), "{touched:?}");
-    let template = Template::load(&dir, LoadOptions::default()).unwrap();
+    let template = Template::load(&Kvm::open().unwrap(), &dir, LoadOptions::default()).unwrap();
     for prefault in [Prefault::Nothing, Prefault::Mapped, Prefault::InKvm] {
         let child = Child::with(&template, |o| o.prefault = prefault);
         assert_eq!(child.prints("cat /tmp/word"), "kept", "{prefault:?}");
@@ -81,7 +81,7 @@ fn forks_at_rest_share_what_a_first_use_has_made_and_part_when_they_write() {
     let place = TempDir::new().unwrap();
     let dir = place.path().join("snap");
     write_recorded("true", &dir);
-    let template = Template::load(&dir, LoadOptions::default()).unwrap();
+    let template = Template::load(&Kvm::open().unwrap(), &dir, LoadOptions::default()).unwrap();
     let (mut one, pieces) = rested(&template);
     let (mut two, _) = rested(&template);
     println!("a fork shares {pieces} pieces");
@@ -97,7 +97,8 @@ fn forks_at_rest_share_what_a_first_use_has_made_and_part_when_they_write() {
     assert_eq!(grandchild.prints(look), sums[0]);
     let again = place.path().join("again");
     two.vm.freeze().unwrap().write(&again, WriteOptions::default()).unwrap();
-    let restored = Child::of(&Template::load(&again, LoadOptions::default()).unwrap());
+    let restored =
+        Child::of(&Template::load(&Kvm::open().unwrap(), &again, LoadOptions::default()).unwrap());
     assert_eq!(restored.prints(look), sums[1]);
     assert!(!again.join("sibling.bin").exists(), "it is no sibling's of this one");
     let (mut three, _) = rested(&template);
@@ -118,7 +119,7 @@ fn sibling_that_is_cut_or_a_link_or_nonsense_does_not_matter() {
     let other = |make: &dyn Fn()| {
         fs::remove_file(&sibling).unwrap();
         make();
-        let template = Template::load(&dir, LoadOptions::default()).unwrap();
+        let template = Template::load(&Kvm::open().unwrap(), &dir, LoadOptions::default()).unwrap();
         let (child, pieces) = rested(&template);
         assert_eq!(child.prints("cat /tmp/word"), "kept");
         pieces

@@ -6,9 +6,9 @@ mod guest;
 
 use std::error::Error;
 
-use pvmm::Vm;
 use pvmm::agent::ShutdownHow;
 use pvmm::exec::ExecRequest;
+use pvmm::{Kvm, Vm};
 
 fn main() -> Result<(), Box<dyn Error>> {
     // The VM's sockets go here. What is declared first is dropped last: the VM goes before it.
@@ -17,7 +17,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     config.vcpus = 2;
 
     // The kernel is loaded, and the VM is paused before its first instruction.
-    let mut vm = Vm::boot(config)?;
+    let kvm = Kvm::open()?;
+    let mut vm = Vm::boot(&kvm, config)?;
     vm.resume()?;
 
     // Waits until the agent in the guest is ready.

@@ -8,12 +8,13 @@ use std::error::Error;
 use std::io::Write;
 use std::time::Duration;
 
-use pvmm::Vm;
 use pvmm::exec::{ExecRequest, ProcessEvent};
+use pvmm::{Kvm, Vm};
 
 fn main() -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir()?;
-    let mut vm = Vm::boot(guest::guest(dir.path())?)?;
+    let kvm = Kvm::open()?;
+    let mut vm = Vm::boot(&kvm, guest::guest(dir.path())?)?;
     vm.resume()?;
     let agent = vm.agent(guest::soon())?;
 

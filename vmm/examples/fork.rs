@@ -7,15 +7,16 @@ mod guest;
 use std::error::Error;
 use std::time::Duration;
 
-use pvmm::Vm;
 use pvmm::agent::{Agent, Refresh};
+use pvmm::{Kvm, Vm};
 
 /// The kernel's own random name for this boot.
 const BOOT_ID: &str = "cat /proc/sys/kernel/random/boot_id";
 
 fn main() -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir()?;
-    let mut vm = Vm::boot(guest::guest(dir.path())?)?;
+    let kvm = Kvm::open()?;
+    let mut vm = Vm::boot(&kvm, guest::guest(dir.path())?)?;
     vm.resume()?;
     let agent = vm.agent(guest::soon())?;
     guest::prints(&agent, "echo written before the fork > /tmp/note")?;

@@ -6,9 +6,9 @@ mod guest;
 
 use std::error::Error;
 
-use pvmm::Vm;
 use pvmm::agent::{Agent, Refresh};
 use pvmm::exec::ExecRequest;
+use pvmm::{Kvm, Vm};
 
 /// What a healthy guest answers with 42.
 fn python(agent: &Agent) -> Result<String, Box<dyn Error>> {
@@ -21,7 +21,8 @@ fn python(agent: &Agent) -> Result<String, Box<dyn Error>> {
 
 fn main() -> Result<(), Box<dyn Error>> {
     let dir = tempfile::tempdir()?;
-    let mut vm = Vm::boot(guest::guest(dir.path())?)?;
+    let kvm = Kvm::open()?;
+    let mut vm = Vm::boot(&kvm, guest::guest(dir.path())?)?;
     vm.resume()?;
     let agent = vm.agent(guest::soon())?;
     println!("before: {}", python(&agent)?);

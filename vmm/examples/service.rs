@@ -10,7 +10,7 @@ use std::thread;
 
 use pvmm::agent::{Agent, Refresh};
 use pvmm::exec::{ExecError, ExecRequest};
-use pvmm::{Error, ErrorKind, Template, Vm};
+use pvmm::{Error, ErrorKind, Kvm, Template, Vm};
 
 /// What clients ask for. The fourth one crashes the kernel of the guest that it runs in.
 const REQUESTS: [&str; 6] = [
@@ -45,7 +45,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 /// Boots once. Every VM of the service starts where this one stood when it was frozen.
 fn template(dir: &Path) -> Result<Template, Box<dyn std::error::Error>> {
-    let mut vm = Vm::boot(guest::guest(dir)?)?;
+    let kvm = Kvm::open()?;
+    let mut vm = Vm::boot(&kvm, guest::guest(dir)?)?;
     vm.resume()?;
     vm.agent(guest::soon())?;
     let socket = vm.vsock_path().ok_or("no vsock")?.to_owned();

@@ -8,7 +8,7 @@ use std::error::Error;
 
 use pvmm::agent::{Agent, CodeRequest, Language, Refresh, SessionOptions};
 use pvmm::snapshot::{LoadOptions, WriteOptions};
-use pvmm::{Template, Vm};
+use pvmm::{Kvm, Template, Vm};
 
 /// Runs code in the Python session `notes` and returns the value of its last expression.
 fn python(agent: &Agent, code: &str) -> Result<Option<String>, Box<dyn Error>> {
@@ -21,7 +21,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let folder = dir.path().join("before-lunch");
 
     // A guest in the middle of something: an interpreter with a variable.
-    let mut vm = Vm::boot(guest::guest(dir.path())?)?;
+    let kvm = Kvm::open()?;
+    let mut vm = Vm::boot(&kvm, guest::guest(dir.path())?)?;
     vm.resume()?;
     let agent = vm.agent(guest::soon())?;
     agent.open_session(&SessionOptions::named(Language::Python, "notes"))?;
@@ -43,7 +44,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // Loading maps the memory and reads none of it. Another process, or this host after a reboot,
     // would do the same; a folder from elsewhere should be signed (`WriteOptions::key`).
-    let template = Template::load(&folder, LoadOptions::default())?;
+    let template = Template::load(&kvm, &folder, LoadOptions::default())?;
     let forked = template.fork(guest::fork_in(dir.path(), "after-lunch"))?;
     let (_vm, agent) = forked.refreshed(&Refresh::new(1)?, guest::soon())?;
     println!("answer + 1 = {}", python(&agent, "answer + 1")?.ok_or("no result")?);

@@ -12,7 +12,7 @@ use crate::boot_timer::{self, BootTimer};
 use crate::config::{BucketConfig, Console, VmConfig};
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
-use crate::kvm::vm::{KvmHost, KvmVm};
+use crate::kvm::vm::{Kvm, KvmVm};
 use crate::machine::{Machine, MachineBuilder, MachineError, Opened, VmResources, drives};
 use crate::memory::{Memory, MemoryImage, Mode, PageRanges};
 use crate::scratch::Scratch;
@@ -21,7 +21,7 @@ use crate::trace;
 /// Makes the machine that `config` describes, paused before its first instruction.
 ///
 /// Everything the machine will ever open is opened before its threads start.
-pub fn boot(mut config: VmConfig) -> Result<Machine, Error> {
+pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
     config.validate()?;
     let timer = config.boot_timer.then(BootTimer::start);
 
@@ -42,8 +42,8 @@ pub fn boot(mut config: VmConfig) -> Result<Machine, Error> {
     }
 
     // KVM: memory and vCPUs first, then whatever registers on its I/O bus.
-    let host = KvmHost::shared()?;
-    let kvm = KvmVm::new(&host, guest)?;
+    let host = &kvm.0;
+    let kvm = KvmVm::new(host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
     trace::step("KVM machine, slots and vCPUs");
     let mut builder =
@@ -76,7 +76,7 @@ pub fn boot(mut config: VmConfig) -> Result<Machine, Error> {
     let topology = cpuid::Topology { vcpus: config.vcpus, threads_per_core };
     for (id, vcpu) in (0..).zip(&vcpus) {
         let entry = (id == 0).then_some(entry);
-        vcpu::configure(vcpu, id, topology, &host, entry, guest)?;
+        vcpu::configure(vcpu, id, topology, host, entry, guest)?;
     }
 
     let resources = VmResources {

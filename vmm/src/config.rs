@@ -35,12 +35,12 @@ pub const MAX_NETS: usize = 8;
 /// A machine to boot.
 ///
 /// ```no_run
-/// use pvmm::{Drive, Vm, VmConfig};
+/// use pvmm::{Drive, Kvm, Vm, VmConfig};
 ///
 /// let mut config = VmConfig::new("vmlinux");
 /// config.memory_mib = 512;
 /// config.drives.push(Drive::read_only("rootfs.ext4"));
-/// let mut vm = Vm::boot(config)?;
+/// let mut vm = Vm::boot(&Kvm::open()?, config)?;
 /// vm.resume()?;
 /// # Ok::<(), pvmm::Error>(())
 /// ```

@@ -21,6 +21,7 @@ pub use request::{ExecRequest, OutputCap};
 pub use status::ExitStatus;
 
 use crate::agent::{Agent, AgentError};
+use crate::error::{Error, ErrorKind};
 use output::Capture;
 
 /// The reason why an exec gave no exit status.
@@ -43,6 +44,24 @@ pub enum ExecError {
     /// The agent or the connection to it failed.
     #[error(transparent)]
     Agent(#[from] AgentError),
+}
+
+impl ExecError {
+    /// Returns whose fault the error is.
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::InvalidRequest { .. } => ErrorKind::InvalidConfig,
+            Self::Overdue(_) => ErrorKind::Timeout,
+            Self::NotStarted(_) => ErrorKind::GuestRefused,
+            Self::Agent(error) => error.kind(),
+        }
+    }
+}
+
+impl From<ExecError> for Error {
+    fn from(error: ExecError) -> Self {
+        Self::new(error.kind(), "exec", error)
+    }
 }
 
 impl Agent {

@@ -10,7 +10,7 @@
 //!
 //! use pvmm::agent::{Agent, Refresh};
 //! use pvmm::exec::ExecRequest;
-//! use pvmm::{Drive, Initrd, Overrides, Vm, VmConfig, Vsock};
+//! use pvmm::{Drive, Initrd, Kvm, Overrides, Vm, VmConfig, Vsock};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let mut config = VmConfig::new("vmlinux");
@@ -21,7 +21,8 @@
 //! config.vsock = Some(Vsock::new(3, "/run/demo.sock"));
 //!
 //! // Boot: the VM is loaded, and paused before its first instruction.
-//! let mut vm = Vm::boot(config)?;
+//! let kvm = Kvm::open()?;
+//! let mut vm = Vm::boot(&kvm, config)?;
 //! vm.resume()?;
 //! let deadline = Instant::now() + Duration::from_secs(10);
 //! let agent = vm.agent(deadline)?;
@@ -71,9 +72,8 @@
 //! [`agent::Agent`] can be cloned and used from many threads; its connection may have a thread that
 //! reads, which ends with the last handle of the connection.
 //!
-//! No signal handler is installed, except by [`kvm::host::probe`]. Two things are process-wide: the
-//! capabilities of the host's KVM, which are queried once, and a limit on mappings that the VMs of
-//! a process share.
+//! No signal handler is installed. One thing is process-wide: a limit on mappings for page dedup,
+//! which the VMs of a process share as the kernel counts them together.
 //!
 //! # Errors
 //!
@@ -152,6 +152,7 @@ pub use config::{
     VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
+pub use kvm::Kvm;
 pub use machine::Hinting;
 pub use outcome::Outcome;
 pub use pvmm_devices::virtio::balloon::BalloonStats;

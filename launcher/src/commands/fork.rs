@@ -6,8 +6,8 @@
 
 use std::time::Duration;
 
-use pvmm::Template;
 use pvmm::snapshot::{Key, LoadOptions};
+use pvmm::{Kvm, Template};
 
 use crate::cli::{Fork, Restore};
 use crate::control;
@@ -61,7 +61,8 @@ pub fn restore(args: Restore) -> Outcome {
         None => Some(snapshots::roots(args.allow)),
     };
     let options = LoadOptions { verify: args.verify, roots, key, ..LoadOptions::default() };
-    let template = Template::load(&dir, options).map_err(refuse)?;
+    let kvm = Kvm::open().map_err(refuse)?;
+    let template = Template::load(&kvm, &dir, options).map_err(refuse)?;
     let record = Record { template: args.snapshot.clone(), ..Record::default() };
     let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
     // Several VMs cannot share one tap.

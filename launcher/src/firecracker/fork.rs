@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use pvmm::agent::FreezeOptions;
-use pvmm::{Overrides, Template};
+use pvmm::{Kvm, Overrides, Template};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -194,7 +194,9 @@ fn receive(socket: &Path) -> io::Result<(Vec<u8>, Template)> {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
     let template = rest.split_off(head.config_bytes as usize);
-    let template = Template::take_over(&template, files).map_err(io::Error::other)?;
+    let template = Kvm::open()
+        .and_then(|kvm| Template::take_over(&kvm, &template, files))
+        .map_err(io::Error::other)?;
     Ok((rest, template))
 }
 

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use pvmm::{Vm, VmConfig};
+use pvmm::{Kvm, Vm, VmConfig};
 use serde_json::json;
 
 use super::api_server::{ApiServer, MachineStage};
@@ -204,7 +204,9 @@ impl ApiServer {
     pub(super) fn start(&mut self) -> Result<(), Refusal> {
         let MachineStage::Before(before) = &self.state else { return Err(after_boot()) };
         let machine = VmConfig { boot_timer: self.boot_timer, ..before.machine()? };
-        let vm = Vm::boot(machine).map_err(refuse("Start microvm error"))?;
+        let vm = Kvm::open()
+            .and_then(|kvm| Vm::boot(&kvm, machine))
+            .map_err(refuse("Start microvm error"))?;
         let mut running = Running::new(vm, before.config.clone());
         running.resume()?;
         self.enter(running);

@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use pvmm::snapshot::{Roots, is_allowed};
-use pvmm::{DriveSource, Overrides, SaveKind, Template, ThreadNames, open};
+use pvmm::{DriveSource, Kvm, Overrides, SaveKind, Template, ThreadNames, open};
 use serde_json::Value;
 
 use super::before_boot::{
@@ -75,7 +75,8 @@ pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Run
         BackendType::File => (Some(memory.backend_path), None),
         BackendType::Uffd => (None, Some(memory.backend_path)),
     };
-    let mut template = Template::load_files(&load.snapshot_path, file.as_deref())
+    let mut template = Kvm::open()
+        .and_then(|kvm| Template::load_files(&kvm, &load.snapshot_path, file.as_deref()))
         .map_err(refuse("Load snapshot error"))?;
     let mut config = read_note(template.note())?;
     let changes = Changes {

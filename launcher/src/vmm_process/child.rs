@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, Refresh, ShutdownHow};
 use pvmm::exec::ExitStatus;
-use pvmm::{Console, ErrorKind, Outcome, Overrides, Vm, Vsock};
+use pvmm::{Console, ErrorKind, Kvm, Outcome, Overrides, Vm, Vsock};
 
 use super::control::{Control, Effect};
 use super::main_command::MainCommand;
@@ -126,7 +126,7 @@ fn watch(
             config.console = Console::File(console);
             config.scratch_dir = Some(scratch.dir);
             config.scratch_in_memory = scratch.in_memory;
-            Vm::boot(config)
+            Kvm::open().and_then(|kvm| Vm::boot(&kvm, config))
         }
         Start::Template(template) => {
             if let Some(path) = copy.vsock() {

@@ -4,13 +4,12 @@
 //! supports both and then fails in the middle of a guest's boot. So the probe runs the instructions
 //! that such a KVM refuses, and checks how the vCPU exits.
 
-// A late vCPU thread is interrupted by a signal, and guest memory is given to KVM.
-#![allow(unsafe_code)]
+#![allow(unsafe_code)] // Guest memory is given to KVM.
 
 use std::fs;
 use std::io;
 use std::path::Path;
-use std::sync::{OnceLock, mpsc};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -20,7 +19,9 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd, VmFd};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap};
-use vmm_sys_util::signal::{Killable, SIGRTMIN, register_signal_handler};
+
+use super::vcpu::unblock_while_running;
+use crate::sys;
 
 /// The time limit of the guest code. It is about thirty instructions; the slack is for a busy
 /// machine that is itself emulated.
@@ -28,9 +29,6 @@ const DEADLINE: Duration = Duration::from_secs(10);
 
 /// The time limit for stopping a late vCPU.
 const STOP_DEADLINE: Duration = Duration::from_secs(2);
-
-/// The real-time signal (relative to `SIGRTMIN`) that takes a late vCPU out of the guest.
-const KICK_SIGNAL_OFFSET: i32 = 9;
 
 /// The result of a successful probe.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -119,8 +117,7 @@ pub fn probe() -> Result<Host, ProbeError> {
 
 /// Returns the kernel module that implements `/dev/kvm`, as far as sysfs shows it.
 pub fn backend() -> &'static str {
-    static BACKEND: OnceLock<&str> = OnceLock::new();
-    BACKEND.get_or_init(|| backend_in(Path::new("/sys/module")))
+    backend_in(Path::new("/sys/module"))
 }
 
 fn backend_in(modules: &Path) -> &'static str {
@@ -307,22 +304,20 @@ fn run_guest<T: Send + 'static>(
     keep_alive: T,
     backend: &'static str,
 ) -> Result<(), ProbeError> {
-    extern "C" fn interrupt_only(_: i32, _: *mut libc::siginfo_t, _: *mut libc::c_void) {}
-    let signal = SIGRTMIN() + KICK_SIGNAL_OFFSET;
-    register_signal_handler(signal, interrupt_only).map_err(|e| ProbeError::SetUp {
-        backend,
-        step: "signal handler",
-        source: e.into(),
-    })?;
-
+    let set_up = |step| move |source| ProbeError::SetUp { backend, step, source };
+    // A hung vCPU is kicked as those of a VM are, without a signal handler.
+    unblock_while_running(&vcpu, sys::kick_signal()).map_err(set_up("signal mask"))?;
     let (report, reported) = mpsc::channel();
+    // The thread inherits that the signal is blocked.
+    let blocked = sys::BlockedSignals::new().map_err(set_up("signal mask"))?;
     let vcpu_thread = thread::Builder::new()
         .name("kvm-probe".into())
         .spawn(move || {
             let _keep_alive = keep_alive;
             let _ = report.send(run_vcpu(vcpu));
         })
-        .map_err(|source| ProbeError::SetUp { backend, step: "vCPU thread", source })?;
+        .map_err(set_up("vCPU thread"))?;
+    drop(blocked);
 
     match reported.recv_timeout(DEADLINE) {
         Ok(outcome) => {
@@ -330,11 +325,9 @@ fn run_guest<T: Send + 'static>(
             outcome.map_err(|seen| ProbeError::GuestFailed { backend, seen })
         }
         Err(_) => {
-            // Repeated, because a signal that arrives just before the vCPU enters the guest is
-            // lost.
             let until = Instant::now() + STOP_DEADLINE;
+            sys::kick(&vcpu_thread);
             while !vcpu_thread.is_finished() && Instant::now() < until {
-                let _ = vcpu_thread.kill(signal);
                 thread::sleep(Duration::from_millis(10));
             }
             Err(ProbeError::GuestHung { backend })

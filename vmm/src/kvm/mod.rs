@@ -4,3 +4,5 @@ pub mod host;
 pub(crate) mod state;
 pub(crate) mod vcpu;
 pub(crate) mod vm;
+
+pub use vm::Kvm;

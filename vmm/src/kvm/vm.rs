@@ -7,13 +7,13 @@
 
 use std::io;
 use std::process;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use kvm_bindings::{
     CpuId, KVM_CAP_PRE_FAULT_MEMORY, KVM_CAP_SPLIT_IRQCHIP, KVM_MAX_CPUID_ENTRIES, KVMIO, Msrs,
     kvm_cpuid_entry2, kvm_enable_cap, kvm_msi, kvm_msr_entry, kvm_userspace_memory_region,
 };
-use kvm_ioctls::{Cap, IoEventAddress, Kvm, VcpuFd, VmFd};
+use kvm_ioctls::{Cap, IoEventAddress, Kvm as KvmFd, VcpuFd, VmFd};
 use pvmm_devices::GuestMemory;
 use pvmm_devices::lines::{self, Deliver};
 use pvmm_devices::virtio::mmio::KickShortcut;
@@ -90,9 +90,28 @@ impl From<KvmError> for Error {
     }
 }
 
-/// This host's KVM and its capabilities, queried once for all VMs of the process.
+/// A handle to this host's KVM, which is open and whose capabilities are known. A program makes one
+/// and passes it to whatever makes VMs; clones share it.
+#[derive(Clone)]
+pub struct Kvm(pub(crate) Arc<KvmHost>);
+
+impl Kvm {
+    /// Opens `/dev/kvm`. Fails with [`ErrorKind::HostUnsupported`] if this user may not open it, or
+    /// if it lacks a capability that every VM needs.
+    pub fn open() -> Result<Self, Error> {
+        Ok(Self(Arc::new(KvmHost::open()?)))
+    }
+}
+
+impl std::fmt::Debug for Kvm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kvm").finish_non_exhaustive()
+    }
+}
+
+/// This host's KVM and its capabilities, queried once.
 pub struct KvmHost {
-    kvm: Kvm,
+    kvm: KvmFd,
     supported_cpuid: CpuId,
     shape: Arc<StateShape>,
     pre_faults: bool,
@@ -112,21 +131,9 @@ struct InitialMsrs {
 }
 
 impl KvmHost {
-    /// Returns the instance that the VMs and templates of this process share, or a new one if there
-    /// are none.
-    pub fn shared() -> Result<Arc<Self>, KvmError> {
-        static HOST: Mutex<Weak<KvmHost>> = Mutex::new(Weak::new());
-        let mut shared = HOST.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(host) = shared.upgrade() {
-            return Ok(host);
-        }
-        let host = Arc::new(Self::open()?);
-        *shared = Arc::downgrade(&host);
-        Ok(host)
-    }
-
-    fn open() -> Result<Self, KvmError> {
-        let kvm = Kvm::new().map_err(KvmError::Open)?;
+    /// Opens `/dev/kvm` and queries its capabilities.
+    pub fn open() -> Result<Self, KvmError> {
+        let kvm = KvmFd::new().map_err(KvmError::Open)?;
         for (cap, name) in REQUIRED {
             if !kvm.check_extension(cap) {
                 return Err(KvmError::Missing(name));
@@ -328,7 +335,7 @@ impl KickShortcut for KvmKicks {
     }
 }
 
-fn create_vm(kvm: &Kvm) -> Result<VmFd, KvmError> {
+fn create_vm(kvm: &KvmFd) -> Result<VmFd, KvmError> {
     let mut attempt = 1;
     loop {
         match kvm.create_vm() {

@@ -21,7 +21,7 @@ use super::written_file::WrittenFile;
 use super::{DiskFacts, MANIFEST_MAX, MEMORY, STATE_MAX, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
 use crate::frozen::Frozen;
-use crate::kvm::vm::KvmHost;
+use crate::kvm::vm::Kvm;
 use crate::machine::Machine;
 use crate::memory::{Layer, Memory, MemoryImage, PageRanges};
 use crate::storage::{FrozenStorage, Storage};
@@ -251,7 +251,12 @@ pub(super) fn publish(
 }
 
 /// Reads a pair of files; drives at paths outside of `roots` must be replaced by overrides.
-pub fn load_files(state: &Path, memory: Option<&Path>, roots: &Roots) -> Result<Frozen, Error> {
+pub fn load_files(
+    kvm: &Kvm,
+    state: &Path,
+    memory: Option<&Path>,
+    roots: &Roots,
+) -> Result<Frozen, Error> {
     let (manifest, saved) = read_state(state)?;
     trace::step("state file");
     let size = manifest.memory.size;
@@ -261,7 +266,7 @@ pub fn load_files(state: &Path, memory: Option<&Path>, roots: &Roots) -> Result<
         image = image.with(Layer { file: file.into(), runs: PageRanges::all(size) });
     }
     trace::step("memory file");
-    let host = KvmHost::shared()?;
+    let host = kvm.0.clone();
     host::check(&manifest.machine, &host)?;
     host::check_machine(&saved.machine, &host)?;
     let named = |(index, disk): (usize, &DiskFacts)| match disk {

@@ -10,6 +10,7 @@ use super::sections::{self, Saved};
 use super::testing::{manifest, saved, saved_as_files as for_files};
 use super::written_file::WrittenFile;
 use super::*;
+use crate::Kvm;
 
 fn encode(change: impl FnOnce(&mut Manifest), saved: &Saved) -> Vec<u8> {
     let (bytes, table) = sections::encode(saved).unwrap();
@@ -77,7 +78,9 @@ fn foreign_state_is_refused_by_name_whatever_its_version() {
 }
 
 fn load(state: &std::path::Path, memory: Option<&std::path::Path>) -> (ErrorKind, String) {
-    let error = crate::Template::load_files(state, memory).err().expect("should be refused");
+    let error = crate::Template::load_files(&Kvm::open().unwrap(), state, memory)
+        .err()
+        .expect("should be refused");
     (error.kind(), error.to_string())
 }
 
@@ -100,11 +103,17 @@ fn load_of_what_is_no_pair_says_which_file_and_why() {
         kind == ErrorKind::SnapshotIncompatible && foreign.contains("Firecracker"),
         "{foreign}"
     );
-    let as_folder = crate::Template::load(place.path(), LoadOptions::default()).err().unwrap();
+    let as_folder =
+        crate::Template::load(&Kvm::open().unwrap(), place.path(), LoadOptions::default())
+            .err()
+            .unwrap();
     assert!(as_folder.to_string().contains("Firecracker"), "{as_folder}");
 
     fs::write(&state, encode(|_| {}, &for_files())).unwrap();
-    let as_folder = crate::Template::load(place.path(), LoadOptions::default()).err().unwrap();
+    let as_folder =
+        crate::Template::load(&Kvm::open().unwrap(), place.path(), LoadOptions::default())
+            .err()
+            .unwrap();
     assert!(as_folder.to_string().contains("of two files"), "{as_folder}");
     fs::write(&memory, b"short").unwrap();
     let (_, short) = load(&state, Some(&memory));

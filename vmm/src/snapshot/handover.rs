@@ -19,7 +19,7 @@ use super::{Base, SnapshotError};
 use crate::config::MAX_MEMORY_MIB;
 use crate::error::{Error, ErrorKind};
 use crate::frozen::Frozen;
-use crate::kvm::vm::KvmHost;
+use crate::kvm::vm::Kvm;
 use crate::memory::{Layer, MemoryImage, PageRanges, Region};
 use crate::packed;
 use crate::storage::FrozenStorage;
@@ -138,7 +138,7 @@ pub fn hand_over(frozen: &Frozen) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
 }
 
 /// The template that another process handed over.
-pub fn take_over(bytes: &[u8], files: Vec<OwnedFd>) -> Result<Frozen, Error> {
+pub fn take_over(kvm: &Kvm, bytes: &[u8], files: Vec<OwnedFd>) -> Result<Frozen, Error> {
     let bad = |what: &str| SnapshotError::State(format!("hand-over: {what}"));
     let message: Message = rmp_serde::from_slice(bytes).map_err(|e| bad(&e.to_string()))?;
     let mut files = files.into_iter().map(File::from);
@@ -193,7 +193,7 @@ pub fn take_over(bytes: &[u8], files: Vec<OwnedFd>) -> Result<Frozen, Error> {
         });
     }
     Ok(Frozen {
-        host: KvmHost::shared()?,
+        host: kvm.0.clone(),
         state: Arc::new(saved.machine),
         image,
         drives,
@@ -236,7 +236,7 @@ mod tests {
     fn refused(len: u64, change: impl FnOnce(&mut Message)) -> String {
         let file = tempfile::tempfile().unwrap();
         file.set_len(len).unwrap();
-        let taken = take_over(&message(change), vec![file.into()]);
+        let taken = take_over(&Kvm::open().unwrap(), &message(change), vec![file.into()]);
         taken.err().expect("should be refused").to_string()
     }
 
@@ -279,7 +279,11 @@ mod tests {
             let layers = vec![None, Some(vec![(0, 8192)])];
             message.drives = vec![DriveMessage::Layers(layers)];
         });
-        let taken = take_over(&bytes, vec![whole(1 << 20), whole(16384), whole(4096)]);
+        let taken = take_over(
+            &Kvm::open().unwrap(),
+            &bytes,
+            vec![whole(1 << 20), whole(16384), whole(4096)],
+        );
         let error = taken.err().expect("should be refused").to_string();
         assert!(error.contains("a layer is shorter than its ranges"), "{error}");
     }

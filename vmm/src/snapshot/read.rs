@@ -23,7 +23,7 @@ use super::{
 };
 use crate::error::Error;
 use crate::frozen::Frozen;
-use crate::kvm::vm::KvmHost;
+use crate::kvm::vm::Kvm;
 use crate::memory::{self, Layer, MemoryImage, PAGE, PageRanges};
 use crate::storage::FrozenStorage;
 use crate::sys;
@@ -49,11 +49,11 @@ pub struct LoadOptions {
 }
 
 /// Reads the snapshot in `dir`.
-pub fn load(dir: &Path, options: LoadOptions) -> Result<Frozen, Error> {
+pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Frozen, Error> {
     let folder = Folder::open_with(dir, options.key.as_ref())?;
     let options = LoadOptions { hold: options.hold || options.key.is_some(), ..options };
     trace::step("manifest");
-    let host = KvmHost::shared()?;
+    let host = kvm.0.clone();
     host::check(&folder.manifest.machine, &host)?;
     trace::step("ask KVM what it can");
     let saved = folder.state()?;

@@ -195,7 +195,7 @@ pub fn cpuid(path: &Path, function: u32, index: u32) -> Option<[u32; 4]> {
 
 /// Returns this host's clock rate, and whether its KVM can scale it.
 pub fn host_clock() -> (u32, bool) {
-    let host = KvmHost::shared().unwrap();
+    let host = KvmHost::open().unwrap();
     (host.clock_khz().unwrap(), host.scales_clock())
 }
 

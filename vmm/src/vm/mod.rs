@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::agent::{Agent, ReadyListener, Refresh};
 use crate::config::{DriveSource, RateLimiterConfig, VmConfig};
 use crate::error::{Error, ErrorKind};
+use crate::kvm::Kvm;
 use crate::machine::{Hinting, Machine, balloon, drives, nets};
 use crate::outcome::Outcome;
 use crate::snapshot::{self, SaveKind};
@@ -51,8 +52,8 @@ pub fn next_trim(age: Duration) -> Duration {
 
 impl Vm {
     /// Boots the VM that `config` describes. It is paused before its first instruction.
-    pub fn boot(config: VmConfig) -> Result<Self, Error> {
-        boot::boot(config).map(Self::new)
+    pub fn boot(kvm: &Kvm, config: VmConfig) -> Result<Self, Error> {
+        boot::boot(kvm, config).map(Self::new)
     }
 
     pub(crate) fn new(machine: Machine) -> Self {

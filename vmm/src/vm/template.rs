@@ -15,6 +15,7 @@ use crate::config::{Overrides, Prefault};
 use crate::error::Error;
 use crate::freeze::Unfinished;
 use crate::frozen::Frozen;
+use crate::kvm::Kvm;
 use crate::restore;
 use crate::snapshot::{self, LoadOptions, Manifest, Roots, WriteOptions};
 
@@ -73,8 +74,8 @@ pub struct Touched {
 
 impl Template {
     /// Reads the snapshot in the folder `dir`.
-    pub fn load(dir: &Path, options: LoadOptions) -> Result<Self, Error> {
-        snapshot::load(dir, options).map(|frozen| Self { frozen })
+    pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Self, Error> {
+        snapshot::load(kvm, dir, options).map(|frozen| Self { frozen })
     }
 
     /// Reads the two files that [`Vm::save_files`] has written. Memory is mapped, not read, so the
@@ -83,18 +84,19 @@ impl Template {
     ///
     /// Drives are opened when a fork is resumed, at their old paths and in place, unless the fork
     /// was given others.
-    pub fn load_files(state: &Path, memory: Option<&Path>) -> Result<Self, Error> {
-        Self::load_files_under(state, memory, &None)
+    pub fn load_files(kvm: &Kvm, state: &Path, memory: Option<&Path>) -> Result<Self, Error> {
+        Self::load_files_under(kvm, state, memory, &None)
     }
 
     /// Reads two files like [`Self::load_files`], where the state file is not trusted to name
     /// drives: drives at paths outside of `roots` must be replaced by overrides.
     pub fn load_files_under(
+        kvm: &Kvm,
         state: &Path,
         memory: Option<&Path>,
         roots: &Roots,
     ) -> Result<Self, Error> {
-        snapshot::load_files(state, memory, roots).map(|frozen| Self { frozen })
+        snapshot::load_files(kvm, state, memory, roots).map(|frozen| Self { frozen })
     }
 
     /// Reads the working set that [`Vm::keep_working_set`] has written, so that forks have its
@@ -121,8 +123,8 @@ impl Template {
     }
 
     /// Makes the template that another process handed over.
-    pub fn take_over(bytes: &[u8], files: Vec<OwnedFd>) -> Result<Self, Error> {
-        snapshot::take_over(bytes, files).map(|frozen| Self { frozen })
+    pub fn take_over(kvm: &Kvm, bytes: &[u8], files: Vec<OwnedFd>) -> Result<Self, Error> {
+        snapshot::take_over(kvm, bytes, files).map(|frozen| Self { frozen })
     }
 
     /// Forks a VM, paused. Nothing is read, parsed or copied. [`Forked::refreshed`] or
