@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
-use pvmm::{Console, ErrorKind, Kvm, Overrides, Template, Vm, Vsock, next_trim};
+use pvmm::{Console, ErrorKind, HostOptions, Kvm, Overrides, Template, Vm, Vsock, next_trim};
 use pvmm_agent_image::AGENT_KEY;
 use pvmm_sandbox::template::BASE;
 use pvmm_sandbox::{Cache, Event, Kernel, Progress, Silent, cache};
@@ -150,10 +150,10 @@ fn bake_in(
     let mut config = machine::config(parts, &record, false);
     let uds_path = room.join("v");
     config.vsock = Some(Vsock::new(3, uds_path.clone()));
-    config.console = Console::Discard;
+    config.host.console = Console::Discard;
     let scratch = scratch::place(true)?;
-    config.scratch_dir = Some(scratch.dir.clone());
-    config.scratch_in_memory = scratch.in_memory;
+    config.host.scratch_dir = Some(scratch.dir.clone());
+    config.host.scratch_in_memory = scratch.in_memory;
     let mut vm = Vm::boot(kvm, config).map_err(failed)?;
     vm.resume().map_err(failed)?;
     let agent = vm.agent(deadline).map_err(failed)?;
@@ -180,8 +180,11 @@ fn bake_in(
     let vsock = Some(Vsock::new(3, uds_path.clone()));
     let overrides = Overrides {
         vsock,
-        scratch_dir: Some(scratch.dir),
-        scratch_in_memory: scratch.in_memory,
+        host: HostOptions {
+            scratch_dir: Some(scratch.dir),
+            scratch_in_memory: scratch.in_memory,
+            ..HostOptions::default()
+        },
         ..Overrides::default()
     };
     let first_use = |vm: &mut Vm| {

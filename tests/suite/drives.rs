@@ -151,7 +151,7 @@ fn writable_drive_without_reflink_is_copied_while_the_guest_runs() {
     fill(&image, 256);
     let mut guest = Guest::boot_with(|config| {
         config.drives.push(Drive::writable(&image));
-        config.scratch_dir = Some(host.path());
+        config.host.scratch_dir = Some(host.path());
     });
     guest.prints(COUNT);
     guest.prints("sleep 1");

@@ -94,7 +94,7 @@ fn rollback_that_fails_half_way_ends_the_machine() {
         let image = tempfile::tempfile().unwrap();
         image.set_len(8 * MIB).unwrap();
         config.drives.push(Drive::from_file(image));
-        config.scratch_dir = Some(host.path());
+        config.host.scratch_dir = Some(host.path());
     });
     guest.vm.checkpoint().unwrap();
     let agent = guest.agent_again();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::{
     Balloon, Drive, DriveSource, ErrorKind, Kvm, Net, RateLimiterConfig, SaveKind, TapSource,
-    Template, ThreadNames,
+    Template,
 };
 use pvmm_tests::child::{Child, SOON};
 use pvmm_tests::guest::Guest;
@@ -120,7 +120,7 @@ fn second_life() {
     let (state, memory) = (place.join("vm.state"), place.join("vm.mem"));
     let template = Template::load_files(&Kvm::open().unwrap(), &state, Some(&memory)).unwrap();
     assert_eq!(template.note(), b"a note");
-    let mut child = Child::with(&template, |o| o.vcpu_threads = ThreadNames::Firecracker);
+    let mut child = Child::with(&template, |o| o.host.vcpu_thread_prefix = "fc_vcpu ".into());
     assert_eq!(child.prints(&format!("cat /tmp/word; {GET}")), "first\nfirst");
     child.prints(&format!("{}; echo second > /tmp/word", put("second")));
     let names = fs::read_dir("/proc/self/task")
@@ -139,7 +139,7 @@ fn second_life() {
 fn diff_holds_what_changed_and_goes_on_once_it_is_merged() {
     let files = Files::new();
     let diff = files.path("diff.mem");
-    let mut guest = Guest::boot_with(|config| config.track_changes = true);
+    let mut guest = Guest::boot_with(|config| config.host.track_changes = true);
     guest.vm.pause().unwrap();
     guest.vm.save_files(&files.state(), &files.memory(), SaveKind::Full, b"").unwrap();
     let first_state = fs::read(files.state()).unwrap();

@@ -1,15 +1,13 @@
 //! Boot: from a configuration to a machine that is about to run its kernel's first instruction.
 
 use std::io::{self, Write};
-use std::sync::Arc;
 
 use pvmm_devices::legacy::console::{self, ConsoleConfig};
 use pvmm_devices::virtio::registry::DeviceConfig;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{cpuid, kernel, layout, mp_table, tables};
-use crate::boot_timer::{self, BootTimer};
-use crate::config::{BucketConfig, Console, VmConfig};
+use crate::config::{BucketConfig, Console, Registers, VmConfig};
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::{Kvm, KvmVm};
@@ -23,21 +21,20 @@ use crate::trace;
 /// Everything the machine will ever open is opened before its threads start.
 pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
     config.validate()?;
-    let timer = config.boot_timer.then(BootTimer::start);
 
     // What the host must supply.
     let socket = config.vsock.as_ref().map(|vsock| vsock.uds_path.as_path());
     let socket = socket.filter(|_| config.awaits_agent);
     let ready = socket.map(ReadyListener::bind).transpose()?;
-    let scratch = Scratch::new(config.scratch_dir.as_deref(), config.scratch_in_memory);
+    let scratch = Scratch::new(config.host.scratch_dir.as_deref(), config.host.scratch_in_memory);
     let Opened { devices, drives, taps, vsock_path } = open_devices(&mut config)?;
     trace::step("open devices");
-    let (track_changes, vcpu_threads) = (config.track_changes, config.vcpu_threads);
+    let track_changes = config.host.track_changes;
     let mode = if track_changes { Mode::Tracked } else { Mode::Private };
     let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)), mode)?;
     let guest = &memory.guest;
     memory.map_unbacked_as_huge(&PageRanges::default())?;
-    if config.huge_pages {
+    if config.host.huge_pages {
         memory.advise_huge_pages();
     }
 
@@ -46,15 +43,17 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
     let kvm = KvmVm::new(host, guest)?;
     let vcpus = (0..config.vcpus).map(|id| kvm.create_vcpu(id)).collect::<Result<Vec<_>, _>>()?;
     trace::step("KVM machine, slots and vCPUs");
-    let mut builder =
-        MachineBuilder::new(&kvm, guest, open_console(config.console, config.console_limit))?;
+    let mut builder = MachineBuilder::new(
+        &kvm,
+        guest,
+        open_console(config.host.console, config.host.console_limit),
+    )?;
     builder.generation.write()?;
     for device in devices {
         builder.attach(device, &kvm, guest)?;
     }
-    if let Some(timer) = timer {
-        let place =
-            builder.buses.mmio.insert(layout::BOOT_TIMER, boot_timer::SIZE, Arc::new(timer));
+    for Registers { address, device } in config.registers {
+        let place = builder.buses.mmio.insert(address, Registers::SIZE, device);
         place.map_err(MachineError::from)?;
     }
     trace::step("machine and devices");
@@ -91,7 +90,7 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
         track_changes,
         memory_sums: None,
         clock_khz: None,
-        vcpu_threads,
+        vcpu_thread_prefix: config.host.vcpu_thread_prefix,
     };
     builder.start(vcpus, kvm, memory, resources)
 }

@@ -3,10 +3,14 @@
 //! Every recipe starts from a `VmConfig`; a bad value is refused here by the name of its field, so
 //! that no later step has to doubt what it was given.
 
+use std::borrow::Cow;
 use std::fs::File;
 use std::path::PathBuf;
+use std::sync::Arc;
 
+use crate::arch::x86_64::layout;
 use crate::error::{Error, ErrorKind};
+pub use pvmm_devices::bus::BusDevice;
 use pvmm_devices::rate_limiter::RateLimiterError;
 pub use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
 use pvmm_devices::virtio::balloon::{BalloonConfig, pages_of_mib};
@@ -68,22 +72,31 @@ pub struct VmConfig {
     pub balloon: Option<Balloon>,
     /// A virtio entropy device.
     pub rng: bool,
-    /// What the guest may take from it per time.
-    pub rng_limits: RateLimiterConfig,
-    /// Where the output of the serial console goes; discarded by default.
-    pub console: Console,
-    /// What the guest may write to its console per time; what goes beyond that is dropped.
-    pub console_limit: Option<BucketConfig>,
     /// Listen for the agent's word that it is ready, beside the vsock's socket, for
     /// [`crate::Vm::agent`] to wait for. Without it that call only connects.
     pub awaits_agent: bool,
     /// Tell the guest of a keyboard, for [`crate::Vm::press_ctrl_alt_del`]. Looking for one takes
     /// it a moment.
     pub keyboard: bool,
-    /// Log how long the guest takes until it writes 123 to the byte at 0xc000_0000.
-    pub boot_timer: bool,
     /// How the kernel is entered; [`BootProtocol::Auto`] by default.
     pub boot_protocol: BootProtocol,
+    /// Registers of the caller's own, for guests that expect some; none by default. They are not
+    /// part of a snapshot.
+    pub registers: Vec<Registers>,
+    /// The host's side of the VM.
+    pub host: HostOptions,
+}
+
+/// The host's side of a VM, whether it is booted or forked: what the guest cannot see, or sees as
+/// speed only.
+#[derive(Debug)]
+pub struct HostOptions {
+    /// Where the output of the serial console goes; discarded by default.
+    pub console: Console,
+    /// What the guest may write to its console per time; what goes beyond that is dropped.
+    pub console_limit: Option<BucketConfig>,
+    /// What the guest may take from the entropy device per time.
+    pub rng_limits: RateLimiterConfig,
     /// Where nameless files for a machine's own writes to its disks are made: at most as much as
     /// the disks are large for the machine, and again for each of the sixteen layers that are kept
     /// of it. Without one the directory for temporary files, or `/var/tmp` where that is in memory.
@@ -99,27 +112,43 @@ pub struct VmConfig {
     /// Back the memory with pages of 2 MiB where the kernel has them at hand: fewer faults, coarser
     /// copies.
     pub huge_pages: bool,
-    /// How the vCPU threads are called.
-    pub vcpu_threads: ThreadNames,
+    /// What the names of the vCPU threads begin with; the number of the vCPU follows. `pvmm-vcpu-`
+    /// by default.
+    pub vcpu_thread_prefix: Cow<'static, str>,
 }
 
-/// What a machine's vCPU threads are called, for those who look for them from outside. The number
-/// of the vCPU follows.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum ThreadNames {
-    /// `pvmm-vcpu-0`.
-    #[default]
-    Pvmm,
-    /// `fc_vcpu 0`, as Firecracker's.
-    Firecracker,
-}
-
-impl ThreadNames {
-    pub(crate) fn vcpu(self, id: u32) -> String {
-        match self {
-            Self::Pvmm => format!("pvmm-vcpu-{id}"),
-            Self::Firecracker => format!("fc_vcpu {id}"),
+impl Default for HostOptions {
+    fn default() -> Self {
+        Self {
+            console: Console::default(),
+            console_limit: None,
+            rng_limits: RateLimiterConfig::default(),
+            scratch_dir: None,
+            scratch_in_memory: false,
+            track_changes: false,
+            huge_pages: false,
+            vcpu_thread_prefix: "pvmm-vcpu-".into(),
         }
+    }
+}
+
+/// A page of registers that the caller implements.
+#[derive(Clone)]
+pub struct Registers {
+    /// The guest address: a multiple of 4 KiB from 0xc000_0000 up to 0xd000_0000.
+    pub address: u64,
+    /// What reads and writes do. Called on vCPU threads.
+    pub device: Arc<dyn BusDevice>,
+}
+
+impl Registers {
+    /// The size of the page.
+    pub const SIZE: u64 = 0x1000;
+}
+
+impl std::fmt::Debug for Registers {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registers").field("address", &self.address).finish_non_exhaustive()
     }
 }
 
@@ -294,6 +323,9 @@ pub enum ConfigError {
     /// A path contains a NUL byte; the value names the field.
     #[error("{0}: the path contains a NUL byte")]
     Nul(&'static str),
+    /// The page does not exist, or is taken twice.
+    #[error("registers at {0:#x}: not a free page from 0xc0000000 to 0xd0000000")]
+    Registers(u64),
 }
 
 impl From<ConfigError> for Error {
@@ -317,18 +349,11 @@ impl VmConfig {
             vsock: None,
             balloon: None,
             rng: true,
-            rng_limits: RateLimiterConfig::default(),
-            console: Console::default(),
-            console_limit: None,
             awaits_agent: true,
             keyboard: false,
-            boot_timer: false,
             boot_protocol: BootProtocol::default(),
-            scratch_dir: None,
-            scratch_in_memory: false,
-            track_changes: false,
-            huge_pages: false,
-            vcpu_threads: ThreadNames::default(),
+            registers: Vec::new(),
+            host: HostOptions::default(),
         }
     }
 
@@ -337,7 +362,7 @@ impl VmConfig {
     pub(crate) fn take_devices(&mut self) -> Vec<DeviceConfig> {
         let nets = std::mem::take(&mut self.nets).into_iter().map(DeviceConfig::Net);
         let vsock = self.vsock.take().map(|vsock| DeviceConfig::Vsock(vsock.into()));
-        let rng = self.rng.then(|| rng(self.rng_limits));
+        let rng = self.rng.then(|| rng(self.host.rng_limits));
         let balloon = self.balloon.map(|balloon| balloon.device(self.memory_mib));
         nets.chain(vsock).chain(rng).chain(balloon).collect()
     }
@@ -378,7 +403,16 @@ impl VmConfig {
         for (index, net) in self.nets.iter().enumerate() {
             net.validate().map_err(|error| ConfigError::Net { index, why: with_causes(&error) })?;
         }
-        self.rng_limits.validate().map_err(ConfigError::RngLimits)?;
+        self.host.rng_limits.validate().map_err(ConfigError::RngLimits)?;
+        let (mut from, page) = (layout::HOLE_START, Registers::SIZE);
+        let mut addresses: Vec<_> = self.registers.iter().map(|it| it.address).collect();
+        addresses.sort_unstable();
+        for address in addresses {
+            if address < from || address >= layout::VIRTIO_MMIO || !address.is_multiple_of(page) {
+                return Err(ConfigError::Registers(address));
+            }
+            from = address + page;
+        }
         if let Some(Balloon { target_mib: target, .. }) = self.balloon
             && target > self.memory_mib
         {
@@ -449,28 +483,14 @@ pub struct Overrides {
     /// Other taps and addresses, by their place; without one a card takes the interface of the
     /// template's name.
     pub nets: Vec<(usize, Net)>,
-    /// What the guest may take from the entropy device per time.
-    pub rng_limits: RateLimiterConfig,
-    /// Where the output of the serial console goes; discarded by default.
-    pub console: Console,
-    /// As in [`crate::VmConfig`].
-    pub console_limit: Option<BucketConfig>,
-    /// As in [`crate::VmConfig`].
-    pub scratch_dir: Option<PathBuf>,
-    /// As in [`crate::VmConfig`].
-    pub scratch_in_memory: bool,
-    /// As in [`crate::VmConfig`].
-    pub track_changes: bool,
     /// How much of the template's working set is prefaulted; [`Prefault::InKvm`] by default.
     pub prefault: Prefault,
     /// Move the guest's clock on by the time that it did not run, instead of hiding that from it:
     /// timers that have run out meanwhile fire at once.
     pub catch_up: bool,
-    /// How its vCPU threads are called.
-    pub vcpu_threads: ThreadNames,
-    /// As in [`crate::VmConfig`]; of memory that comes from a file only what the guest writes can
-    /// be so.
-    pub huge_pages: bool,
+    /// The host's side of the VM. Of memory that comes from a file only what the guest writes can be
+    /// in huge pages.
+    pub host: HostOptions,
     /// The socket of a process that supplies the memory; see [`crate::Template::fork`].
     pub page_server: Option<PathBuf>,
 }
@@ -478,7 +498,7 @@ pub struct Overrides {
 impl Overrides {
     /// Returns what the host supplies for a saved device without a backend.
     pub(crate) fn device(&self, kind: DeviceKind) -> Option<DeviceConfig> {
-        (kind == DeviceKind::Rng).then(|| rng(self.rng_limits))
+        (kind == DeviceKind::Rng).then(|| rng(self.host.rng_limits))
     }
 }
 
@@ -552,6 +572,25 @@ mod tests {
         let balloon = Balloon { target_mib: 257, ..Balloon::default() };
         let error = refused(|c| c.balloon = Some(balloon));
         assert_eq!(error, ConfigError::Balloon { target: 257, memory: 256 });
+    }
+
+    #[test]
+    fn validate_of_registers_outside_their_place_or_twice_is_refused() {
+        struct Nothing;
+        impl BusDevice for Nothing {
+            fn read(&self, _: u64, _: &mut [u8]) {}
+            fn write(&self, _: u64, _: &[u8]) {}
+        }
+        let page = |address| Registers { address, device: Arc::new(Nothing) };
+        let mut config = VmConfig::new("vmlinux");
+        config.registers = vec![page(0xcfff_f000), page(0xc000_0000)];
+        assert_eq!(config.validate(), Ok(()));
+        for address in [0, 0xbfff_f000, 0xc000_0800, 0xd000_0000, u64::MAX] {
+            let error = refused(|c| c.registers = vec![page(address)]);
+            assert_eq!(error, ConfigError::Registers(address));
+        }
+        let twice = refused(|c| c.registers = vec![page(0xc000_1000), page(0xc000_1000)]);
+        assert_eq!(twice, ConfigError::Registers(0xc000_1000));
     }
 
     #[test]

@@ -99,7 +99,6 @@
 //! | file | what it answers |
 //! | --- | --- |
 //! | `boot.rs` | how a machine comes to be, top to bottom |
-//! | `boot_timer.rs` | how a guest says that it has booted |
 //! | `vm/` | what can be done with a VM and with a template |
 //! | `machine/` | the parts of a running machine, and what can be changed about its devices |
 //! | `frozen.rs`, `state.rs` | a machine that stands still, and the registers of one |
@@ -121,7 +120,6 @@ pub mod ablation;
 pub mod agent;
 mod arch;
 mod boot;
-mod boot_timer;
 pub mod config;
 pub mod error;
 pub mod exec;
@@ -147,9 +145,9 @@ mod vcpu;
 mod vm;
 
 pub use config::{
-    Balloon, BootProtocol, CacheMode, Console, Drive, DriveSource, EngineKind, Initrd, Mac,
-    MmdsConfig, MmdsVersion, Net, Overrides, Prefault, RateLimiterConfig, TapSource, ThreadNames,
-    VmConfig, Vsock,
+    Balloon, BootProtocol, BusDevice, CacheMode, Console, Drive, DriveSource, EngineKind,
+    HostOptions, Initrd, Mac, MmdsConfig, MmdsVersion, Net, Overrides, Prefault, RateLimiterConfig,
+    Registers, TapSource, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
 pub use kvm::Kvm;

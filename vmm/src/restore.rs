@@ -12,7 +12,7 @@ use pvmm_devices::virtio::vsock::{VsockConfig, VsockStateV1};
 
 use crate::ablation::Mechanism;
 use crate::boot::open_console;
-use crate::config::{Overrides, Prefault};
+use crate::config::{HostOptions, Overrides, Prefault};
 use crate::error::{Error, ErrorKind};
 use crate::frozen::Frozen;
 use crate::kvm::vm::{KvmError, KvmHost, KvmVm};
@@ -27,7 +27,8 @@ use crate::vcpu::thread::Preparation;
 /// Makes a machine of a template, paused.
 pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, Error> {
     // What the host must supply.
-    let scratch = Scratch::new(overrides.scratch_dir.as_deref(), overrides.scratch_in_memory);
+    let scratch =
+        Scratch::new(overrides.host.scratch_dir.as_deref(), overrides.host.scratch_in_memory);
     let Opened { devices, drives, taps, vsock_path } =
         open_devices(template, &mut overrides, &scratch)?;
     trace::step("open devices");
@@ -60,7 +61,7 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
     let mut builder = MachineBuilder::new(
         &kvm,
         &memory.guest,
-        open_console(overrides.console, overrides.console_limit),
+        open_console(overrides.host.console, overrides.host.console_limit),
     )?;
     builder.devices.handle().quiesce_all()?;
     trace::step("machine");
@@ -98,11 +99,11 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
     let (base, ready) = (template.base.clone(), None);
     let memory_sums = template.memory_sums.clone();
     let clock_khz = saved.vcpus.first().map(|vcpu| vcpu.tsc_khz);
-    let Overrides { track_changes, vcpu_threads, .. } = overrides;
+    let HostOptions { track_changes, vcpu_thread_prefix, .. } = overrides.host;
     #[rustfmt::skip]
     let resources = VmResources {
         drives, taps, scratch, vsock_path, ready, base, working_set, _first, track_changes, memory_sums, clock_khz,
-        vcpu_threads,
+        vcpu_thread_prefix,
     };
     let mut machine = builder.start(vcpus, kvm, memory, resources)?;
     machine.page_server = page_server;
@@ -115,11 +116,11 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
 fn map_memory(template: &Frozen, overrides: &Overrides) -> Result<Memory, Error> {
     let mode = match overrides {
         Overrides { page_server: Some(_), .. } => Mode::Remote,
-        Overrides { track_changes: true, .. } => Mode::Tracked,
+        _ if overrides.host.track_changes => Mode::Tracked,
         _ => Mode::Private,
     };
     let memory = Memory::map(template.image.clone(), mode)?;
-    if overrides.huge_pages {
+    if overrides.host.huge_pages {
         memory.advise_huge_pages();
     }
     Ok(memory)

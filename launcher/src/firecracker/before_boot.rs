@@ -12,7 +12,7 @@ use pvmm::config::{
 };
 use pvmm::{
     CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, RateLimiterConfig, TapSource,
-    ThreadNames, VmConfig, open,
+    VmConfig, open,
 };
 
 use super::bodies::{
@@ -23,6 +23,8 @@ use super::bodies::{
 use super::http::Refusal;
 use super::logger;
 
+/// What the names of Firecracker's vCPU threads begin with; clients look for them.
+pub const VCPU_THREADS: &str = "fc_vcpu ";
 /// The kernel command line if the client sets none; Firecracker's default.
 const DEFAULT_BOOT_ARGS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux i8042.nomux \
                                  i8042.dumbkbd swiotlb=noforce";
@@ -218,13 +220,13 @@ impl BeforeBoot {
         machine.vsock = config.vsock.as_ref().map(vsock_config);
         machine.balloon = config.balloon.as_ref().map(balloon_config);
         machine.rng = config.entropy.is_some();
-        machine.rng_limits = limits_of(config.entropy.as_ref().and_then(|e| e.rate_limiter));
-        machine.track_changes = config.machine_config.track_dirty_pages;
-        machine.huge_pages = config.machine_config.huge_pages != HugePages::None;
-        machine.vcpu_threads = ThreadNames::Firecracker;
+        machine.host.rng_limits = limits_of(config.entropy.as_ref().and_then(|e| e.rate_limiter));
+        machine.host.track_changes = config.machine_config.track_dirty_pages;
+        machine.host.huge_pages = config.machine_config.huge_pages != HugePages::None;
+        machine.host.vcpu_thread_prefix = VCPU_THREADS.into();
         machine.keyboard = true;
-        machine.console = console(&self.serial)?;
-        machine.console_limit = console_limit(&self.serial);
+        machine.host.console = console(&self.serial)?;
+        machine.host.console_limit = console_limit(&self.serial);
         // A client of this API may use another agent, on a port of its own choice.
         machine.awaits_agent = false;
         Ok(machine)

@@ -19,6 +19,7 @@ mod api_server;
 mod args;
 mod before_boot;
 mod bodies;
+mod boot_timer;
 mod config_file;
 mod exec;
 mod fork;

@@ -5,12 +5,13 @@
 
 use std::time::Instant;
 
-use pvmm::{Kvm, Vm, VmConfig};
+use pvmm::{Kvm, Vm};
 use serde_json::json;
 
 use super::api_server::{ApiServer, MachineStage};
 use super::args::VERSION;
 use super::bodies::{MachineUpdate, SnapshotType};
+use super::boot_timer::BootTimer;
 use super::fork;
 use super::http::{Answer, Refusal};
 use super::http_server::ClientId;
@@ -203,7 +204,8 @@ impl ApiServer {
     /// Boots the configured VM and runs it.
     pub(super) fn start(&mut self) -> Result<(), Refusal> {
         let MachineStage::Before(before) = &self.state else { return Err(after_boot()) };
-        let machine = VmConfig { boot_timer: self.boot_timer, ..before.machine()? };
+        let mut machine = before.machine()?;
+        machine.registers.extend(self.boot_timer.then(BootTimer::registers));
         let vm = Kvm::open()
             .and_then(|kvm| Vm::boot(&kvm, machine))
             .map_err(refuse("Start microvm error"))?;

@@ -9,12 +9,12 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use pvmm::snapshot::{Roots, is_allowed};
-use pvmm::{DriveSource, Kvm, Overrides, SaveKind, Template, ThreadNames, open};
+use pvmm::{DriveSource, HostOptions, Kvm, Overrides, SaveKind, Template, open};
 use serde_json::Value;
 
 use super::before_boot::{
-    check_image, check_vsock_path, console, console_limit, drive_config, net_config, resolved,
-    vsock_config,
+    VCPU_THREADS, check_image, check_vsock_path, console, console_limit, drive_config, net_config,
+    resolved, vsock_config,
 };
 use super::bodies::{
     BackendType, BootSource, Config, Drive, DriveOverride, HugePages, LoadHugePages,
@@ -145,12 +145,15 @@ pub fn overrides(config: &Config, serial: &Serial) -> Result<Overrides, Refusal>
     Ok(Overrides {
         nets: nets.into_iter().enumerate().collect(),
         vsock: config.vsock.as_ref().map(vsock_config),
-        rng_limits: limits_of(config.entropy.as_ref().and_then(|entropy| entropy.rate_limiter)),
-        console: console(serial)?,
-        console_limit: console_limit(serial),
-        track_changes: config.machine_config.track_dirty_pages,
-        huge_pages: config.machine_config.huge_pages != HugePages::None,
-        vcpu_threads: ThreadNames::Firecracker,
+        host: HostOptions {
+            rng_limits: limits_of(config.entropy.as_ref().and_then(|entropy| entropy.rate_limiter)),
+            console: console(serial)?,
+            console_limit: console_limit(serial),
+            track_changes: config.machine_config.track_dirty_pages,
+            huge_pages: config.machine_config.huge_pages != HugePages::None,
+            vcpu_thread_prefix: VCPU_THREADS.into(),
+            ..HostOptions::default()
+        },
         ..Overrides::default()
     })
 }

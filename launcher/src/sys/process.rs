@@ -246,3 +246,11 @@ pub fn keep_one_heap() {
         libc::mallopt(libc::M_ARENA_MAX, 1);
     }
 }
+
+/// Returns the processor time that this process has used.
+pub fn cpu_time() -> Duration {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: the kernel writes one timespec, which lives across the call.
+    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, Refresh, ShutdownHow};
 use pvmm::exec::ExitStatus;
-use pvmm::{Console, ErrorKind, Kvm, Outcome, Overrides, Vm, Vsock};
+use pvmm::{Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, Vm, Vsock};
 
 use super::control::{Control, Effect};
 use super::main_command::MainCommand;
@@ -123,9 +123,9 @@ fn watch(
             let mut config = machine::config(*parts, record, console_copy.is_some());
             extras.add_to(&mut config);
             config.vsock = Some(Vsock::new(GUEST_CID, dir.vsock()));
-            config.console = Console::File(console);
-            config.scratch_dir = Some(scratch.dir);
-            config.scratch_in_memory = scratch.in_memory;
+            config.host.console = Console::File(console);
+            config.host.scratch_dir = Some(scratch.dir);
+            config.host.scratch_in_memory = scratch.in_memory;
             Kvm::open().and_then(|kvm| Vm::boot(&kvm, config))
         }
         Start::Template(template) => {
@@ -134,9 +134,12 @@ fn watch(
                 symlink(path, dir.vsock()).map_err(fault)?;
             }
             let overrides = Overrides {
-                console: Console::File(console),
-                scratch_dir: Some(scratch.dir),
-                scratch_in_memory: scratch.in_memory,
+                host: HostOptions {
+                    console: Console::File(console),
+                    scratch_dir: Some(scratch.dir),
+                    scratch_in_memory: scratch.in_memory,
+                    ..HostOptions::default()
+                },
                 ..copy.overrides(&template, dir.vsock())
             };
             // The fork is refreshed below, before it is reported as ready.

@@ -150,7 +150,7 @@ impl MachineBuilder {
         let buses = Arc::new(self.buses);
         let report = self.ending.report();
         let thread = |(id, vcpu)| {
-            let name = resources.vcpu_threads.vcpu(id);
+            let name = format!("{}{id}", resources.vcpu_thread_prefix);
             VcpuThread::new(id, name, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
         };
         let mut vcpus = (0..).zip(vcpus).map(thread).collect::<Result<Vec<_>, _>>()?;

@@ -12,6 +12,7 @@ pub mod drives;
 mod ending;
 pub mod nets;
 
+use std::borrow::Cow;
 use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -33,7 +34,6 @@ pub use ending::Ending;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::layout;
-use crate::config::ThreadNames;
 use crate::error::{Error, ErrorKind};
 use crate::frozen::{Base, Frozen};
 use crate::kvm::state::ClockMark;
@@ -111,7 +111,7 @@ pub struct VmResources {
     pub memory_sums: Option<Arc<[u32]>>,
     /// The rate of the clock that the guest was booted with, if that was before this machine.
     pub clock_khz: Option<u32>,
-    pub vcpu_threads: ThreadNames,
+    pub vcpu_thread_prefix: Cow<'static, str>,
 }
 
 /// A machine and everything that belongs to it. Dropping it stops its vCPUs and then its devices.

@@ -59,14 +59,6 @@ pub fn memory_file_system(file: &File) -> io::Result<Option<&'static str>> {
     })
 }
 
-/// Returns the processor time that this process has used.
-pub fn process_cpu_time() -> Duration {
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the kernel writes one timespec, which lives across the call.
-    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
-}
-
 /// Returns the signal that takes a vCPU out of the guest. It is sent only to vCPU threads, which
 /// keep it blocked.
 pub fn kick_signal() -> i32 {

@@ -148,7 +148,9 @@ impl Template {
         rest: Duration,
         first_use: impl FnOnce(&mut Vm) -> Result<(), E>,
     ) -> Result<Touched, E> {
-        let overrides = Overrides { prefault: Prefault::Nothing, track_changes: true, ..overrides };
+        let mut overrides = Overrides { prefault: Prefault::Nothing, ..overrides };
+        // Small pages, each of which counts by itself.
+        overrides.host.track_changes = true;
         let mut vm = self.fork(overrides)?.without_refresh();
         let each_page = vm.machine().memory.report_each_page();
         first_use(&mut vm)?;

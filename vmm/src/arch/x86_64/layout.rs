@@ -38,8 +38,6 @@ pub const HIGH_MEMORY: GuestAddress = GuestAddress(0x10_0000);
 /// The device hole.
 pub const HOLE_START: u64 = 0xc000_0000;
 pub const HOLE_END: u64 = 0x1_0000_0000;
-/// The boot timer's page, the first of the hole, where Firecracker's guests expect it.
-pub const BOOT_TIMER: u64 = HOLE_START;
 /// virtio-mmio devices, one page each.
 pub const VIRTIO_MMIO: u64 = 0xd000_0000;
 pub const VIRTIO_MMIO_SIZE: u64 = 0x1000;

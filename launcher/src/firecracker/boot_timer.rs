@@ -1,32 +1,37 @@
-//! A page by which a guest says that it has booted, as Firecracker's guests know it.
+//! The register by which a guest of Firecracker reports that it has booted.
 //!
-//! The guest writes one byte, and the log says how long it took from the order to boot.
+//! The guest writes one byte, and the log says how long that took from the request to boot.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use pvmm_devices::bus::BusDevice;
+use pvmm::{BusDevice, Registers};
 
-use crate::sys;
+use crate::sys::process;
 
-/// How much of the guest's address space it takes.
-pub const SIZE: u64 = 0x1000;
-/// What a guest writes to the first byte.
+/// Where Firecracker's guests expect the register.
+const ADDRESS: u64 = 0xc000_0000;
+/// The byte that a guest writes when it has booted.
 const BOOTED: u8 = 123;
 
 pub struct BootTimer {
     since: Instant,
     cpu_since: Duration,
-    told: AtomicBool,
+    reported: AtomicBool,
 }
 
 impl BootTimer {
-    /// Counts from now on.
-    pub fn start() -> Self {
+    /// Returns a register that counts from now on.
+    pub fn registers() -> Registers {
+        Registers { address: ADDRESS, device: Arc::new(Self::start()) }
+    }
+
+    fn start() -> Self {
         Self {
             since: Instant::now(),
-            cpu_since: sys::process_cpu_time(),
-            told: AtomicBool::new(false),
+            cpu_since: process::cpu_time(),
+            reported: AtomicBool::new(false),
         }
     }
 }
@@ -38,11 +43,11 @@ impl BusDevice for BootTimer {
 
     fn write(&self, offset: u64, data: &[u8]) {
         // Once: a guest boots once, and may not fill the log.
-        if (offset, data) != (0, &[BOOTED]) || self.told.swap(true, Ordering::Relaxed) {
+        if (offset, data) != (0, &[BOOTED]) || self.reported.swap(true, Ordering::Relaxed) {
             return;
         }
         let wall = self.since.elapsed();
-        let cpu = sys::process_cpu_time().saturating_sub(self.cpu_since);
+        let cpu = process::cpu_time().saturating_sub(self.cpu_since);
         log::info!(
             "Guest-boot-time = {:>6} us {} ms, {:>6} CPU us {} CPU ms",
             wall.as_micros(),
@@ -62,9 +67,9 @@ mod tests {
         let timer = BootTimer::start();
         for (offset, data) in [(1, &[BOOTED][..]), (0, &[1]), (0, &[BOOTED, 0]), (0, &[])] {
             timer.write(offset, data);
-            assert!(!timer.told.load(Ordering::Relaxed), "{offset} {data:?}");
+            assert!(!timer.reported.load(Ordering::Relaxed), "{offset} {data:?}");
         }
         timer.write(0, &[BOOTED]);
-        assert!(timer.told.load(Ordering::Relaxed));
+        assert!(timer.reported.load(Ordering::Relaxed));
     }
 }
