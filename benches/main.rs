@@ -132,11 +132,17 @@ fn main() -> ExitCode {
     })
 }
 
+/// Writes an error and its causes in one line.
+fn chain(error: &(dyn std::error::Error + 'static)) -> String {
+    std::iter::successors(error.source(), |error| error.source())
+        .fold(error.to_string(), |line, cause| format!("{line}: {cause}"))
+}
+
 fn ended(done: Outcome<()>) -> ExitCode {
     match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("bench: {e}");
+            eprintln!("bench: {}", chain(e.as_ref()));
             ExitCode::FAILURE
         }
     }
@@ -196,7 +202,7 @@ fn run(place: &Path, options: &Options) -> Outcome<()> {
 
 /// Prints the error and returns it. The other moments are still measured.
 fn told(error: board::Failure) -> board::Failure {
-    eprintln!("bench: {error}");
+    eprintln!("bench: {}", chain(error.as_ref()));
     error
 }
 

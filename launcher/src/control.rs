@@ -77,13 +77,13 @@ pub struct HandedOver {
 
 impl HandedOver {
     pub fn of(template: &Template) -> Result<Self, Failure> {
-        let handed = template.hand_over().map_err(|error| Failure::fault(error.to_string()))?;
+        let handed = template.hand_over().map_err(|error| Failure::fault(format!("{error:#}")))?;
         Ok(Self { bytes: handed.0, files: handed.1 })
     }
 
     pub fn template(self) -> Result<Template, Failure> {
         let taken = Kvm::open().and_then(|kvm| Template::take_over(&kvm, &self.bytes, self.files));
-        taken.map_err(|error| Failure::fault(error.to_string()))
+        taken.map_err(|error| Failure::fault(format!("{error:#}")))
     }
 }
 

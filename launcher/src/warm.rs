@@ -79,7 +79,7 @@ pub fn find(shape: &Shape) -> Option<Warm> {
             Some(Warm { template, kernel })
         }
         Err(error) => {
-            log::info!("the warm template cannot be used: {error}");
+            log::info!("the warm template cannot be used: {error:#}");
             None
         }
     }
@@ -128,7 +128,7 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
 }
 
 fn failed(error: pvmm::Error) -> Failure {
-    Failure::fault(format!("cannot bake a warm template: {error}"))
+    Failure::fault(format!("cannot bake a warm template: {error:#}"))
         .hint("'pvmm run --cold' works without one")
 }
 

@@ -129,8 +129,8 @@ fn golden_snapshots_go_on_or_are_refused_for_a_fact_about_this_host() {
             let error = Template::load(&Kvm::open().unwrap(), &dir, LoadOptions::default())
                 .err()
                 .expect("refused");
-            assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error}");
-            assert!(error.to_string().contains(fact), "{fact}: {error}");
+            assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error:#}");
+            assert!(format!("{error:#}").contains(fact), "{fact}: {error:#}");
         }
         if difference == Some(CLOCK) {
             testing::change(&dir, &[Change::ClockKhz(testing::host_clock().0)]);

@@ -37,7 +37,7 @@ fn copy_that_is_refreshed_is_another_and_one_without_an_agent_is_an_error() {
     let tiny = pvmm_tests::tiny::machine(&LOOPS).freeze().unwrap();
     let forked = tiny.fork(Overrides::default()).unwrap();
     let error = forked.refreshed(&Refresh::new(1).unwrap(), soon()).err().unwrap();
-    assert_eq!(error.kind(), ErrorKind::InvalidConfig, "{error}");
+    assert_eq!(error.kind(), ErrorKind::InvalidConfig, "{error:#}");
 }
 
 #[test]

@@ -182,7 +182,7 @@ fn d11_tap_in_use_or_of_another_kind_is_refused() {
         let refused = |name: &str| {
             let mut config = pvmm::VmConfig::new("/nowhere/vmlinux");
             config.nets.push(Net::new(TapSource::Name(name.into())));
-            pvmm::Vm::boot(&Kvm::open().unwrap(), config).err().unwrap().to_string()
+            format!("{:#}", pvmm::Vm::boot(&Kvm::open().unwrap(), config).err().unwrap())
         };
         assert!(refused("lo").contains("tap lo: cannot be had"), "{}", refused("lo"));
         let held = machine_with(TAP);

@@ -38,8 +38,8 @@ fn load(dir: &Path) -> Result<Template, Error> {
 fn refused(changes: &[Change]) -> String {
     let (_place, dir) = changed(changes);
     let error = load(&dir).err().unwrap_or_else(|| panic!("{changes:?} should be refused"));
-    assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error}");
-    error.to_string()
+    assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error:#}");
+    format!("{error:#}")
 }
 
 fn goes_on(dir: &Path) {
@@ -141,8 +141,8 @@ fn h14_register_that_kvm_refuses_ends_the_restore_and_nothing_is_left() {
     let before = count();
     for _ in 0..3 {
         let error = template.fork(Overrides::default()).err().expect("should be refused");
-        assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error}");
-        assert!(error.to_string().contains("system registers of vCPU 0"), "{error}");
+        assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error:#}");
+        assert!(format!("{error:#}").contains("system registers of vCPU 0"), "{error:#}");
     }
     // The first fork used the VM in which the load had measured the clock rate.
     assert!(count() <= before, "{} of {before} descriptors", count());
@@ -181,9 +181,9 @@ fn refused_for_its_clock(dir: &Path) {
     println!("written at {there} kHz, loaded at {here} kHz");
     assert!(!scales && here.abs_diff(there) > here / 50, "these hosts have one clock");
     let error = load(dir).err().expect("should be refused");
-    assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error}");
+    assert_eq!(error.kind(), ErrorKind::SnapshotIncompatible, "{error:#}");
     for part in [format!("{there} kHz there"), format!("{here} kHz here")] {
-        assert!(error.to_string().contains(&part), "{error}");
+        assert!(format!("{error:#}").contains(&part), "{error:#}");
     }
 }
 

@@ -28,11 +28,11 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let own_socket =
         || Overrides { vsock: Some(Vsock::new(3, place.path().join("v"))), ..Default::default() };
     let error = template.fork(own_socket()).err().unwrap();
-    assert!(error.kind() == ErrorKind::InvalidConfig, "{error}");
-    assert!(error.to_string().contains("page server"), "{error}");
+    assert!(error.kind() == ErrorKind::InvalidConfig, "{error:#}");
+    assert!(format!("{error:#}").contains("page server"), "{error:#}");
     let nowhere = Overrides { page_server: Some(place.path().join("none")), ..own_socket() };
     let error = template.fork(nowhere).err().unwrap();
-    assert!(error.to_string().contains("cannot reach the page server"), "{error}");
+    assert!(format!("{error:#}").contains("cannot reach the page server"), "{error:#}");
 
     let mut server = PageServer::start(&memory);
     let mut child = Child::with(&template, |o| o.page_server = Some(server.socket()));
@@ -40,7 +40,7 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let pages = server.served();
     assert!((100..40_000).contains(&pages), "{pages} pages");
     let error = child.vm.freeze().err().unwrap();
-    assert!(error.to_string().contains("page server"), "{error}");
+    assert!(format!("{error:#}").contains("page server"), "{error:#}");
 
     // The page server ends while the guest needs it.
     let agent = child.agent.clone();
@@ -61,7 +61,7 @@ fn guest_served_by_a_page_server_runs_and_ends_with_it() {
     let socket = server.socket();
     let ends = std::thread::spawn(move || server.end());
     match template.fork(Overrides { page_server: Some(socket), ..own_socket() }) {
-        Err(error) => assert!(error.to_string().contains("page server"), "{error}"),
+        Err(error) => assert!(format!("{error:#}").contains("page server"), "{error:#}"),
         Ok(forked) => {
             let vm = forked.without_refresh();
             assert_eq!(vm.wait(Some(SOON)), Some(Outcome::MemoryLost));

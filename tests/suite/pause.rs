@@ -48,9 +48,9 @@ fn pause_that_the_devices_do_not_hear_leaves_the_machine_running() {
     let mut guest = guest_on(&host);
     write_held_by(&host, &guest, "true");
     let error = guest.vm.pause().unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error:#}");
     let error = guest.vm.trim().unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error:#}");
     assert_goes_on(&host, &mut guest);
 }
 
@@ -62,7 +62,7 @@ fn pause_that_one_vcpu_does_not_hear_leaves_the_machine_running() {
     let driver = "/sys/bus/virtio/drivers/virtio_rng";
     write_held_by(&host, &guest, &format!("basename {driver}/virtio* > {driver}/unbind"));
     let error = guest.vm.pause().unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error:#}");
     assert_goes_on(&host, &mut guest);
 }
 
@@ -80,7 +80,7 @@ fn rollback_that_a_drive_refuses_changes_nothing() {
     prints(&agent, "echo now > /tmp/word");
     guest.vm.replace_drive(1, source(&second)).unwrap();
     let error = guest.vm.rollback().unwrap_err();
-    assert!(error.to_string().contains("drive 1 cannot be taken back"), "{error}");
+    assert!(format!("{error:#}").contains("drive 1 cannot be taken back"), "{error:#}");
     assert_eq!(prints(&agent, "cat /tmp/word"), "now");
     guest.vm.replace_drive(1, source(&first)).unwrap();
     guest.vm.rollback().unwrap();
@@ -101,11 +101,11 @@ fn rollback_that_fails_half_way_ends_the_machine() {
     prints(&agent, "dd if=/dev/urandom of=/dev/vdb bs=64k count=1 oflag=direct 2>/dev/null");
     host.break_down();
     let error = guest.vm.rollback().unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Broken, "{error}");
-    assert!(error.to_string().contains("drive 1"), "{error}");
+    assert_eq!(error.kind(), ErrorKind::Broken, "{error:#}");
+    assert!(format!("{error:#}").contains("drive 1"), "{error:#}");
     let calls = [guest.vm.resume(), guest.vm.pause(), guest.vm.rollback(), guest.vm.checkpoint()];
     for error in calls.into_iter().map(Result::unwrap_err) {
-        assert_eq!(error.kind(), ErrorKind::Broken, "{error}");
+        assert_eq!(error.kind(), ErrorKind::Broken, "{error:#}");
     }
     assert_eq!(guest.vm.trim().unwrap_err().kind(), ErrorKind::Broken);
     assert_eq!(guest.vm.freeze().err().unwrap().kind(), ErrorKind::Broken);

@@ -19,7 +19,7 @@ fn load(dir: &Path) -> Result<Template, Error> {
 
 fn refused(dir: &Path) -> (ErrorKind, String) {
     let error = load(dir).err().expect("the snapshot should be refused");
-    (error.kind(), error.to_string())
+    (error.kind(), format!("{error:#}"))
 }
 
 /// A guest with two vCPUs, a disk of its own and a workload is snapshotted and restored.
@@ -256,8 +256,8 @@ fn h15_victim() {
     let dir = std::env::var_os(LARGE).expect("a snapshot");
     let template = load(Path::new(&dir)).unwrap();
     let error = template.fork(Default::default()).err().expect("should be refused");
-    assert_eq!(error.kind(), ErrorKind::HostResource, "{error}");
-    assert!(error.to_string().contains("memory"), "{error}");
+    assert_eq!(error.kind(), ErrorKind::HostResource, "{error:#}");
+    assert!(format!("{error:#}").contains("memory"), "{error:#}");
 }
 
 #[test]
@@ -267,7 +267,7 @@ fn snapshot_that_cannot_be_finished_leaves_the_old_one_and_nothing_else() {
     let before = fs::read(dir.join("manifest.json")).unwrap();
     let template = load(&dir).unwrap();
     let error = template.write(&dir, WriteOptions::default()).unwrap_err();
-    assert!(error.to_string().contains("exists already"), "{error}");
+    assert!(format!("{error:#}").contains("exists already"), "{error:#}");
     // The next writer removes what a killed writer has left, but not the files of a live writer.
     let stale = place.path().join(".pvmm-unfinished-0");
     fs::create_dir(&stale).unwrap();
@@ -286,7 +286,7 @@ fn snapshot_that_cannot_be_finished_leaves_the_old_one_and_nothing_else() {
         .unwrap();
     assert!(mounted.success());
     let error = template.write(&full.path().join("s"), WriteOptions::default()).unwrap_err();
-    assert!(error.to_string().contains("cannot write"), "{error}");
+    assert!(format!("{error:#}").contains("cannot write"), "{error:#}");
     assert_eq!(fs::read_dir(full.path()).unwrap().count(), 0);
     assert!(std::process::Command::new("umount").arg(full.path()).status().unwrap().success());
 }

@@ -48,10 +48,8 @@ impl Files {
     }
 
     fn refused(&self, memory: &Path) -> String {
-        Template::load_files(&Kvm::open().unwrap(), &self.state(), Some(memory))
-            .err()
-            .expect("refused")
-            .to_string()
+        let loaded = Template::load_files(&Kvm::open().unwrap(), &self.state(), Some(memory));
+        format!("{:#}", loaded.err().expect("refused"))
     }
 
     /// Makes a disk that a guest writes in place.
@@ -78,7 +76,7 @@ fn pair_of_files_goes_on_in_another_process_and_then_in_a_third() {
         guest.vm.save_files(&files.state(), &files.memory(), SaveKind::Full, b"a note")
     };
     let running = save(&mut guest).unwrap_err();
-    assert!(running.to_string().contains("pause it first"), "{running}");
+    assert!(format!("{running:#}").contains("pause it first"), "{running:#}");
     guest.vm.pause().unwrap();
     let begun = Instant::now();
     save(&mut guest).unwrap();
@@ -225,12 +223,12 @@ fn drive_of_a_loaded_machine_is_opened_when_it_runs_and_may_be_a_block_device() 
     };
     let mut vm = template.fork(own_socket()).unwrap().without_refresh();
     let error = vm.resume().unwrap_err();
-    assert!(error.to_string().contains("in use"), "{error}");
+    assert!(format!("{error:#}").contains("in use"), "{error:#}");
     drop(guest);
     fs::remove_file(&disk).unwrap();
     let error = vm.resume().unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidConfig);
-    assert!(error.to_string().contains("disk.img"), "{error}");
+    assert!(format!("{error:#}").contains("disk.img"), "{error:#}");
     vm.replace_drive(1, DriveSource::Path(loop_device.clone().into())).unwrap();
     vm.resume().unwrap();
     let agent = vm.agent(Instant::now() + SOON).unwrap();
@@ -382,7 +380,7 @@ fn files_that_cannot_be_written_leave_nothing_and_say_so() {
     });
     guest.vm.pause().unwrap();
     let own = guest.vm.save_files(&files.state(), &files.memory(), SaveKind::Full, b"");
-    let own = own.unwrap_err().to_string();
+    let own = format!("{:#}", own.unwrap_err());
     assert!(own.contains("drive 1: is the machine's own"), "{own}");
     drop(guest);
 
@@ -397,8 +395,8 @@ fn files_that_cannot_be_written_leave_nothing_and_say_so() {
         guest.vm.save_files(&small.join("vm.state"), &small.join("vm.mem"), SaveKind::Full, b"");
     let full = full.unwrap_err();
     assert_eq!(full.kind(), ErrorKind::HostResource);
-    assert!(full.to_string().contains("vm.mem"), "{full}");
-    assert!(full.to_string().contains("No space left"), "{full}");
+    assert!(format!("{full:#}").contains("vm.mem"), "{full:#}");
+    assert!(format!("{full:#}").contains("No space left"), "{full:#}");
     assert_eq!(fs::read_dir(&small).unwrap().count(), 0);
     assert!(Command::new("umount").arg(&small).status().unwrap().success());
     let nowhere = files.path("none/vm.mem");

@@ -3,7 +3,7 @@
 //! Recipes and modules have error enums of their own beside their code; they meet here, so that a
 //! caller can decide without knowing them.
 
-use std::fmt;
+use std::{error, fmt, iter};
 
 use pvmm_devices::legacy::serial::SerialError;
 use pvmm_devices::virtio::device_loop::DeviceError;
@@ -74,22 +74,23 @@ impl Error {
     }
 }
 
-/// The act and then every cause, in one line.
+/// Writes what failed; as `{:#}` every cause too, in one line.
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.act)?;
-        let mut cause = self.source.as_deref().map(|e| e as &dyn std::error::Error);
-        while let Some(error) = cause {
-            write!(f, ": {error}")?;
-            cause = error.source();
+        if f.alternate() {
+            let causes = iter::successors(error::Error::source(self), |error| error.source());
+            causes.into_iter().try_for_each(|cause| write!(f, ": {cause}"))?;
         }
         Ok(())
     }
 }
 
-// The causes are part of the message already; handing them out as a source too would print them
-// twice.
-impl std::error::Error for Error {}
+impl error::Error for Error {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        self.source.as_deref().map(|source| source as _)
+    }
+}
 
 impl From<VmGenIdError> for Error {
     fn from(error: VmGenIdError) -> Self {
@@ -127,5 +128,25 @@ impl From<DeviceError> for Error {
             | DeviceError::Gone => ErrorKind::Bug,
         };
         Self::new(kind, "device thread", error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::error::Error as _;
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn error_names_its_act_and_has_its_causes_as_sources() {
+        let cause = io::Error::new(io::ErrorKind::NotFound, "no such tap");
+        let inner = Error::new(ErrorKind::HostResource, "net 0", cause);
+        let error = Error::new(ErrorKind::HostResource, "cannot boot", inner);
+        assert_eq!(error.to_string(), "cannot boot");
+        assert_eq!(format!("{error:#}"), "cannot boot: net 0: no such tap");
+        let net = error.source().unwrap();
+        assert_eq!(net.to_string(), "net 0");
+        assert_eq!(net.source().unwrap().to_string(), "no such tap");
     }
 }

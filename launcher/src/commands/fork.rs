@@ -171,7 +171,7 @@ impl Drop for Child {
 /// Maps an error of loading a snapshot: exit code 2 where the snapshot or the request is at fault.
 pub fn refuse(error: pvmm::Error) -> Failure {
     use pvmm::ErrorKind::{HostUnsupported, InvalidConfig, SnapshotCorrupt, SnapshotIncompatible};
-    let failure = Failure::fault(error.to_string());
+    let failure = Failure::fault(format!("{error:#}"));
     match error.kind() {
         InvalidConfig => Failure { code: USAGE, ..failure },
         SnapshotCorrupt | SnapshotIncompatible => Failure { code: USAGE, ..failure },

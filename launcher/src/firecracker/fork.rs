@@ -196,7 +196,7 @@ fn receive(socket: &Path) -> io::Result<(Vec<u8>, Template)> {
     let template = rest.split_off(head.config_bytes as usize);
     let template = Kvm::open()
         .and_then(|kvm| Template::take_over(&kvm, &template, files))
-        .map_err(io::Error::other)?;
+        .map_err(|error| io::Error::other(format!("{error:#}")))?;
     Ok((rest, template))
 }
 

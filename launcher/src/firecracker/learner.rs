@@ -56,7 +56,7 @@ impl Learner {
         match kept {
             Ok(()) => log::debug!("The working set of {} is kept.", self.state.display()),
             Err(error) => {
-                log::debug!("The working set of {} is not kept: {error}", self.state.display());
+                log::debug!("The working set of {} is not kept: {error:#}", self.state.display());
             }
         }
     }

@@ -370,5 +370,5 @@ fn no_balloon() -> Refusal {
 
 /// Maps an error of the VM to a refusal with one line of text.
 pub fn refuse(what: &'static str) -> impl Fn(pvmm::Error) -> Refusal {
-    move |error| Refusal::bad(format!("{what}: {error}"))
+    move |error| Refusal::bad(format!("{what}: {error:#}"))
 }

@@ -26,11 +26,12 @@ pub fn run(words: &[String]) -> u8 {
 
 fn perform(words: &[String]) -> Result<String, String> {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
-    let described = |path: &str| StateFile::describe(Path::new(path)).map_err(|e| e.to_string());
+    let described = |path: &str| StateFile::describe(Path::new(path)).map_err(|e| format!("{e:#}"));
     match words[..] {
         ["edit-memory", "rebase", "--memory-path", memory, "--diff-path", differences]
         | ["edit-memory", "rebase", "--diff-path", differences, "--memory-path", memory] => {
-            rebase(Path::new(memory), Path::new(differences)).map_err(|error| error.to_string())?;
+            rebase(Path::new(memory), Path::new(differences))
+                .map_err(|error| format!("{error:#}"))?;
             Ok(String::new())
         }
         ["info-vmstate", "version", "--vmstate-path", path] => {

@@ -236,7 +236,7 @@ fn fault(error: impl std::error::Error) -> Failure {
 
 fn boot_failure(error: pvmm::Error, memory_mib: u64) -> Failure {
     let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
-    let failure = Failure { code, ..Failure::fault(error.to_string()) };
+    let failure = Failure { code, ..Failure::fault(format!("{error:#}")) };
     match error.kind() {
         ErrorKind::HostUnsupported => failure.hint("'pvmm doctor' says what this host lacks"),
         ErrorKind::InvalidConfig if failure.message.starts_with("network card") => {
@@ -330,7 +330,7 @@ impl<'a> Watched<'a> {
                 self.trim_at = Some(self.made + pvmm::next_trim(now - self.made));
                 match self.vm.trim() {
                     Ok(bytes) => log::info!("gave {} KiB back", bytes >> 10),
-                    Err(error) => log::warn!("trim: {error}"),
+                    Err(error) => log::warn!("trim: {error:#}"),
                 }
                 process::trim_heap();
             }

@@ -80,7 +80,7 @@ impl Control {
             Err(error) => {
                 let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
                 let hint = hint_for(request).filter(|_| code == USAGE).map(str::to_owned);
-                let refused = ControlReply::Refused { code, message: error.to_string(), hint };
+                let refused = ControlReply::Refused { code, message: format!("{error:#}"), hint };
                 reply(&client, &refused, &[])?;
                 Ok(Effect::None)
             }

@@ -220,7 +220,7 @@ impl Machine {
     /// Ends a machine whose parts no longer fit together. Every later call that would go on with it
     /// is refused.
     pub fn break_with(&mut self, error: &Error) -> Error {
-        let why = self.broken.get_or_insert_with(|| error.to_string());
+        let why = self.broken.get_or_insert_with(|| format!("{error:#}"));
         self.ending.end_broken(why);
         broken(why)
     }

@@ -81,7 +81,7 @@ fn load(state: &std::path::Path, memory: Option<&std::path::Path>) -> (ErrorKind
     let error = crate::Template::load_files(&Kvm::open().unwrap(), state, memory)
         .err()
         .expect("should be refused");
-    (error.kind(), error.to_string())
+    (error.kind(), format!("{error:#}"))
 }
 
 /// All of these are refused before KVM is used.
@@ -107,14 +107,14 @@ fn load_of_what_is_no_pair_says_which_file_and_why() {
         crate::Template::load(&Kvm::open().unwrap(), place.path(), LoadOptions::default())
             .err()
             .unwrap();
-    assert!(as_folder.to_string().contains("Firecracker"), "{as_folder}");
+    assert!(format!("{as_folder:#}").contains("Firecracker"), "{as_folder:#}");
 
     fs::write(&state, encode(|_| {}, &for_files())).unwrap();
     let as_folder =
         crate::Template::load(&Kvm::open().unwrap(), place.path(), LoadOptions::default())
             .err()
             .unwrap();
-    assert!(as_folder.to_string().contains("of two files"), "{as_folder}");
+    assert!(format!("{as_folder:#}").contains("of two files"), "{as_folder:#}");
     fs::write(&memory, b"short").unwrap();
     let (_, short) = load(&state, Some(&memory));
     assert!(short.contains("vm.mem: is 5 bytes"), "{short}");

@@ -237,7 +237,7 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         file.set_len(len).unwrap();
         let taken = take_over(&Kvm::open().unwrap(), &message(change), vec![file.into()]);
-        taken.err().expect("should be refused").to_string()
+        format!("{:#}", taken.err().expect("should be refused"))
     }
 
     #[test]
@@ -284,7 +284,7 @@ mod tests {
             &bytes,
             vec![whole(1 << 20), whole(16384), whole(4096)],
         );
-        let error = taken.err().expect("should be refused").to_string();
+        let error = format!("{:#}", taken.err().expect("should be refused"));
         assert!(error.contains("a layer is shorter than its ranges"), "{error}");
     }
 }
