@@ -11,7 +11,7 @@ pub fn run(stage: &Stage, board: &mut Board) -> Outcome<()> {
     let Some(launcher) = &stage.launcher else {
         return Err("run: PVMM_BIN does not name the command pvmm".into());
     };
-    // The first run makes the warm template.
+    call(launcher, &["template", "bake", "base"])?;
     call(launcher, &["run", "--", "true"])?;
     let acts: Vec<Act> = vec![
         (
