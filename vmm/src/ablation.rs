@@ -11,10 +11,6 @@ pub enum Mechanism {
     Growth,
     /// Pages of the working set are prefaulted.
     Prefault,
-    /// Forks of a running VM learn from the first of them.
-    Learner,
-    /// A rollback learns which pages to keep in place.
-    RollbackSet,
     /// Trimmed VMs share pages that the recorded VM had too.
     Dedup,
     /// A VM is frozen when its guest is idle.
@@ -29,11 +25,9 @@ pub enum Mechanism {
 
 impl Mechanism {
     /// Every mechanism with its name.
-    pub const ALL: [(&str, Self); 9] = [
+    pub const ALL: [(&str, Self); 7] = [
         ("growth", Self::Growth),
         ("prefault", Self::Prefault),
-        ("learner", Self::Learner),
-        ("rollback-set", Self::RollbackSet),
         ("dedup", Self::Dedup),
         ("settle", Self::Settle),
         ("late-threads", Self::LateThreads),

@@ -86,7 +86,6 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
         ready,
         base: None,
         working_set: None,
-        _first: None,
         track_changes,
         memory_sums: None,
         clock_khz: None,

@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind};
 use crate::frozen::Frozen;
 use crate::kvm::state::{self, VcpuStateV1};
 use crate::machine::{Machine, drives};
-use crate::memory::{Freezing, Memory, MemoryError, PageRanges, WorkingSet, WorkingSetLearner};
+use crate::memory::{Freezing, Memory, MemoryError, PageRanges, WorkingSet};
 use crate::state::MachineState;
 use crate::trace;
 use crate::vcpu::thread::VcpuThread;
@@ -118,7 +118,7 @@ fn freeze_paused(
         FrozenMemory::Begun(freezing) => &freezing.written,
         FrozenMemory::InPlace(runs) => runs,
     };
-    let guess = Arc::new(WorkingSet::guess(written, machine.resources.working_set.as_deref()));
+    let guess = WorkingSet::guess(written, machine.resources.working_set.as_deref());
     let frozen = Frozen {
         // Not asked again: that would take longer than all the registers.
         host: machine.kvm.host().clone(),
@@ -128,8 +128,7 @@ fn freeze_paused(
         taps: machine.resources.taps.clone(),
         vsock_path: machine.resources.vsock_path.clone(),
         base: machine.resources.base.clone(),
-        working_set: Some(guess.clone()),
-        learner: Some(WorkingSetLearner::new(guess)),
+        working_set: Some(Arc::new(guess)),
         without_memory: false,
         note: Vec::new(),
         memory_sums: None,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::kvm::vm::KvmHost;
-use crate::memory::{MemoryImage, WorkingSet, WorkingSetLearner};
+use crate::memory::{MemoryImage, WorkingSet};
 use crate::state::MachineState;
 use crate::storage::FrozenStorage;
 
@@ -34,10 +34,8 @@ pub struct Frozen {
     pub vsock_path: Option<PathBuf>,
     /// The snapshot that the lowest layer of the image is the memory of.
     pub base: Option<Base>,
-    /// What a first use touches, if that was recorded.
+    /// The pages that a first use touches, recorded or guessed.
     pub working_set: Option<Arc<WorkingSet>>,
-    /// Where that is a guess: what the first machine shows to be missing in it.
-    pub learner: Option<WorkingSetLearner>,
     /// The memory was left where it is; machines must get theirs from a page server.
     pub without_memory: bool,
     /// What the caller left in the snapshot for itself.

@@ -33,13 +33,7 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
         open_devices(template, &mut overrides, &scratch)?;
     trace::step("open devices");
     let memory = map_memory(template, &overrides)?;
-    let (working_set, _first) = match &template.learner {
-        Some(learner) => {
-            let (set, first) = learner.observe(&memory.guest);
-            (Some(set), first)
-        }
-        None => (template.working_set.clone(), None),
-    };
+    let working_set = template.working_set.clone();
     // Pages that are prefaulted one by one stay small.
     memory.map_unbacked_as_huge(
         working_set.as_ref().map_or(&PageRanges::default(), |set| &set.written),
@@ -102,7 +96,7 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
     let HostOptions { track_changes, vcpu_thread_prefix, .. } = overrides.host;
     #[rustfmt::skip]
     let resources = VmResources {
-        drives, taps, scratch, vsock_path, ready, base, working_set, _first, track_changes, memory_sums, clock_khz,
+        drives, taps, scratch, vsock_path, ready, base, working_set, track_changes, memory_sums, clock_khz,
         vcpu_thread_prefix,
     };
     let mut machine = builder.start(vcpus, kvm, memory, resources)?;

@@ -32,7 +32,6 @@ pub fn rollback(machine: &mut Machine) -> Result<(), Error> {
     }
     if was_running {
         machine.resume()?;
-        machine.memory.learn();
     }
     Ok(())
 }

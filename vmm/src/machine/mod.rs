@@ -38,7 +38,7 @@ use crate::error::{Error, ErrorKind};
 use crate::frozen::{Base, Frozen};
 use crate::kvm::state::ClockMark;
 use crate::kvm::vm::{KvmError, KvmVm};
-use crate::memory::{FirstFork, Memory, PageServer, WorkingSet};
+use crate::memory::{Memory, PageServer, WorkingSet};
 use crate::scratch::Scratch;
 use crate::storage::AttachedDrive;
 use crate::trace;
@@ -103,8 +103,6 @@ pub struct VmResources {
     pub base: Option<Base>,
     /// What a first use of the template touched.
     pub working_set: Option<Arc<WorkingSet>>,
-    /// There if the template's other machines learn from this one.
-    pub _first: Option<FirstFork>,
     /// Whether a save as two files is followed by others that hold only what changed.
     pub track_changes: bool,
     /// The sums of all memory at the last save as two files, or at the load from them.

@@ -1,7 +1,7 @@
-//! A process that does nothing but hold guest memory still and copy it into a file.
+//! A child process that copies guest memory into a file while the guest runs.
 //!
-//! Forking shares every page until somebody writes it, so the guest goes on after the time it takes
-//! to copy page tables, and its memory as of that instant is written down beside it.
+//! The child shares every page with the monitor until one of them writes it. So the guest is paused
+//! only while page tables are copied, and the child writes memory as it was at that instant.
 #![allow(unsafe_code)]
 
 use std::fs::File;
@@ -13,17 +13,17 @@ use pvmm_devices::GuestMemory;
 
 use super::{PAGE, PageRanges, pages, sys};
 
-/// How long the copy may take: even a disk writes 64 GiB in that time.
+/// The time limit of a copy: a disk writes 64 GiB in that time.
 const COPY_TIME: Duration = Duration::from_secs(600);
 
-/// A copy that is being made. Dropping it ends it.
+/// A copy that is being made. Dropping it kills the child.
 pub struct BackgroundCopy {
     pid: libc::pid_t,
     process: OwnedFd,
     waited: bool,
 }
 
-/// One stretch of memory to copy.
+/// One range of memory to copy.
 struct Part {
     address: *const u8,
     pages: u64,
@@ -34,8 +34,7 @@ impl BackgroundCopy {
     /// Begins to copy `runs` of guest memory as it is now to the same places of `file`. The guest
     /// must be paused during this call, and only during it.
     pub fn start(guest: &GuestMemory, runs: &PageRanges, file: &File) -> io::Result<Self> {
-        // All that the child needs is made here: it must not allocate, for another thread may hold
-        // the lock.
+        // The child must not allocate: another thread may hold the allocator's lock.
         let mut parts = Vec::new();
         for run in runs.iter() {
             for (address, part) in pages::host_parts(guest, run) {
@@ -103,8 +102,8 @@ enum Forked {
     Child,
 }
 
-/// Forks this process with this thread only. Its end sends no signal, so that a caller who waits
-/// for children of its own does not meet it.
+/// Forks this process, with this thread only. The end of the child sends no signal, so that callers
+/// who wait for children of their own do not see it.
 fn fork() -> io::Result<Forked> {
     let mut process: i32 = -1;
     // The kernel wants it as 64 bits; the end of the child sends signal zero, which is none.
@@ -121,7 +120,7 @@ fn fork() -> io::Result<Forked> {
     }
 }
 
-/// The child's whole life: system calls and reads, no allocation, no lock, no panic.
+/// Copies the parts, in the child: system calls and reads, no allocation, no lock, no panic.
 fn copy(parts: &[Part], file: i32) -> Result<(), ()> {
     // SAFETY: descriptors of the child alone; it must not keep a guest's KVM, sockets or locks
     // alive. Dying with the parent's thread is only asked for.

@@ -14,7 +14,6 @@ use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::background_copy::BackgroundCopy;
-use super::rollback_set::RollbackWorkingSet;
 use super::{PAGE, PageRanges, PageState, TRIM_MAX, pages, sys};
 use crate::error::{Error, ErrorKind};
 
@@ -199,16 +198,12 @@ impl MemoryImage {
         self.layers.iter().try_for_each(|layer| layer.map_into(guest))
     }
 
-    /// Reverts the dirty pages of `guest`, which is mapped over this image. Pages in `rollback_set`
-    /// are rewritten in place, which saves the guest a fault on each; the others are discarded. The
-    /// guest must be paused.
-    pub fn revert_dirty_pages(
-        &self,
-        guest: &GuestMemory,
-        rollback_set: &mut RollbackWorkingSet,
-    ) -> io::Result<()> {
+    /// Reverts the dirty pages of `guest`, which is mapped over this image. Short ranges, which its
+    /// kernel and agent write all the time, are rewritten in place, which saves the guest a fault on
+    /// each page; the others are discarded. The guest must be paused.
+    pub fn revert_dirty_pages(&self, guest: &GuestMemory) -> io::Result<()> {
         let private = pages::scan(guest, PageState::Private)?;
-        let mut kept = rollback_set.keep(&private);
+        let (mut kept, _) = private.shortest(REWRITTEN_MAX);
         pages::discard(guest, &private.difference(&kept).at_most(MAX_RUNS))?;
         for layer in self.layers.iter().rev() {
             for run in kept.intersection(&layer.runs).iter() {

@@ -11,8 +11,6 @@
 //! | `pages.rs` | the private pages of a guest, and operations on ranges of pages |
 //! | `flat.rs` | guest memory as one file, and the pages that changed since the last one |
 //! | `working_set.rs` | the pages of a first use: recorded or guessed, and prefaulted |
-//! | `learner.rs` | the working set that the forks of a running VM learn from the first fork |
-//! | `rollback_set.rs` | the working set of a VM that was rolled back |
 //! | `dedup.rs` | pages that VMs of one template share after they were trimmed |
 //! | `background_copy.rs` | copying pages while the guest runs |
 //! | `page_server.rs` | pages that another process supplies |
@@ -22,16 +20,13 @@ mod background_copy;
 mod dedup;
 mod flat;
 mod image;
-mod learner;
 mod page_server;
 mod pages;
-mod rollback_set;
 mod sys;
 mod uffd;
 mod working_set;
 
 pub use image::{Freezing, Layer, MAX_RUNS, MemoryError, MemoryImage, REWRITTEN_MAX, Region};
-pub use learner::{FirstFork, WorkingSetLearner};
 pub use page_server::PageServer;
 pub use pages::PageRanges;
 pub(crate) use sys::memfd;
@@ -42,7 +37,6 @@ use dedup::DedupedPages;
 use flat::SaveBaseline;
 use image::HUGE_PAGE;
 use pvmm_devices::GuestMemory;
-use rollback_set::RollbackWorkingSet;
 use sys::PageState;
 use uffd::Userfault;
 
@@ -67,8 +61,6 @@ pub struct Memory {
     pub image: MemoryImage,
     mode: Mode,
     baseline: SaveBaseline,
-    /// Learned from the lives that began at `image`.
-    rollback_set: RollbackWorkingSet,
     deduped: DedupedPages,
 }
 
@@ -77,8 +69,8 @@ impl Memory {
     pub fn map(image: MemoryImage, mode: Mode) -> Result<Self, MemoryError> {
         let guest = image.map()?;
         let baseline = SaveBaseline::since(image.layers().len());
-        let (rollback_set, deduped) = (RollbackWorkingSet::default(), DedupedPages::default());
-        let memory = Self { guest, image, mode, baseline, rollback_set, deduped };
+        let deduped = DedupedPages::default();
+        let memory = Self { guest, image, mode, baseline, deduped };
         memory.exclude_from_forks_and_dumps();
         Ok(memory)
     }
@@ -136,7 +128,6 @@ impl Memory {
             self.baseline = SaveBaseline::default();
         }
         self.image = image;
-        self.rollback_set = RollbackWorkingSet::default();
         self.deduped = DedupedPages::default();
         self.exclude_from_forks_and_dumps();
         Ok(runs)
@@ -205,25 +196,17 @@ impl Memory {
     /// paused.
     pub fn rollback(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
         if image.has_same_layers(&self.image) && self.deduped.ranges().count() == 0 {
-            image
-                .revert_dirty_pages(&self.guest, &mut self.rollback_set)
-                .map_err(MemoryError::Discard)?
+            image.revert_dirty_pages(&self.guest).map_err(MemoryError::Discard)?
         } else {
             image.remap(&self.guest)?;
             self.image = image.clone();
             self.map_unbacked_as_huge(&PageRanges::default())?;
             self.deduped = DedupedPages::default();
-            self.rollback_set = RollbackWorkingSet::default();
         }
         // The image no longer has what was saved since.
         self.baseline = SaveBaseline::default();
         self.exclude_from_forks_and_dumps();
         Ok(())
-    }
-
-    /// Learns which pages the guest writes first after a rollback. To be called when it runs on.
-    pub fn learn(&mut self) {
-        self.rollback_set.learn(&self.guest);
     }
 }
 

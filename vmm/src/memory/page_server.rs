@@ -2,8 +2,8 @@
 //!
 //! The server listens on a Unix socket. It gets one message: where the memory lies, as JSON, with
 //! the descriptor over which faults arrive. The connection stays open, and its end is the server's
-//! end: from then on pages that are not there never come, so the machine is over. A thread watches
-//! for that, for whoever waits for a page cannot.
+//! end: missing pages never arrive after that, so the machine has ended. A thread watches the
+//! connection, because a thread that waits for a page cannot.
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -24,12 +24,12 @@ use crate::error::{Error, ErrorKind};
 use crate::outcome::{Outcome, Report};
 use crate::sys;
 
-/// How long a machine may take to come to life from pages that it must ask for.
+/// The time limit for making a machine whose pages must be requested.
 const START_TIME: Duration = Duration::from_secs(30);
 /// How long the server may take to supply all of the memory.
 const SAVE_TIME: Duration = Duration::from_secs(600);
 
-/// What went wrong between a machine and its page server.
+/// Failures between a machine and its page server.
 #[derive(Debug, thiserror::Error)]
 pub enum PageServerError {
     #[error("{path}: cannot reach the page server")]
@@ -61,19 +61,18 @@ impl From<PageServerError> for Error {
     }
 }
 
-/// One range of guest memory, in the words that page servers for Firecracker know.
+/// One range of guest memory, with the field names of Firecracker's page servers.
 #[derive(Serialize)]
 struct Mapping {
     base_host_virt_addr: u64,
     size: u64,
     offset: u64,
     page_size: u64,
-    /// In bytes all the same: that is what the name has come to mean.
+    /// In bytes, whatever the name says: page servers expect that.
     page_size_kib: u64,
 }
 
-/// The connection to a page server. Dropping it lets go of the memory; the vCPUs must be gone by
-/// then.
+/// The connection to a page server. Dropping it releases the memory; the vCPUs must have ended.
 pub struct PageServer {
     shared: Arc<PageServerState>,
     watcher: Option<JoinHandle<()>>,
@@ -87,18 +86,19 @@ struct PageServerState {
 }
 
 enum Phase {
-    /// Pages are asked for by the machine's owner, who must not wait for ever.
+    /// The machine's owner requests pages, and must not wait forever.
     Starting,
-    /// Whoever waits for a page can be called off, and the owner hears of the end.
+    /// The machine runs: threads that wait for a page can be released, and the owner learns of the
+    /// end.
     Running(Report),
-    /// The owner reads all of the memory, and must not wait for ever either.
+    /// The owner reads all of the memory, and must not wait forever.
     Saving(Report, Instant),
     Lost,
     Over,
 }
 
 impl PageServer {
-    /// Hands the faults of `guest`, none of which is there yet, to the server at `path`.
+    /// Hands the faults of `guest`, of which no page is present, to the server at `path`.
     pub fn connect(path: &Path, guest: &GuestMemory) -> Result<Self, PageServerError> {
         let socket = UnixStream::connect(path).map_err(|source| PageServerError::Connect {
             path: path.display().to_string(),
@@ -126,7 +126,7 @@ impl PageServer {
         Ok(Self { shared, watcher: Some(watcher), devices: None })
     }
 
-    /// The machine is made and `report` hears of the server's end from now on.
+    /// Notes that the machine is made. From now on `report` is called at the server's end.
     pub fn started(
         &mut self,
         devices: DeviceHandle,
@@ -143,7 +143,7 @@ impl PageServer {
         Ok(())
     }
 
-    /// All of the memory is read from here on, by the owner.
+    /// Notes that the owner reads all of the memory from here on.
     pub fn save_begins(&self) -> Result<(), PageServerError> {
         let late = Instant::now() + SAVE_TIME;
         self.shared.change(|phase| match phase {
@@ -152,7 +152,7 @@ impl PageServer {
         })
     }
 
-    /// Fails if any of what was read since did not come from the server.
+    /// Ends [`Self::save_begins`]. Fails if a page that was read since did not come from the server.
     pub fn save_ends(&self) -> Result<(), PageServerError> {
         self.shared.change(|phase| match phase {
             Phase::Saving(report, _) => Phase::Running(report),
@@ -183,7 +183,7 @@ impl PageServerState {
 
     fn change(&self, to: impl FnOnce(Phase) -> Phase) -> Result<(), PageServerError> {
         let mut phase = self.phase();
-        // Nobody sees what stands there meanwhile: the lock is held.
+        // The lock is held, so nobody sees the value in between.
         *phase = to(std::mem::replace(&mut *phase, Phase::Over));
         let lost = matches!(*phase, Phase::Lost);
         drop(phase);
@@ -224,8 +224,8 @@ impl PageServerState {
     fn lost(&self) {
         let mut phase = self.phase();
         match std::mem::replace(&mut *phase, Phase::Lost) {
-            // The owner may be waiting for a page. It goes on with zeros and is told before it uses
-            // them.
+            // The owner may be waiting for a page. It continues with zeros, and gets the error before
+            // it uses them.
             Phase::Starting => self.faults.release(),
             Phase::Running(report) => report(Outcome::MemoryLost),
             Phase::Saving(report, _) => {
@@ -238,7 +238,7 @@ impl PageServerState {
     }
 }
 
-/// Takes what the server says, which means nothing, and tells whether the connection goes on.
+/// Reads what the server sends, which means nothing. Returns whether the connection is open.
 fn still_there(mut socket: &UnixStream) -> bool {
     let mut ignored = [0; 256];
     matches!(io::Read::read(&mut socket, &mut ignored), Ok(1..))
@@ -248,8 +248,8 @@ impl Drop for PageServer {
     fn drop(&mut self) {
         let lost = matches!(std::mem::replace(&mut *self.shared.phase(), Phase::Over), Phase::Lost);
         if let Some(devices) = self.devices.take().filter(|_| !lost) {
-            // What devices have under way must end with the right bytes; without an answer there is
-            // no more that can be done.
+            // Requests of devices must finish with the right bytes. If the devices do not answer,
+            // nothing more can be done.
             let _ = devices.quiesce_all();
         }
         self.shared.faults.release();

@@ -52,19 +52,17 @@ pub struct Userfault {
 }
 
 impl Userfault {
-    /// Pages that are not there yet are asked for over the descriptor, and pages that are dropped
-    /// are told.
+    /// Missing pages are requested over the descriptor, and dropped pages are reported.
     pub fn for_missing(guest: &GuestMemory) -> io::Result<Self> {
         Self::new(guest, FEATURE_EVENT_REMOVE, MODE_MISSING)
     }
 
-    /// Nothing comes to the descriptor; but the kernel maps no neighbours of a page that is read.
+    /// Nothing arrives at the descriptor, but the kernel maps no neighbours of a page that is read.
     pub fn without_fault_around(guest: &GuestMemory) -> io::Result<Self> {
         Self::new(guest, FEATURE_WP_ASYNC, MODE_WP)
     }
 
-    /// Nothing comes to the descriptor; but the kernel can tell which pages were written since it
-    /// was asked to forget.
+    /// Nothing arrives at the descriptor, but the kernel tracks which pages are written.
     pub fn for_written(guest: &GuestMemory) -> io::Result<Self> {
         Self::new(guest, FEATURE_WP_ASYNC | FEATURE_WP_UNPOPULATED, MODE_WP)
     }
@@ -90,8 +88,7 @@ impl Userfault {
         self.file.as_raw_fd()
     }
 
-    /// Lets go of the memory: pages that are not there read as zeros, and whoever waited for one
-    /// goes on.
+    /// Releases the memory: missing pages read as zeros, and threads that waited for one continue.
     pub fn release(&self) {
         for range in &self.ranges {
             // A range that is gone needs no release.

@@ -1,20 +1,20 @@
-//! The pages that a machine's first use touches, recorded once and made ready in every machine
-//! after it.
+//! The working set: pages that a first use touches, recorded or guessed, and prefaulted in later
+//! VMs.
 //!
-//! A page that is not there yet costs a fault in the guest, one in KVM and one here, in the middle
-//! of the first command. Asked for in runs beforehand, they cost a fraction of that.
+//! A page that is not mapped costs a fault in the guest, in KVM and in this process, in the middle
+//! of the first command. Mapped in ranges beforehand, pages cost a fraction of that.
 
 use pvmm_devices::GuestMemory;
 
 use super::{MAX_RUNS, PageRanges, REWRITTEN_MAX, pages};
 
-/// The most that is made ready: a list that claims more is a mistake or a trap.
+/// The most bytes that are prefaulted: a list with more is a mistake or an attack.
 const PREFAULT_MAX: u64 = 128 << 20;
-/// Pages between two that are read, which are mapped with them: as many as the kernel maps around
-/// a page that is read, so leaving them out would only cost calls.
+/// Gaps up to this size between pages that are read are prefaulted too: the kernel maps as many
+/// around a page that is read anyway, and each range is a system call.
 const FAULT_AROUND: u64 = 16 * super::PAGE;
 
-/// Pages by how they are touched, as ranges of the image.
+/// Pages by how a first use touches them, as ranges of the image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkingSet {
     pub written: PageRanges,
@@ -29,12 +29,12 @@ impl WorkingSet {
         }
     }
 
-    /// What the children of a machine will touch first, as far as one can know it: what its own
-    /// first use touched, and of the pages that it has `written` the short runs, which its kernel
-    /// and its agent write again and again.
+    /// Guesses the working set of the forks of a running VM: the pages of its `own` first use, and
+    /// the short ranges of its dirty pages, `written`, which its kernel and agent write all the
+    /// time.
     pub fn guess(written: &PageRanges, own: Option<&Self>) -> Self {
         let (again, _) = written.shortest(REWRITTEN_MAX);
-        // A fork's own set is a guess too: without a bound every generation would add to it.
+        // A fork's own set is a guess too: without a bound it would grow from fork to fork.
         let (own_again, _) = own.map(|own| own.written.shortest(REWRITTEN_MAX)).unwrap_or_default();
         let written = again.union(&own_again);
         let own = own.into_iter().flat_map(|own| own.written.iter().chain(own.read.iter()));
@@ -42,8 +42,8 @@ impl WorkingSet {
         Self::new(&written, &read)
     }
 
-    /// Makes the pages ready: those that are written get their copy, the others their place in the
-    /// page tables. Only a help: what cannot be made ready is when it is touched.
+    /// Prefaults the pages: those that are written get their private copy, the others their page
+    /// table entries. A page that cannot be prefaulted is mapped when it is touched.
     pub fn prefault(&self, guest: &GuestMemory) {
         let mut left = PREFAULT_MAX;
         let wishes =

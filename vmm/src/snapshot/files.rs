@@ -291,7 +291,6 @@ pub fn load_files(
         base: None,
         working_set: None,
         without_memory: memory.is_none(),
-        learner: None,
         note: saved.note.unwrap_or_default(),
         memory_sums: saved.sums.into_iter().next().map(|sums| Arc::from(sums.sums)),
         pause: Duration::ZERO,

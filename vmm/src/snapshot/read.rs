@@ -100,7 +100,6 @@ pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Frozen, Error
         base: (!options.without_memory).then_some(Base { id, dir, depth }),
         working_set: working_set.map(Arc::new),
         without_memory: options.without_memory,
-        learner: None,
         note: Vec::new(),
         memory_sums: None,
         pause: Duration::ZERO,

@@ -165,7 +165,6 @@ impl Template {
             vm.machine().memory.record_dedup_source(&frozen.image).map_err(Error::from)?;
         let (written_bytes, read_bytes) = (touched.written.bytes(), touched.read.bytes());
         frozen.working_set = Some(Arc::new(touched));
-        frozen.learner = None;
         Ok(Touched { written_bytes, read_bytes })
     }
 
