@@ -5,10 +5,10 @@
 
 use std::borrow::Cow;
 use std::fs::File;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use crate::arch::x86_64::layout;
 use crate::error::{Error, ErrorKind};
 pub use pvmm_devices::bus::BusDevice;
 use pvmm_devices::rate_limiter::RateLimiterError;
@@ -135,7 +135,7 @@ impl Default for HostOptions {
 /// A page of registers that the caller implements.
 #[derive(Clone)]
 pub struct Registers {
-    /// The guest address: a multiple of 4 KiB from 0xc000_0000 up to 0xd000_0000.
+    /// The guest address: a multiple of [`Self::SIZE`] in [`Self::ADDRESSES`].
     pub address: u64,
     /// What reads and writes do. Called on vCPU threads.
     pub device: Arc<dyn BusDevice>,
@@ -144,6 +144,8 @@ pub struct Registers {
 impl Registers {
     /// The size of the page.
     pub const SIZE: u64 = 0x1000;
+    /// Where the pages may be.
+    pub const ADDRESSES: Range<u64> = 0xc000_0000..0xd000_0000;
 }
 
 impl std::fmt::Debug for Registers {
@@ -404,11 +406,11 @@ impl VmConfig {
             net.validate().map_err(|error| ConfigError::Net { index, why: with_causes(&error) })?;
         }
         self.host.rng_limits.validate().map_err(ConfigError::RngLimits)?;
-        let (mut from, page) = (layout::HOLE_START, Registers::SIZE);
+        let (Range { start: mut from, end }, page) = (Registers::ADDRESSES, Registers::SIZE);
         let mut addresses: Vec<_> = self.registers.iter().map(|it| it.address).collect();
         addresses.sort_unstable();
         for address in addresses {
-            if address < from || address >= layout::VIRTIO_MMIO || !address.is_multiple_of(page) {
+            if address < from || address >= end || !address.is_multiple_of(page) {
                 return Err(ConfigError::Registers(address));
             }
             from = address + page;
@@ -488,8 +490,8 @@ pub struct Overrides {
     /// Move the guest's clock on by the time that it did not run, instead of hiding that from it:
     /// timers that have run out meanwhile fire at once.
     pub catch_up: bool,
-    /// The host's side of the VM. Of memory that comes from a file only what the guest writes can be
-    /// in huge pages.
+    /// The host's side of the VM. Of memory that comes from a file only what the guest writes can
+    /// be in huge pages.
     pub host: HostOptions,
     /// The socket of a process that supplies the memory; see [`crate::Template::fork`].
     pub page_server: Option<PathBuf>,

@@ -79,10 +79,10 @@
 //!
 //! Calls about a VM return [`Error`]. Its text names what failed, its sources are the causes, and
 //! `{:#}` prints all of them in one line. Its [`ErrorKind`] says whose fault it is, and
-//! [`Error::is_retryable`] whether the same call may succeed later. After [`ErrorKind::Broken`] a VM
-//! can only be dropped. Calls to the agent return [`agent::AgentError`] or [`exec::ExecError`]. That
-//! the guest ended is not an error: [`Vm::wait`] returns how, as an [`Outcome`]. A command that
-//! fails is none either: see [`exec::ExitStatus`].
+//! [`Error::is_retryable`] whether the same call may succeed later. After [`ErrorKind::Broken`] a
+//! VM can only be dropped. Calls to the agent return [`agent::AgentError`] or [`exec::ExecError`].
+//! That the guest ended is not an error: [`Vm::wait`] returns how, as an [`Outcome`]. A command
+//! that fails is none either: see [`exec::ExitStatus`].
 //!
 //! # What ends on drop
 //!

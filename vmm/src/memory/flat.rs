@@ -74,7 +74,8 @@ impl Memory {
         Ok(PageRanges::merged(above.chain(private.iter()).collect()))
     }
 
-    /// Makes this instant the baseline, where the kernel can track writes. The guest must be paused.
+    /// Makes this instant the baseline, where the kernel can track writes. The guest must be
+    /// paused.
     pub fn mark_saved(&mut self) {
         self.baseline.saved = true;
         if self.baseline.written.is_none() {
@@ -90,8 +91,8 @@ impl Memory {
         }
     }
 
-    /// Writes all of memory, which is zero except in `filled`, into the empty `file`. The guest must
-    /// be paused.
+    /// Writes all of memory, which is zero except in `filled`, into the empty `file`. The guest
+    /// must be paused.
     pub fn write_flat(&self, file: &File, filled: &PageRanges) -> Result<(), MemoryError> {
         let size = self.image.size();
         if self.reflink_to(file) {

@@ -137,8 +137,8 @@ impl MemoryImage {
         self.with(Layer { file, runs: PageRanges::all(self.size()) })
     }
 
-    /// Returns the image with the `changed` pages of `guest` as the source for page dedup. The guest
-    /// must be paused.
+    /// Returns the image with the `changed` pages of `guest` as the source for page dedup. The
+    /// guest must be paused.
     pub fn with_dedup_source(
         &self,
         guest: &GuestMemory,
@@ -159,8 +159,8 @@ impl MemoryImage {
         self.dedup_source.as_ref()
     }
 
-    /// Returns the ranges, in huge pages, for which no layer has data; none where a file cannot tell
-    /// its holes.
+    /// Returns the ranges, in huge pages, for which no layer has data; none where a file cannot
+    /// tell its holes.
     pub fn unbacked(&self) -> &PageRanges {
         self.unbacked.get_or_init(|| self.find_unbacked().unwrap_or_default())
     }
@@ -191,16 +191,16 @@ impl MemoryImage {
         self.layers.len() == other.layers.len() && self.layers.iter().zip(&other.layers).all(same)
     }
 
-    /// Maps this image in place of all memory of `guest`, whose dirty pages are lost. The guest must
-    /// be paused.
+    /// Maps this image in place of all memory of `guest`, whose dirty pages are lost. The guest
+    /// must be paused.
     pub fn remap(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         pages::map_zeros(guest, 0..self.size()).map_err(MemoryError::Discard)?;
         self.layers.iter().try_for_each(|layer| layer.map_into(guest))
     }
 
     /// Reverts the dirty pages of `guest`, which is mapped over this image. Short ranges, which its
-    /// kernel and agent write all the time, are rewritten in place, which saves the guest a fault on
-    /// each page; the others are discarded. The guest must be paused.
+    /// kernel and agent write all the time, are rewritten in place, which saves the guest a fault
+    /// on each page; the others are discarded. The guest must be paused.
     pub fn revert_dirty_pages(&self, guest: &GuestMemory) -> io::Result<()> {
         let private = pages::scan(guest, PageState::Private)?;
         let (mut kept, _) = private.shortest(REWRITTEN_MAX);
@@ -230,8 +230,8 @@ impl MemoryImage {
         Ok(guest)
     }
 
-    /// Returns the image with the dirty pages of `guest`, which are in `runs`, as a layer. The guest
-    /// must be paused.
+    /// Returns the image with the dirty pages of `guest`, which are in `runs`, as a layer. The
+    /// guest must be paused.
     pub fn with_dirty_pages(
         &self,
         guest: &GuestMemory,

@@ -1,9 +1,10 @@
 //! Guest memory: a private mapping over an image that never changes.
 //!
 //! A booted guest's image is empty, a restored guest's is the memory of a snapshot. Pages that the
-//! guest writes become private to its mapping, and the page tables tell which they are: a freeze copies the private pages into a new layer of the image, a fork maps the image again, a
-//! rollback drops the private pages. Where the image has nothing, the mapping is anonymous and
-//! takes huge pages, so that a guest grows by 2 MiB at a fault.
+//! guest writes become private to its mapping, and the page tables tell which they are: a freeze
+//! copies the private pages into a new layer of the image, a fork maps the image again, a rollback
+//! drops the private pages. Where the image has nothing, the mapping is anonymous and takes huge
+//! pages, so that a guest grows by 2 MiB at a fault.
 //!
 //! | file | subject |
 //! | --- | --- |
@@ -110,8 +111,8 @@ impl Memory {
         }
     }
 
-    /// Returns the pages that differ from the image, as ranges of the image: those that are private,
-    /// and those that are deduplicated.
+    /// Returns the pages that differ from the image, as ranges of the image: those that are
+    /// private, and those that are deduplicated.
     pub fn dirty_pages(&self) -> Result<PageRanges, MemoryError> {
         let private = pages::scan(&self.guest, PageState::Private).map_err(MemoryError::Scan)?;
         Ok(private.union(self.deduped.ranges()))

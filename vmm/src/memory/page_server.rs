@@ -152,7 +152,8 @@ impl PageServer {
         })
     }
 
-    /// Ends [`Self::save_begins`]. Fails if a page that was read since did not come from the server.
+    /// Ends [`Self::save_begins`]. Fails if a page that was read since did not come from the
+    /// server.
     pub fn save_ends(&self) -> Result<(), PageServerError> {
         self.shared.change(|phase| match phase {
             Phase::Saving(report, _) => Phase::Running(report),
@@ -224,8 +225,8 @@ impl PageServerState {
     fn lost(&self) {
         let mut phase = self.phase();
         match std::mem::replace(&mut *phase, Phase::Lost) {
-            // The owner may be waiting for a page. It continues with zeros, and gets the error before
-            // it uses them.
+            // The owner may be waiting for a page. It continues with zeros, and gets the error
+            // before it uses them.
             Phase::Starting => self.faults.release(),
             Phase::Running(report) => report(Outcome::MemoryLost),
             Phase::Saving(report, _) => {

@@ -41,6 +41,11 @@ pub const HOLE_END: u64 = 0x1_0000_0000;
 /// virtio-mmio devices, one page each.
 pub const VIRTIO_MMIO: u64 = 0xd000_0000;
 pub const VIRTIO_MMIO_SIZE: u64 = 0x1000;
+/// Registers of the caller are in between.
+const _: () = {
+    let range = crate::config::Registers::ADDRESSES;
+    assert!(range.start >= HOLE_START && range.end <= VIRTIO_MMIO);
+};
 pub const IOAPIC: u64 = 0xfec0_0000;
 pub const LOCAL_APIC: u64 = 0xfee0_0000;
 /// Pages that Intel processors need for real mode; in the hole, where no RAM can be.
