@@ -100,6 +100,15 @@ impl Memory {
         }
     }
 
+    /// Makes new memory come in small pages from now on. A VM that is rolled back has short lives,
+    /// and would clear whole huge pages in each for the few pages that it writes.
+    fn use_small_pages(&self) {
+        for hole in self.image.unbacked().iter() {
+            // The kernel refuses it only where it has no huge pages.
+            let _ = pages::advise(&self.guest, hole, libc::MADV_NOHUGEPAGE);
+        }
+    }
+
     /// Excludes guest memory from core dumps and from child processes, which have no use for it and
     /// would copy its page tables. To be called whenever something was mapped.
     fn exclude_from_forks_and_dumps(&self) {
@@ -200,10 +209,10 @@ impl Memory {
             image.revert_dirty_pages(&self.guest).map_err(MemoryError::Discard)?
         } else {
             image.remap(&self.guest)?;
-            self.image = image.clone();
-            self.map_unbacked_as_huge(&PageRanges::default())?;
             self.deduped = DedupedPages::default();
         }
+        self.image = image.clone();
+        self.use_small_pages();
         // The image no longer has what was saved since.
         self.baseline = SaveBaseline::default();
         self.exclude_from_forks_and_dumps();
