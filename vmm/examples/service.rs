@@ -78,7 +78,7 @@ fn work(
             Ok(text) => (text, true),
             Err(error) => match error.kind() {
                 // The client's mistake, which did the VM no harm.
-                ErrorKind::InvalidConfig | ErrorKind::GuestRefused => (error.to_string(), true),
+                ErrorKind::InvalidConfig | ErrorKind::GuestRefused => (format!("{error:#}"), true),
                 // The guest is gone or stuck. The next request gets another one.
                 ErrorKind::AgentLost | ErrorKind::Timeout => ("the guest was lost".into(), false),
                 // The host's trouble, which is the same for every request.

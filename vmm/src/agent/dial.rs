@@ -23,9 +23,14 @@ const MAX_LINE: usize = 32;
 /// The pauses between two attempts while the agent is not listening.
 const FIRST_REST: Duration = Duration::from_millis(5);
 const LONGEST_REST: Duration = Duration::from_millis(100);
+/// How long the agent may take to welcome a first connection; twice as long for each later one. A
+/// guest that is slow to notice its restore accepts a connection and drops it with the old ones,
+/// and nobody tells this end.
+const FIRST_PATIENCE: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 5_000 });
 
-/// Connects to the agent on a port; while it is not listening, retries until the deadline. `more`
-/// is sent right after the hello, and the agent acts on it once it has sent its welcome.
+/// Connects to the agent on a port; while it is not listening, or does not welcome the connection,
+/// retries until the deadline. `more` is sent right after the hello, and the agent acts on it once
+/// it has sent its welcome; an agent that is slow to welcome may act on it twice.
 pub fn connect(
     uds: &Path,
     port: u32,
@@ -35,21 +40,31 @@ pub fn connect(
     let mut words = format!("CONNECT {port}\n").into_bytes();
     append_hello(&mut words)?;
     words.extend_from_slice(more);
-    let mut rest = FIRST_REST;
+    let (mut rest, mut patience) = (FIRST_REST, FIRST_PATIENCE);
     loop {
-        let socket = dial(uds, deadline)
-            .map_err(|source| AgentError::Dial { path: uds.to_owned(), source })?;
+        let path = || uds.to_owned();
+        let socket = match dial(uds, deadline) {
+            Ok(socket) => socket,
+            // There was a first attempt, and the time has passed since.
+            Err(error) if error.kind() == ErrorKind::TimedOut && rest > FIRST_REST => {
+                return Err(AgentError::NotListening { path: path() });
+            }
+            Err(source) => return Err(AgentError::Dial { path: path(), source }),
+        };
         trace::step("dial");
         if ask_for_port(&socket, &words, deadline).is_ok() {
             trace::step("connected");
-            match read_greeting(&socket, deadline) {
+            let by = deadline.min(Instant::now() + patience);
+            patience *= 2;
+            match read_greeting(&socket, by) {
                 // The agent closed the connection at once, as if it were not listening yet.
                 Err(AgentError::Handshake(GONE)) => {}
+                Err(AgentError::Handshake(LATE)) if by < deadline => {}
                 greeted => return greeted.map(|welcome| (socket, welcome)),
             }
         }
         if Instant::now() + rest >= deadline {
-            return Err(AgentError::NotListening { path: uds.to_owned() });
+            return Err(AgentError::NotListening { path: path() });
         }
         std::thread::sleep(rest);
         rest = (rest * 2).min(LONGEST_REST);
@@ -57,6 +72,7 @@ pub fn connect(
 }
 
 const GONE: &str = "the connection was closed";
+const LATE: &str = "the agent was silent for too long";
 
 /// Sends a hello and reads the welcome.
 pub fn handshake(socket: &UnixStream, deadline: Instant) -> Result<Welcome, AgentError> {
@@ -150,14 +166,13 @@ fn read_exact(
     mut bytes: &mut [u8],
     deadline: Instant,
 ) -> Result<(), AgentError> {
-    const LATE: AgentError = AgentError::Handshake("the agent was silent for too long");
     while !bytes.is_empty() {
-        limit_read(socket, deadline).map_err(|_| LATE)?;
+        limit_read(socket, deadline).map_err(|_| AgentError::Handshake(LATE))?;
         match socket.read(bytes) {
             Ok(0) => return Err(AgentError::Handshake(GONE)),
             Ok(count) => bytes = &mut bytes[count..],
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) if e.kind() == ErrorKind::WouldBlock => return Err(LATE),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => return Err(AgentError::Handshake(LATE)),
             Err(_) => return Err(AgentError::Handshake(GONE)),
         }
     }

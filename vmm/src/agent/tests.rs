@@ -503,6 +503,7 @@ fn vm_socket(answers: Vec<&'static [u8]>) -> Socket {
     let path = folder.path().join("vsock");
     let listener = UnixListener::bind(&path).unwrap();
     thread::spawn(move || {
+        let mut silent = Vec::new();
         for answer in answers {
             let (mut socket, _) = listener.accept().unwrap();
             let mut line = [0; 13];
@@ -513,6 +514,8 @@ fn vm_socket(answers: Vec<&'static [u8]>) -> Socket {
                 let mut peer = Peer(socket);
                 peer.welcome();
                 peer.until_hung_up();
+            } else if answer == b"OK 2\n" {
+                silent.push(socket);
             }
         }
     });
@@ -523,6 +526,13 @@ fn vm_socket(answers: Vec<&'static [u8]>) -> Socket {
 fn connect_tries_again_until_the_agent_listens() {
     let socket = vm_socket(vec![b"", b"OK 1", b"OK 1\n"]);
     let agent = Agent::connect(&socket.path, Instant::now() + Duration::from_secs(5)).unwrap();
+    assert!(agent.welcome().init);
+}
+
+#[test]
+fn connect_tries_again_when_the_guest_has_lost_the_connection_without_a_word() {
+    let socket = vm_socket(vec![b"OK 2\n", b"OK 2\n", b"OK 1\n"]);
+    let agent = Agent::connect(&socket.path, Instant::now() + Duration::from_secs(60)).unwrap();
     assert!(agent.welcome().init);
 }
 
