@@ -1,5 +1,5 @@
-//! What all moments share: the guest's files on tmpfs, the contenders, and one snapshot of each
-//! kind.
+//! The parts that all moments share: the guest's files on tmpfs, the contenders, and one snapshot
+//! of each kind.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,5 @@
-//! What all jobs use: connections, deadlines, control groups, threads, and the tables of processes.
+//! The state that all jobs use: connections, deadlines, control groups, threads, and the tables of
+//! processes.
 //!
 //! It knows no job. A job is given it for each thing that the job does.
 

@@ -39,7 +39,7 @@ pub struct Stream {
     reported: Option<Outcome>,
 }
 
-/// What the event loop and a client's frames may ask of a job.
+/// The calls that the event loop and a client's frames make to a job.
 pub trait Job {
     fn stream(&mut self) -> &mut Stream;
 

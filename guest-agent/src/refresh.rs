@@ -25,7 +25,7 @@ const MACHINE_ID: &str = "/etc/machine-id";
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 const RESOLVER: &str = "/etc/resolv.conf";
 
-/// What the last refresh set for later execs.
+/// The settings of the last refresh for later execs.
 #[derive(Default)]
 pub struct Identity {
     pub generation: u64,

@@ -55,7 +55,7 @@ pub struct Spawner {
     stack: Vec<u128>,
 }
 
-/// What parent and child share; the child only reads it, except for the last three fields.
+/// The data that parent and child share; the child only reads it, except for the last three fields.
 struct SpawnArguments<'a> {
     plan: &'a Plan,
     argv: Vec<*const libc::c_char>,

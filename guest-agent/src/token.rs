@@ -2,7 +2,7 @@
 //!
 //! Numbers are never reused, so an event that comes too late finds nothing.
 
-/// What an event or deadline is about.
+/// The subject of an event or deadline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Token {
     Listener,

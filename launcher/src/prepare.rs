@@ -158,7 +158,7 @@ pub trait Blame: Error {
     /// Whether the user's input is at fault, and not pvmm or the host.
     fn is_users(&self) -> bool;
 
-    /// What to try, if the message does not say it.
+    /// Returns what to try, if the message does not say it.
     fn hint(&self) -> Option<&'static str> {
         None
     }

@@ -81,7 +81,7 @@ pub enum TemplateError {
     Damaged { name: String },
 }
 
-/// What a template is built from: `base`, and more Debian packages.
+/// The recipe of a template: `base`, and more Debian packages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Recipe {

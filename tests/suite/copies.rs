@@ -1,4 +1,4 @@
-//! What forks and restores of one VM have of their own: process, tap, addresses, drives, vsock.
+//! Forks and restores of one VM have their own process, tap, addresses, drives and vsock.
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};

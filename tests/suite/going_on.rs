@@ -1,4 +1,4 @@
-//! What a guest was doing continues in its forks and restores: processes, terminals, sleeps,
+//! Activities of a guest continue in its forks and restores: processes, terminals, sleeps,
 //! connections to the host.
 
 use std::io::{Read, Write};

@@ -24,7 +24,7 @@ const NETNS: &str = "pvmm-jail";
 const TAP: &str = "tap-jail";
 const CGROUPS: &str = "/sys/fs/cgroup";
 
-/// What is outside the jail and is removed after the test, even if the test fails.
+/// A folder outside the jail that is removed after the test, even if the test fails.
 struct Outside {
     pid: Option<u32>,
     netns: Option<&'static str>,

@@ -1,4 +1,4 @@
-//! What container runtimes request of Firecracker beyond a plain boot, with a real guest.
+//! Requests of container runtimes to Firecracker beyond a plain boot, with a real guest.
 
 use std::fs;
 use std::io::Read;

@@ -10,7 +10,7 @@ use pvmm::agent::{Agent, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::{Kvm, Vm};
 
-/// What a healthy guest answers with 42.
+/// Asks Python in the guest; a healthy guest answers 42.
 fn python(agent: &Agent) -> Result<String, Box<dyn Error>> {
     let output = agent.exec(&ExecRequest::argv(["python3", "-c", "print(6 * 7)"]))?;
     if !output.status.success() {

@@ -12,7 +12,7 @@ use pvmm::agent::{Agent, Refresh};
 use pvmm::exec::{ExecError, ExecRequest};
 use pvmm::{Error, ErrorKind, Kvm, Template, Vm};
 
-/// What clients ask for. The fourth one crashes the kernel of the guest that it runs in.
+/// The requests of the clients. The fourth one crashes the kernel of the guest that it runs in.
 const REQUESTS: [&str; 6] = [
     "run echo $((6 * 7))",
     "read /no/such/file",

@@ -1,4 +1,4 @@
-//! What a machine should be: typed by the caller, checked once, before anything is made.
+//! The description of a machine: typed by the caller, checked once, before anything is made.
 //!
 //! Every recipe starts from a `VmConfig`; a bad value is refused here by the name of its field, so
 //! that no later step has to doubt what it was given.
@@ -93,9 +93,9 @@ pub struct VmConfig {
 pub struct HostOptions {
     /// Where the output of the serial console goes; discarded by default.
     pub console: Console,
-    /// What the guest may write to its console per time; what goes beyond that is dropped.
+    /// The rate at which the guest may write to its console; what goes beyond that is dropped.
     pub console_limit: Option<BucketConfig>,
-    /// What the guest may take from the entropy device per time.
+    /// The rate at which the guest may read the entropy device.
     pub rng_limits: RateLimiterConfig,
     /// Where nameless files for a machine's own writes to its disks are made: at most as much as
     /// the disks are large for the machine, and again for each of the sixteen layers that are kept
@@ -112,7 +112,7 @@ pub struct HostOptions {
     /// Back the memory with pages of 2 MiB where the kernel has them at hand: fewer faults, coarser
     /// copies.
     pub huge_pages: bool,
-    /// What the names of the vCPU threads begin with; the number of the vCPU follows. `pvmm-vcpu-`
+    /// The beginning of the names of the vCPU threads; the number of the vCPU follows. `pvmm-vcpu-`
     /// by default.
     pub vcpu_thread_prefix: Cow<'static, str>,
 }
@@ -137,7 +137,7 @@ impl Default for HostOptions {
 pub struct Registers {
     /// The guest address: a multiple of [`Self::SIZE`] in [`Self::ADDRESSES`].
     pub address: u64,
-    /// What reads and writes do. Called on vCPU threads.
+    /// The implementation of reads and writes. Called on vCPU threads.
     pub device: Arc<dyn BusDevice>,
 }
 
@@ -170,7 +170,7 @@ pub struct Drive {
     pub source: DriveSource,
     /// The guest cannot write to the drive.
     pub read_only: bool,
-    /// What the guest reads as the drive's serial number, at most 20 bytes of ASCII.
+    /// The drive's serial number as the guest reads it, at most 20 bytes of ASCII.
     pub id: String,
     /// Whether a flush of the guest reaches the host's disk.
     pub cache: CacheMode,
@@ -178,7 +178,7 @@ pub struct Drive {
     pub engine: EngineKind,
     /// Past the host's page cache. The guest then sees the block size that this takes.
     pub direct: bool,
-    /// What the guest may read and write per time.
+    /// The rate at which the guest may read and write.
     pub limits: RateLimiterConfig,
 }
 
@@ -308,7 +308,7 @@ pub enum ConfigError {
     Net {
         /// Its place among the cards, from 0.
         index: usize,
-        /// What is wrong with it.
+        /// The reason.
         why: String,
     },
     /// The balloon would take more than all of guest memory.
@@ -474,7 +474,7 @@ fn no_nul(field: &'static str, path: &std::path::Path) -> Result<(), ConfigError
     }
 }
 
-/// What a machine gets that its template cannot give it.
+/// The parts of a machine that its template cannot give it.
 #[derive(Debug, Default)]
 pub struct Overrides {
     /// Its own socket; without one it takes the template's, which only one machine at a time can
@@ -504,7 +504,7 @@ impl Overrides {
     }
 }
 
-/// What is made ready of a template's working set before the machine runs.
+/// How much of a template's working set is prefaulted before the machine runs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Prefault {
     /// Each page when it is touched.

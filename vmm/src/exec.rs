@@ -32,7 +32,7 @@ pub enum ExecError {
     InvalidRequest {
         /// The part of the request that is wrong.
         field: &'static str,
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
     /// The guest did not report the end of a command that has passed its time limit by this long.

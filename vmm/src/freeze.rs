@@ -25,7 +25,7 @@ const SLICE: Duration = Duration::from_micros(250);
 
 /// Guest memory that stands still, or is being copied from a view that does.
 enum FrozenMemory {
-    /// What was moved.
+    /// The dirty pages were copied during the pause.
     InPlace(PageRanges),
     Begun(Freezing),
 }

@@ -38,7 +38,7 @@ pub struct Frozen {
     pub working_set: Option<Arc<WorkingSet>>,
     /// The memory was left where it is; machines must get theirs from a page server.
     pub without_memory: bool,
-    /// What the caller left in the snapshot for itself.
+    /// The note of the caller in the snapshot.
     pub note: Vec<u8>,
     /// The sums of the memory, if it came from two files.
     pub memory_sums: Option<Arc<[u32]>>,

@@ -7,7 +7,7 @@ use std::marker::PhantomData;
 use serde::Serializer;
 use serde::de::{Deserializer, Error, Visitor};
 
-/// What can stand in such a list, in as many bytes as any other.
+/// An element of a packed list; all elements have one size.
 pub trait Packed: Copy {
     const LEN: usize;
 

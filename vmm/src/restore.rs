@@ -140,8 +140,8 @@ fn connect_page_server(
     }
 }
 
-/// What makes the pages of a first use ready, on the first vCPU's thread: KVM asks a vCPU how
-/// memory is walked, and meanwhile the owner dials.
+/// Returns a closure that prefaults the working set, for the first vCPU's thread: KVM asks a vCPU
+/// how memory is walked, and meanwhile the owner dials.
 fn prefault(
     set: &Arc<WorkingSet>,
     wish: Prefault,

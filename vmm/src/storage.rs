@@ -16,7 +16,7 @@ use crate::scratch::Scratch;
 
 /// How often what was written during a copy is copied while the guest runs.
 const COPY_ROUNDS: usize = 4;
-/// What may be left to be copied while the guest stands still.
+/// The most bytes that may be left to copy while the guest is paused.
 const COPY_ENOUGH: u64 = 4 << 20;
 
 /// A drive in the owner's hands.
@@ -32,8 +32,8 @@ pub enum Storage {
     Later { path: PathBuf, read_only: bool },
 }
 
-/// What the device needs and what the owner keeps. A nameless image that the guest writes becomes
-/// layers, if that is allowed.
+/// Opens a drive. Returns the device's part and the owner's part of it. A nameless image that the
+/// guest writes becomes layers, if that is allowed.
 pub fn open_source(
     source: DriveSource,
     read_only: bool,
@@ -213,7 +213,7 @@ impl MissingDrive {
 }
 
 impl FrozenStorage {
-    /// The same for a machine that goes on from here, in which the drive had `size` bytes.
+    /// Restores the drive for a machine in which it had `size` bytes.
     pub fn thaw(&self, scratch: &Scratch, size: u64) -> io::Result<(BlockConfig, Storage)> {
         match self {
             Self::Named { path: Some(path), read_only } => {

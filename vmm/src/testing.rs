@@ -8,7 +8,7 @@ use crate::arch::x86_64::kernel::{self, Image, KernelError};
 use crate::arch::x86_64::layout;
 use crate::config::BootProtocol;
 
-/// What the guest of a trial has: room for a small kernel.
+/// The memory of a trial's guest: room for a small kernel.
 const MEMORY_MIB: u64 = 32;
 
 /// Memory that one kernel after another is loaded into.

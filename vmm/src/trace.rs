@@ -9,7 +9,7 @@ use std::time::Instant;
 /// Something that was done, and when.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
-    /// What was done.
+    /// The name of the step.
     pub name: &'static str,
     /// When it was done.
     pub done: Instant,

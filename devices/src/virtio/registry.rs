@@ -80,7 +80,7 @@ pub enum OpenError {
     Config { saved: &'static str },
 }
 
-/// What the owner of a machine keeps of a device's backend.
+/// The part of a device's backend that the owner of a machine keeps.
 #[derive(Debug)]
 pub enum BackendHandle {
     None,

@@ -24,7 +24,8 @@ use crate::GuestMemory;
 const TOKEN_BACKEND: u32 = u32::MAX;
 const TOKEN_FIRST_KICK: u32 = u32::MAX - 64;
 
-/// What is specific to the device in use. It owns the host backend and runs on the device thread.
+/// The part of a worker that is specific to its device. It owns the host backend and runs on the
+/// device thread.
 ///
 /// It must never block. An error of the guest is a `Fault`, or an error status in the ring, never a
 /// panic.
@@ -141,11 +142,11 @@ pub struct Budget {
     pub bytes: u64,
 }
 
-/// What became of a chain.
+/// The result of serving a chain.
 pub enum Served {
-    /// It was returned to the driver, or is kept. `bytes` counts against the budget.
+    /// The chain was returned to the driver, or is kept. `bytes` counts against the budget.
     Done { bytes: u64 },
-    /// It is given back to the ring. The worker causes another turn when it can be served.
+    /// The chain is given back to the ring. The worker causes another turn when it can be served.
     Later(Chain),
 }
 

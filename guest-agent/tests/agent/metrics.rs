@@ -1,4 +1,4 @@
-//! What a guest uses, and what an exec may use.
+//! The resources that a guest uses, and that an exec may use.
 //! Limits themselves need a kernel with all controllers of cgroup v2: the suite has one.
 
 use pvmm::exec::{ExecRequest, ExecStatus, Limits, Stage};

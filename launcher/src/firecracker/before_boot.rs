@@ -23,7 +23,7 @@ use super::bodies::{
 use super::http::Refusal;
 use super::logger;
 
-/// What the names of Firecracker's vCPU threads begin with; clients look for them.
+/// The beginning of the names of Firecracker's vCPU threads; clients look for them.
 pub const VCPU_THREADS: &str = "fc_vcpu ";
 /// The kernel command line if the client sets none; Firecracker's default.
 const DEFAULT_BOOT_ARGS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042.noaux i8042.nomux \

@@ -44,9 +44,9 @@ pub struct Running {
 /// Why a VM must be refreshed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Owed {
-    /// It is a fork, and gets a new identity.
+    /// The VM is a fork, and gets a new identity.
     Copied,
-    /// It was rolled back: its identity stays, its clock and random numbers must be new.
+    /// The VM was rolled back: its identity stays, its clock and random numbers must be new.
     RolledBack,
 }
 

@@ -44,7 +44,7 @@ pub fn readable(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> io::Resul
     Ok(polled.iter().map(|entry| count > 0 && entry.revents != 0).collect())
 }
 
-/// What to wait for on a file descriptor.
+/// The events to wait for on a file descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Want {
     Read,
@@ -53,7 +53,7 @@ pub enum Want {
     Nothing,
 }
 
-/// What a file descriptor is ready for.
+/// The events that have happened on a file descriptor.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ready {
     pub read: bool,

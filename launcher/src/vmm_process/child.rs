@@ -250,7 +250,7 @@ fn boot_failure(error: pvmm::Error, memory_mib: u64) -> Failure {
     }
 }
 
-/// What ended a wait.
+/// The reason why a wait ended.
 enum Event {
     /// The caller's file descriptor is readable.
     Readable,

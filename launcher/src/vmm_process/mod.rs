@@ -40,7 +40,7 @@ const CONSOLE_LINES: usize = 10;
 /// How long a killed process may take to end; only a stuck kernel needs more.
 const END_PATIENCE: Duration = Duration::from_secs(10);
 
-/// What the monitor process makes and runs.
+/// A VM that the monitor process makes and runs.
 pub struct Plan {
     pub start: Start,
     pub record: Record,
@@ -67,9 +67,9 @@ pub enum Start {
 
 /// How long the VM lives.
 pub enum Mode {
-    /// It ends with the launcher.
+    /// The VM ends with the launcher.
     Foreground,
-    /// It ends with its main command, or when it is killed.
+    /// The VM ends with its main command, or when it is killed.
     Detached { command: Option<Box<(ExecRequest, Names)>> },
 }
 

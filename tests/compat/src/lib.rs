@@ -1,4 +1,4 @@
-//! What the drivers of the clients have in common: the words they are given, and when the suite
+//! The common parts of the clients' drivers: the words they are given, and when the suite
 //! looks at the guest.
 //!
 //! A driver does what its client can do, and asks beside it for what the client has no words for.
@@ -9,7 +9,7 @@ use std::io::{BufRead, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
-/// What a driver is given.
+/// The words that a driver is given.
 pub struct Words {
     pub firecracker: PathBuf,
     /// A directory of its own.

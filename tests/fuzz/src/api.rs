@@ -92,7 +92,7 @@ const BODIES: [(Method, &str, &str); 16] = [
     (Method::Put, "/pvmm/fork", r#"{"socket":"/f","children":2}"#),
 ];
 
-/// What is put into a body.
+/// The words that bodies are made of.
 const TOKENS: [&str; 16] = [
     "null",
     "-1",

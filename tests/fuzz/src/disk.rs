@@ -107,7 +107,7 @@ impl Request {
         header
     }
 
-    /// What the disk should answer: the bytes it gives out, or a status.
+    /// Returns the answer that the disk should give: bytes, or a status.
     fn apply(&self, model: &mut [u8], read_only: bool) -> Result<Vec<u8>, u8> {
         let place = |len: u64| {
             let end = self.sector.checked_add(len / 512).filter(|end| *end <= SECTORS);

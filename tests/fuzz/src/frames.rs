@@ -33,7 +33,7 @@ pub fn stream(bytes: &[u8]) {
     assert_eq!(read(&wire, &[3, 11, 64, 1]), whole);
 }
 
-/// What a stream says when it comes in pieces of these sizes: frames, and whether it broke.
+/// Reads a stream that arrives in pieces of these sizes. Returns the frames, and whether it broke.
 fn read(wire: &[u8], sizes: &[usize]) -> (Vec<(Header, Vec<u8>)>, bool) {
     let (mut decoder, mut said, mut rest) = (Decoder::default(), Vec::new(), wire);
     for size in sizes.iter().cycle() {

@@ -3,7 +3,7 @@
 //! Choices are bytes as they are, so that a fuzzer's small change to its input is a small change to
 //! the run.
 
-/// What is left of an input.
+/// The rest of an input.
 pub struct Input<'a>(&'a [u8]);
 
 impl<'a> Input<'a> {

@@ -1,4 +1,4 @@
-//! What a hostile guest, agent, client or file may do: each a function of bytes.
+//! Acts of a hostile guest, agent, client or file: each a function of bytes.
 //!
 //! | file | what the bytes are |
 //! | --- | --- |

@@ -26,7 +26,7 @@ struct Card {
     features: u64,
     /// Receive buffers that the device has, by their heads.
     out: HashMap<u32, Offered>,
-    /// What the host sent and the guest may still receive.
+    /// The frames that the host sent and the guest may still receive.
     coming: VecDeque<Vec<u8>>,
     serial: u8,
 }

@@ -1,4 +1,4 @@
-//! What an agent reports, with any numbers in it: the host's end of the connection takes or refuses
+//! Reports of an agent, with any numbers in them: the host's end of the connection takes or refuses
 //! it.
 //!
 //! The bytes choose a request of the host's and what a lying agent answers: output, records,

@@ -15,6 +15,8 @@ const LONG_FILE: usize = 600;
 
 /// The width that rustfmt enforces for code, but not for comments.
 const COMMENT_WIDTH: usize = 100;
+/// Words that a doc comment does not begin with.
+const NO_SUBJECT: [&str; 7] = ["The same", "Same", "Those", "They", "It", "What", "Whose"];
 
 pub fn run() -> ExitCode {
     let mut faults = Vec::new();
@@ -81,6 +83,12 @@ fn look(root: &Path) -> io::Result<(Vec<String>, Vec<String>)> {
         faults.extend(wide_comments(&text).map(|line| {
             format!("{name}:{line} is a comment of more than {COMMENT_WIDTH} columns")
         }));
+        // There the comments are the texts of `--help`.
+        if !path.starts_with(root.join("launcher/src/cli")) {
+            faults.extend(riddles(&text).map(|(line, words)| {
+                format!("{name}:{line} begins with \"{words}\": name the subject instead")
+            }));
+        }
         let lines = lines_without_tests(path, &text);
         if lines > LONG_FILE {
             long.push(format!("{name} has {lines} lines without tests"));
@@ -161,6 +169,31 @@ fn wide_comments(text: &str) -> impl Iterator<Item = usize> {
     text.lines().enumerate().filter(move |(_, line)| is_wide(line)).map(|(index, _)| index + 1)
 }
 
+/// Returns the doc comments whose first sentence cannot stand alone: the number of the line, and
+/// the words that it begins with.
+fn riddles(text: &str) -> impl Iterator<Item = (usize, &'static str)> {
+    let mut within = false;
+    let mut found = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let doc = doc_words(line);
+        let words = doc.unwrap_or_default();
+        if !std::mem::replace(&mut within, doc.is_some()) {
+            let begins = |start: &&&str| words.strip_prefix(**start).is_some_and(ends_word);
+            found.extend(NO_SUBJECT.iter().find(begins).map(|start| (index + 1, *start)));
+        }
+    }
+    found.into_iter()
+}
+
+fn doc_words(line: &str) -> Option<&str> {
+    let line = line.trim_start();
+    line.strip_prefix("///").or_else(|| line.strip_prefix("//!")).map(str::trim_start)
+}
+
+fn ends_word(rest: &str) -> bool {
+    !rest.starts_with(char::is_alphanumeric)
+}
+
 /// Returns the words in backticks that are paths of this tree.
 fn named_paths(text: &str) -> impl Iterator<Item = &str> {
     text.split('`').skip(1).step_by(2).filter(|word| {
@@ -184,6 +217,14 @@ mod tests {
                     `README.md`, `$HOME/x` or `KVM_RUN`.";
         let found: Vec<_> = named_paths(text).collect();
         assert_eq!(found, ["vmm/src/boot.rs", "devices/", "README.md"]);
+    }
+
+    #[test]
+    fn doc_comment_that_does_not_name_its_subject_is_found_by_its_first_words() {
+        let text = "//! What it is.\n\n/// The same with\n/// It may.\nfn a() {}\n\
+                    /// Item.\n/// It may.\n    /// It may.\n// What is this?\n/// Its end.\n";
+        assert_eq!(riddles(text).collect::<Vec<_>>(), [(1, "What"), (3, "The same")]);
+        assert_eq!(riddles("    /// They are\n").collect::<Vec<_>>(), [(1, "They")]);
     }
 
     #[test]

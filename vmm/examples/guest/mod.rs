@@ -1,4 +1,4 @@
-//! What every example starts from: the guest of `pvmm run`, without the command.
+//! The guest that every example starts from: that of `pvmm run`, without the command.
 //!
 //! The kernel and the `base` root filesystem are in the cache once `make demo` or `pvmm run` has
 //! been there. The agent is part of the program.
@@ -34,7 +34,7 @@ pub fn guest(dir: &Path) -> Result<VmConfig, Box<dyn Error>> {
     Ok(config)
 }
 
-/// What a fork has of its own: the socket `dir/name.sock`.
+/// Returns the overrides of a fork: its own socket `dir/name.sock`.
 pub fn fork_in(dir: &Path, name: &str) -> Overrides {
     let vsock = Vsock::new(3, dir.join(format!("{name}.sock")));
     Overrides { vsock: Some(vsock), ..Overrides::default() }
@@ -45,7 +45,7 @@ pub fn soon() -> Instant {
     Instant::now() + PATIENCE
 }
 
-/// What a shell line prints in the guest, without the last newline.
+/// Returns the output of a shell line in the guest, without the last newline.
 pub fn prints(agent: &Agent, line: &str) -> Result<String, Box<dyn Error>> {
     let output = agent.exec(&ExecRequest::shell(line).timeout(PATIENCE))?;
     if !output.status.success() {

@@ -53,7 +53,7 @@ pub enum AgentError {
     InvalidRequest {
         /// The part of the request that is wrong.
         field: &'static str,
-        /// What is wrong with it.
+        /// The reason.
         why: &'static str,
     },
     /// The request does not fit into a frame.
@@ -91,7 +91,7 @@ pub enum AgentError {
     /// The guest has more to send than the caller accepts.
     #[error("there are more than {limit} {what}, which is the limit")]
     TooLarge {
-        /// What there is too much of.
+        /// The things of which there are too many.
         what: &'static str,
         /// The most that is accepted.
         limit: u64,
@@ -105,7 +105,7 @@ pub enum AgentError {
 }
 
 impl AgentError {
-    /// Whose fault the error is.
+    /// Returns whose fault the error is.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::NotReady | Self::NotListening { .. } | Self::Overdue => ErrorKind::Timeout,

@@ -114,7 +114,7 @@ struct Clients {
     closing: bool,
 }
 
-/// What is needed to end the connection of a client.
+/// The handles that end the connection of a client.
 struct Client {
     socket: Arc<TcpStream>,
     guest: Option<Arc<GuestTcpWriter>>,

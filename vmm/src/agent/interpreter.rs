@@ -143,7 +143,7 @@ pub struct CodeOutput {
     pub stdout: Vec<u8>,
     /// The standard error, at most the first 8 MiB.
     pub stderr: Vec<u8>,
-    /// What the code displayed, in order; at most 64 MiB together with the result.
+    /// The displays of the code, in order; at most 64 MiB together with the result.
     pub displays: Vec<MimeBundle>,
     /// The value of the last expression; `None` if it had none, or if it was left out.
     pub result: Option<MimeBundle>,

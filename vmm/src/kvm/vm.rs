@@ -69,7 +69,7 @@ pub enum KvmError {
 }
 
 impl KvmError {
-    /// Whose fault the error is.
+    /// Returns whose fault the error is.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Open(_) | Self::Missing(_) | Self::Cpuid(_) => ErrorKind::HostUnsupported,

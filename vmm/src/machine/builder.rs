@@ -29,7 +29,7 @@ use crate::storage::{AttachedDrive, Storage};
 use crate::vcpu::run::Buses;
 use crate::vcpu::thread::VcpuThread;
 
-/// What stands behind the devices of a machine, opened before anything is made.
+/// The backends of the devices of a machine, opened before anything is made.
 #[derive(Default)]
 pub struct Opened {
     /// In the order in which the guest numbers them.

@@ -11,10 +11,10 @@ use crate::config::{ConfigError, Drive, DriveSource, RateLimiterConfig};
 use crate::error::{Error, ErrorKind};
 use crate::storage::{self, DriveCopy, Storage};
 
-/// What is wrong with a drive, whichever step found it.
+/// The reason why a drive cannot be used, whichever step found it.
 pub type OpenError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What a device would be made of that goes on with a drive of `size` bytes. Nothing is opened of a
+/// Prepares a drive of `size` bytes for a restored device. Nothing is opened of a
 /// drive that may come later.
 pub fn prepare_restored(drive: Drive, size: u64) -> Result<(BlockConfig, Storage), OpenError> {
     let DriveSource::Later(path) = drive.source else { return prepare(drive) };
@@ -24,7 +24,7 @@ pub fn prepare_restored(drive: Drive, size: u64) -> Result<(BlockConfig, Storage
     Ok((BlockConfig { source, read_only, cache, id, engine, direct, limits }, storage))
 }
 
-/// What a device would be made of.
+/// Prepares a drive for a new device.
 pub fn prepare(drive: Drive) -> Result<(BlockConfig, Storage), OpenError> {
     let Drive { source, read_only, id, cache, engine, direct, limits } = drive;
     let plain = direct || engine == EngineKind::IoUring;

@@ -23,7 +23,8 @@ impl Ending {
         Ok(Self { outcome: Mutex::new(None), event, then: OnceLock::new() })
     }
 
-    /// What the thread that sees the end does then: nobody should wait for a guest that is no more.
+    /// Sets what the thread that sees the end does then: nobody should wait for a guest that is no
+    /// more.
     pub fn then(&self, act: Box<dyn Fn() + Send + Sync>) {
         // A machine is started once.
         let _ = self.then.set(act);

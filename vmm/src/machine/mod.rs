@@ -65,7 +65,7 @@ pub enum MachineError {
 }
 
 impl MachineError {
-    /// Whose fault the error is.
+    /// Returns whose fault the error is.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Kvm(error) => error.kind(),
@@ -90,7 +90,7 @@ impl From<MachineError> for Error {
 /// The most virtio devices of a machine: as many as there are interrupt lines left for them.
 pub const MAX_VIRTIO: usize = PINS - layout::FIRST_VIRTIO_GSI as usize;
 
-/// What a machine has besides its parts: drives, sockets, and where its memory came from.
+/// The resources of a machine besides its parts: drives, sockets, and where its memory came from.
 pub struct VmResources {
     /// In the guest's order; their transports are the first ones.
     pub drives: Vec<AttachedDrive>,
@@ -101,7 +101,7 @@ pub struct VmResources {
     pub ready: Option<ReadyListener>,
     /// The snapshot that the machine's memory lies over.
     pub base: Option<Base>,
-    /// What a first use of the template touched.
+    /// The pages that a first use of the template touched.
     pub working_set: Option<Arc<WorkingSet>>,
     /// Whether a save as two files is followed by others that hold only what changed.
     pub track_changes: bool,
@@ -133,7 +133,7 @@ pub struct Machine {
     pub running: bool,
     /// Why the machine can only be ended, if that is so.
     pub broken: Option<String>,
-    /// What the guest's time stamp counter showed when the machine was last resumed.
+    /// The guest's time stamp counter when the machine was last resumed.
     pub clock_mark: Option<ClockMark>,
     /// Makes the pages of a first use ready. Left until the guest runs: a copy that never does
     /// costs no page.

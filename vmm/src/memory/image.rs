@@ -50,7 +50,7 @@ pub enum MemoryError {
 }
 
 impl MemoryError {
-    /// Whose fault the error is.
+    /// Returns whose fault the error is.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Regions => ErrorKind::SnapshotCorrupt,

@@ -45,7 +45,7 @@ pub enum PageServerError {
 }
 
 impl PageServerError {
-    /// Whose fault the error is.
+    /// Returns whose fault the error is.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Connect { .. } => ErrorKind::InvalidConfig,

@@ -339,7 +339,7 @@ fn flat(memory: &Memory) -> Vec<u8> {
     std::fs::read(file.path()).unwrap()
 }
 
-/// What a file has of `memory`, over `base`.
+/// Writes a diff of `memory` over `base`. Returns the file, and the pages that were written.
 fn diff_over(memory: &Memory, base: &[u8]) -> (Vec<u8>, PageRanges) {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), base).unwrap();

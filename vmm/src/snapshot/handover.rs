@@ -68,7 +68,7 @@ enum DriveMessage {
     },
 }
 
-/// What another process needs to have this template too.
+/// Returns the message and the files from which another process makes this template.
 pub fn hand_over(frozen: &Frozen) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
     let failed = |source| SnapshotError::Write { file: "hand-over".into(), source };
     if frozen.without_memory {

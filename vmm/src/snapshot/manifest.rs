@@ -35,7 +35,7 @@ pub struct Manifest {
     pub created_by: String,
     /// Seconds since 1970.
     pub created: u64,
-    /// What a host must have to run the VM.
+    /// The features that a host must have to run the VM.
     pub machine: MachineFacts,
     /// The layout of guest memory.
     pub memory: MemoryFacts,

@@ -27,7 +27,7 @@ use crate::trace;
 
 pub(super) const UNFINISHED: &str = ".pvmm-unfinished-";
 
-/// What a power cut may destroy.
+/// The loss that a power cut may cause.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
     /// Nothing: every byte is on the disk before the snapshot has its name.
@@ -41,7 +41,7 @@ pub enum Durability {
 /// How a snapshot is written.
 #[derive(Default)]
 pub struct WriteOptions<'a> {
-    /// What a power cut may destroy; nothing by default.
+    /// The loss that a power cut may cause; none by default.
     pub durability: Durability,
     /// Replace an existing snapshot of that name.
     pub replace: bool,

@@ -54,7 +54,7 @@ pub enum ThreadError {
 }
 
 impl ThreadError {
-    /// Whose fault the error is.
+    /// Returns whose fault the error is.
     pub fn kind(&self) -> ErrorKind {
         match self {
             Self::Start(_) => ErrorKind::HostResource,

@@ -1,5 +1,5 @@
-//! What the build takes from Debian: tools, which are installed, and the kernel source, which is
-//! only unpacked.
+//! The parts of the build that come from Debian: tools, which are installed, and the kernel source,
+//! which is only unpacked.
 //!
 //! With this module `make kernel` works on a new machine and leaves no package of 150 MB installed.
 
