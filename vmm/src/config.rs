@@ -278,6 +278,7 @@ pub enum BootProtocol {
 
 /// A field that cannot be accepted, and what would be.
 #[derive(Debug, thiserror::Error, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ConfigError {
     /// The number of vCPUs is odd although `smt` is set.
     #[error("vcpus: {0} is odd, and smt makes cores of two")]

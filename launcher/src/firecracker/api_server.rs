@@ -209,12 +209,12 @@ impl ApiServer {
         };
         let machine_at = wants.len();
         if let Some(running) = machine {
-            wants.push((poll::borrowed(running.vm.outcome_event()), Want::Read));
+            wants.push((running.vm.outcome_fd(), Want::Read));
         }
         let keys_at = wants.len();
         if let (Some(running), Some(keyboard)) = (machine, &self.keyboard) {
             if keyboard.waits_for_room() {
-                wants.push((poll::borrowed(running.vm.serial_room()), Want::Read));
+                wants.push((running.vm.serial_room_fd(), Want::Read));
             } else if let Some(keys) = keyboard.as_fd() {
                 wants.push((keys, Want::Read));
             }
@@ -274,9 +274,6 @@ impl ApiServer {
     fn pass_keys_on(&mut self) {
         if let (MachineStage::Running(running), Some(keyboard)) = (&self.state, &mut self.keyboard)
         {
-            // The event is cleared before typing, so that room that appears in between is still
-            // noticed.
-            let _ = running.vm.serial_room().read();
             keyboard.pass_on(&running.vm);
         }
     }

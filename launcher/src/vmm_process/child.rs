@@ -292,7 +292,7 @@ impl<'a> Watched<'a> {
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let lifeline = self.lifeline.as_ref().map(AsFd::as_fd);
             let sources = [
-                Some(poll::borrowed(self.vm.outcome_event())),
+                Some(self.vm.outcome_fd()),
                 lifeline,
                 own,
                 Some(self.signals.as_fd()),

@@ -11,6 +11,7 @@ use pvmm_guest_agent::message::{Code, Failure, RefreshStep};
 
 /// The reason why a request to an agent gave no result.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum AgentError {
     /// The VM's vsock socket does not accept a connection.
     #[error("cannot reach the VM's vsock socket {}", path.display())]
@@ -133,6 +134,7 @@ impl From<AgentError> for Error {
 
 /// The reason why a connection is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum Lost {
     /// The agent closed the connection.
     #[error("it closed the connection")]

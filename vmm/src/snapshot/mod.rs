@@ -77,6 +77,7 @@ pub(crate) const CHAIN_MAX: usize = 12;
 /// Reasons why a snapshot cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)] // each variant's message says what it is
+#[non_exhaustive]
 pub enum SnapshotError {
     #[error("{file}: cannot be read")]
     Read { file: String, source: io::Error },

@@ -6,7 +6,7 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, FromRawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::thread::JoinHandleExt;
@@ -127,6 +127,12 @@ pub fn cpu_time<T>(thread: &JoinHandle<T>) -> Duration {
             && libc::clock_gettime(clock, &mut time) == 0
     };
     if told { Duration::new(time.tv_sec as u64, time.tv_nsec as u32) } else { Duration::ZERO }
+}
+
+/// Borrows the descriptor of a type that only implements `AsRawFd`.
+pub fn borrowed<T: AsRawFd>(of: &T) -> BorrowedFd<'_> {
+    // SAFETY: `of` owns the descriptor and is borrowed for as long as the result.
+    unsafe { BorrowedFd::borrow_raw(of.as_raw_fd()) }
 }
 
 /// Waits until `fd` is readable; returns false when `timeout` passes first.

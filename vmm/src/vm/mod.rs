@@ -5,6 +5,7 @@
 
 mod template;
 
+use std::os::fd::BorrowedFd;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +14,6 @@ use pvmm_devices::virtio::MmioTransport;
 use pvmm_devices::virtio::balloon::BalloonStats;
 pub use pvmm_devices::virtio::counters::CounterValues;
 use serde_json::Value;
-use vmm_sys_util::eventfd::EventFd;
 
 use crate::agent::{Agent, ReadyListener, Refresh};
 use crate::config::{DriveSource, RateLimiterConfig, VmConfig};
@@ -22,7 +22,7 @@ use crate::kvm::Kvm;
 use crate::machine::{Hinting, Machine, balloon, drives, nets};
 use crate::outcome::Outcome;
 use crate::snapshot::{self, SaveKind};
-use crate::{boot, freeze, refresh, rollback};
+use crate::{boot, freeze, refresh, rollback, sys};
 
 pub use template::{Forked, Template, Touched, UnfinishedTemplate};
 
@@ -183,14 +183,17 @@ impl Vm {
         self.machine.ending.wait(timeout)
     }
 
-    /// Returns an event that is readable once the guest has ended, for a caller with an event loop.
-    pub fn outcome_event(&self) -> &EventFd {
-        self.machine.ending.event()
+    /// Returns a descriptor that is readable once the guest has ended, for a caller with an event
+    /// loop.
+    pub fn outcome_fd(&self) -> BorrowedFd<'_> {
+        sys::borrowed(self.machine.ending.event())
     }
 
     /// Types at the guest's serial console. Returns how many bytes were taken; if that was not all,
-    /// wait for [`Self::serial_room`] before offering the rest.
+    /// wait for [`Self::serial_room_fd`] before offering the rest.
     pub fn type_serial(&self, bytes: &[u8]) -> usize {
+        // Cleared before, so that room that appears in between is still noticed.
+        let _ = self.machine.serial.input_room().read();
         self.machine.serial.feed(bytes)
     }
 
@@ -200,10 +203,10 @@ impl Vm {
         self.machine.keyboard.press_ctrl_alt_del();
     }
 
-    /// Returns an event that is readable when the guest has read from its console and there is room
-    /// again. Read it empty before typing.
-    pub fn serial_room(&self) -> &EventFd {
-        self.machine.serial.input_room()
+    /// Returns a descriptor that is readable when the guest has read from its console and there is
+    /// room again, until the next [`Self::type_serial`].
+    pub fn serial_room_fd(&self) -> BorrowedFd<'_> {
+        sys::borrowed(self.machine.serial.input_room())
     }
 
     /// Gives the guest a new generation identifier, upon which its kernel reseeds its random
