@@ -27,13 +27,14 @@ const SECOND_BOOT: &str = "reboot::soak_snapshot_of_an_earlier_boot_goes_on";
 const OF_SCIENCE: &str = "code::soak_figures_and_tables_of_real_packages_come_out";
 
 /// The packages that the tests use on this machine in addition to a minimal Debian.
-const PACKAGES: [&str; 10] = [
+const PACKAGES: [&str; 11] = [
     "busybox-static",
     "e2fsprogs",
     "iproute2",
     "kmod",
     "less",
     "nodejs",
+    "procps",
     "python3",
     "strace",
     "xfsprogs",
