@@ -30,8 +30,8 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
     let Opened { devices, drives, taps, vsock_path } = open_devices(&mut config)?;
     trace::step("open devices");
     let track_changes = config.host.track_changes;
-    let mode = if track_changes { Mode::Tracked } else { Mode::Private };
-    let memory = Memory::map(MemoryImage::empty(layout::regions(config.memory_mib)), mode)?;
+    let image = MemoryImage::empty(layout::regions(config.memory_mib));
+    let memory = Memory::map(image, Mode::Private)?;
     let guest = &memory.guest;
     memory.map_unbacked_as_huge(&PageRanges::default())?;
     if config.host.huge_pages {

@@ -49,8 +49,8 @@ pub const PAGE: u64 = 4096;
 pub enum Mode {
     /// The image and the host's memory supply them. New memory comes in huge pages.
     Private,
-    /// As [`Self::Private`], but huge pages are not asked for: each page that the guest touches
-    /// counts by itself.
+    /// As [`Self::Private`], but in small pages, so that each page that the guest touches counts by
+    /// itself.
     Tracked,
     /// A page server supplies them.
     Remote,
@@ -72,6 +72,9 @@ impl Memory {
         let baseline = SaveBaseline::since(image.layers().len());
         let deduped = DedupedPages::default();
         let memory = Self { guest, image, mode, baseline, deduped };
+        if mode == Mode::Tracked {
+            memory.use_small_pages();
+        }
         memory.exclude_from_forks_and_dumps();
         Ok(memory)
     }
@@ -100,8 +103,7 @@ impl Memory {
         }
     }
 
-    /// Makes new memory come in small pages from now on. A VM that is rolled back has short lives,
-    /// and would clear whole huge pages in each for the few pages that it writes.
+    /// Makes new memory come in small pages from now on.
     fn use_small_pages(&self) {
         for hole in self.image.unbacked().iter() {
             // The kernel refuses it only where it has no huge pages.
@@ -212,6 +214,8 @@ impl Memory {
             self.deduped = DedupedPages::default();
         }
         self.image = image.clone();
+        // A VM that is rolled back has short lives, and would clear whole huge pages in each for
+        // the few pages that it writes.
         self.use_small_pages();
         // The image no longer has what was saved since.
         self.baseline = SaveBaseline::default();

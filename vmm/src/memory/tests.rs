@@ -564,28 +564,32 @@ fn machine_with_a_checkpoint_goes_back_in_memory_that_was_new() {
 
 #[test]
 fn trim_gives_back_what_was_new_and_is_zero_again() {
-    let mut memory = restored();
+    let mut memory = Memory::map(restored().image, Mode::Tracked).unwrap();
     for (at, value) in [(6 * MIB, 3), (6 * MIB, 0), (7 * MIB, 4), (0, 5), (0, 1)] {
         put(&memory, at, value);
     }
-    assert!(memory.trim().unwrap() >= 2 * PAGE);
+    assert_eq!(memory.trim().unwrap(), 2 * PAGE);
     assert_eq!(memory.dirty_pages().unwrap(), PageRanges::one(7 * MIB..7 * MIB + PAGE));
     assert_eq!([0, 6 * MIB, 7 * MIB].map(|at| get(&memory, at)), [1, 0, 4]);
 }
 
 #[test]
 fn diff_since_a_save_holds_what_was_new_after_it() {
-    let mut memory = restored();
-    put(&memory, 6 * MIB, 3);
-    let base = flat(&memory);
-    let before = diff_over(&memory, &vec![0; 16 << 20]).1;
-    assert!(before.intersection(&PageRanges::one(6 * MIB..6 * MIB + PAGE)).bytes() == PAGE);
-    memory.mark_saved();
-    put(&memory, 6 * MIB, 4);
-    put(&memory, HIGH + 4 * MIB, 5);
-    let (merged, changed) = diff_over(&memory, &base);
-    assert_eq!(merged, flat(&memory));
-    assert!(changed.bytes() <= 2 * HUGE_PAGE, "{changed:?}");
+    for mode in [Mode::Tracked, Mode::Private] {
+        let mut memory = Memory::map(restored().image, mode).unwrap();
+        memory.map_unbacked_as_huge(&PageRanges::default()).unwrap();
+        let unit = if mode == Mode::Tracked { PAGE } else { HUGE_PAGE };
+        put(&memory, 6 * MIB, 3);
+        let base = flat(&memory);
+        let before = diff_over(&memory, &vec![0; 16 << 20]).1;
+        assert_eq!(before.blocks(unit), PageRanges::one(6 * MIB..6 * MIB + unit), "{mode:?}");
+        memory.mark_saved();
+        put(&memory, 6 * MIB, 4);
+        put(&memory, HIGH + 4 * MIB, 5);
+        let (merged, changed) = diff_over(&memory, &base);
+        assert_eq!(merged, flat(&memory));
+        assert_eq!(changed.blocks(unit).bytes(), 2 * unit, "{mode:?}: {changed:?}");
+    }
 }
 
 #[test]
