@@ -3,13 +3,14 @@
 //! Every recipe starts from a `VmConfig`; a bad value is refused here by the name of its field, so
 //! that no later step has to doubt what it was given.
 
-use std::borrow::Cow;
+mod host;
+
 use std::fs::File;
 use std::ops::Range;
 use std::path::PathBuf;
-use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind};
+pub use host::{Console, HostOptions, Registers};
 pub use pvmm_devices::bus::BusDevice;
 use pvmm_devices::rate_limiter::RateLimiterError;
 pub use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
@@ -85,73 +86,6 @@ pub struct VmConfig {
     pub registers: Vec<Registers>,
     /// The host's side of the VM.
     pub host: HostOptions,
-}
-
-/// The host's side of a VM, whether it is booted or forked: what the guest cannot see, or sees as
-/// speed only.
-#[derive(Debug)]
-pub struct HostOptions {
-    /// Where the output of the serial console goes; discarded by default.
-    pub console: Console,
-    /// The rate at which the guest may write to its console; what goes beyond that is dropped.
-    pub console_limit: Option<BucketConfig>,
-    /// The rate at which the guest may read the entropy device.
-    pub rng_limits: RateLimiterConfig,
-    /// Where nameless files for a machine's own writes to its disks are made: at most as much as
-    /// the disks are large for the machine, and again for each of the sixteen layers that are kept
-    /// of it. Without one the directory for temporary files, or `/var/tmp` where that is in memory.
-    pub scratch_dir: Option<PathBuf>,
-    /// Accept a directory in memory (tmpfs, ramfs) for them, which then is the host's. Refused
-    /// otherwise.
-    pub scratch_in_memory: bool,
-    /// Take note, after each [`crate::Vm::save_files`], of what the guest writes, so that the next
-    /// one of [`crate::snapshot::SaveKind::Diff`] holds no more than that. Costs the guest a fault
-    /// on the first write to each page. Without it such a save holds what changed since the machine
-    /// was made.
-    pub track_changes: bool,
-    /// Back the memory with pages of 2 MiB where the kernel has them at hand: fewer faults, coarser
-    /// copies.
-    pub huge_pages: bool,
-    /// The beginning of the names of the vCPU threads; the number of the vCPU follows. `pvmm-vcpu-`
-    /// by default.
-    pub vcpu_thread_prefix: Cow<'static, str>,
-}
-
-impl Default for HostOptions {
-    fn default() -> Self {
-        Self {
-            console: Console::default(),
-            console_limit: None,
-            rng_limits: RateLimiterConfig::default(),
-            scratch_dir: None,
-            scratch_in_memory: false,
-            track_changes: false,
-            huge_pages: false,
-            vcpu_thread_prefix: "pvmm-vcpu-".into(),
-        }
-    }
-}
-
-/// A page of registers that the caller implements.
-#[derive(Clone)]
-pub struct Registers {
-    /// The guest address: a multiple of [`Self::SIZE`] in [`Self::ADDRESSES`].
-    pub address: u64,
-    /// The implementation of reads and writes. Called on vCPU threads.
-    pub device: Arc<dyn BusDevice>,
-}
-
-impl Registers {
-    /// The size of the page.
-    pub const SIZE: u64 = 0x1000;
-    /// Where the pages may be.
-    pub const ADDRESSES: Range<u64> = 0xc000_0000..0xd000_0000;
-}
-
-impl std::fmt::Debug for Registers {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Registers").field("address", &self.address).finish_non_exhaustive()
-    }
 }
 
 /// An initial RAM disk, in a file or already in memory.
@@ -250,18 +184,6 @@ impl Balloon {
 /// Configures an entropy device.
 fn rng(limits: RateLimiterConfig) -> DeviceConfig {
     DeviceConfig::Rng(RngConfig::default().limits(limits))
-}
-
-/// Where the guest's serial console goes.
-#[derive(Debug, Default)]
-pub enum Console {
-    /// Nowhere: the output is dropped.
-    #[default]
-    Discard,
-    /// To the standard output of this process.
-    Stdout,
-    /// To this file.
-    File(File),
 }
 
 /// How the kernel is entered.
@@ -519,6 +441,8 @@ pub enum Prefault {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
 
     fn refused(change: impl FnOnce(&mut VmConfig)) -> ConfigError {
