@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::{Kvm, KvmVm};
 use crate::machine::{Machine, MachineBuilder, MachineError, Opened, VmResources, drives};
-use crate::memory::{Memory, MemoryImage, Mode, PageRanges};
+use crate::memory::{Memory, MemoryImage, Mode};
 use crate::scratch::Scratch;
 use crate::trace;
 
@@ -31,9 +31,8 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
     trace::step("open devices");
     let track_changes = config.host.track_changes;
     let image = MemoryImage::empty(layout::regions(config.memory_mib));
-    let memory = Memory::map(image, Mode::Private)?;
+    let memory = Memory::map(image, Mode::Private, None)?;
     let guest = &memory.guest;
-    memory.map_unbacked_as_huge(&PageRanges::default())?;
     if config.host.huge_pages {
         memory.advise_huge_pages();
     }

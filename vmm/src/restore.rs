@@ -18,7 +18,7 @@ use crate::frozen::Frozen;
 use crate::kvm::vm::{KvmError, KvmHost, KvmVm};
 use crate::kvm::{state, vcpu};
 use crate::machine::{Machine, MachineBuilder, Opened, VmResources, drives};
-use crate::memory::{Memory, Mode, PageRanges, PageServer, WorkingSet};
+use crate::memory::{Memory, Mode, PageServer, WorkingSet};
 use crate::scratch::Scratch;
 use crate::storage::Storage;
 use crate::trace;
@@ -34,10 +34,6 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
     trace::step("open devices");
     let memory = map_memory(template, &overrides)?;
     let working_set = template.working_set.clone();
-    // Pages that are prefaulted one by one stay small.
-    memory.map_unbacked_as_huge(
-        working_set.as_ref().map_or(&PageRanges::default(), |set| &set.written),
-    )?;
     trace::step("map memory");
     let mut page_server = connect_page_server(template, &overrides, &memory)?;
 
@@ -113,7 +109,7 @@ fn map_memory(template: &Frozen, overrides: &Overrides) -> Result<Memory, Error>
         _ if overrides.host.track_changes => Mode::Tracked,
         _ => Mode::Private,
     };
-    let memory = Memory::map(template.image.clone(), mode)?;
+    let memory = Memory::map(template.image.clone(), mode, template.working_set.as_deref())?;
     if overrides.host.huge_pages {
         memory.advise_huge_pages();
     }

@@ -109,19 +109,22 @@ mod tests {
 
     /// An image of ones, which knows a machine that has written `pages` with twos.
     fn template(size: u64, pages: impl Iterator<Item = u64> + Clone) -> MemoryImage {
-        let mut memory =
-            Memory::map(MemoryImage::empty(vec![Region { address: 0, len: size }]), Mode::Tracked)
-                .unwrap();
+        let mut memory = Memory::map(
+            MemoryImage::empty(vec![Region { address: 0, len: size }]),
+            Mode::Tracked,
+            None,
+        )
+        .unwrap();
         (0..size).step_by(PAGE as usize).for_each(|at| put(&memory, at, 1));
         memory.freeze().unwrap();
-        let sibling = Memory::map(memory.image.clone(), Mode::Tracked).unwrap();
+        let sibling = Memory::map(memory.image.clone(), Mode::Tracked, None).unwrap();
         pages.for_each(|at| put(&sibling, at, 2));
         sibling.record_dedup_source(&memory.image).unwrap()
     }
 
     /// Used as its sibling was, but for one page, and at rest.
     fn used(image: &MemoryImage) -> Memory {
-        let mut memory = Memory::map(image.clone(), Mode::Tracked).unwrap();
+        let mut memory = Memory::map(image.clone(), Mode::Tracked, None).unwrap();
         put(&memory, SAME, 2);
         put(&memory, OTHER, 3);
         assert_eq!(memory.trim().unwrap(), PAGE);
@@ -148,7 +151,7 @@ mod tests {
         let image = template(4 * MIB, [SAME].into_iter());
         let mut frozen = used(&image);
         frozen.freeze().unwrap();
-        let child = Memory::map(frozen.image.clone(), Mode::Tracked).unwrap();
+        let child = Memory::map(frozen.image.clone(), Mode::Tracked, None).unwrap();
         assert_eq!([SAME, OTHER, 0].map(|at| get(&child, at)), [2, 3, 1]);
 
         let mut saved = used(&image);
@@ -173,7 +176,7 @@ mod tests {
         (8 * MIB..16 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, 5));
         let freezing = parent.begin_freeze().unwrap().expect("much was changed");
         put(&parent, SAME, 6);
-        let child = Memory::map(freezing.finish().unwrap(), Mode::Tracked).unwrap();
+        let child = Memory::map(freezing.finish().unwrap(), Mode::Tracked, None).unwrap();
         assert_eq!([SAME, OTHER, 8 * MIB].map(|at| get(&child, at)), [2, 3, 5]);
     }
 
@@ -219,7 +222,7 @@ mod tests {
         let places = (0..16 * MIB).step_by(2 * PAGE as usize);
         let image = template(16 * MIB, places.clone());
         let share = || {
-            let mut memory = Memory::map(image.clone(), Mode::Tracked).unwrap();
+            let mut memory = Memory::map(image.clone(), Mode::Tracked, None).unwrap();
             places.clone().for_each(|at| put(&memory, at, 2));
             memory.trim().unwrap();
             assert!(places.clone().all(|at| get(&memory, at) == 2));

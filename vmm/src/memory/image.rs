@@ -215,8 +215,9 @@ impl MemoryImage {
         Ok(())
     }
 
-    /// Maps the image for one guest: a page that is written becomes private to the mapping.
-    pub fn map(&self) -> Result<GuestMemory, MemoryError> {
+    /// Maps the image for one guest: a page that is written becomes private to the mapping. In
+    /// `huge`, for which no layer has data, memory is anonymous and comes in huge pages.
+    pub fn map(&self, huge: &PageRanges) -> Result<GuestMemory, MemoryError> {
         let mut regions = Vec::with_capacity(self.regions.len());
         for region in self.regions.iter() {
             let failed = |source| MemoryError::Map { mib: region.len >> 20, source };
@@ -226,7 +227,17 @@ impl MemoryImage {
             regions.push(mapped.ok_or(MemoryError::Regions)?);
         }
         let guest = GuestMemory::from_regions(regions).map_err(|_| MemoryError::Regions)?;
-        self.layers.iter().try_for_each(|layer| layer.map_into(&guest))?;
+        if huge.count() > 0 {
+            // Only a help: without huge pages the host supplies small ones. A layer that is mapped
+            // over this does not keep it.
+            let _ = pages::advise(&guest, 0..self.size(), libc::MADV_HUGEPAGE);
+            for small in self.unbacked().difference(huge).iter() {
+                let _ = pages::advise(&guest, small, libc::MADV_NOHUGEPAGE);
+            }
+        }
+        for layer in &self.layers {
+            layer.map_ranges(&guest, &layer.runs.difference(huge))?;
+        }
         Ok(guest)
     }
 
@@ -446,7 +457,11 @@ impl Layer {
     /// Maps the layer's ranges in place of what `guest` has there. The guest must be paused or not
     /// have run.
     pub fn map_into(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
-        for run in self.runs.iter() {
+        self.map_ranges(guest, &self.runs)
+    }
+
+    fn map_ranges(&self, guest: &GuestMemory, runs: &PageRanges) -> Result<(), MemoryError> {
+        for run in runs.iter() {
             let mib = (run.end - run.start) >> 20;
             pages::map_file(guest, run, &self.file)
                 .map_err(|source| MemoryError::Map { mib, source })?;

@@ -60,40 +60,33 @@ pub enum Mode {
 pub struct Memory {
     pub guest: GuestMemory,
     pub image: MemoryImage,
-    mode: Mode,
     baseline: SaveBaseline,
     deduped: DedupedPages,
 }
 
 impl Memory {
-    /// Maps `image` for one guest. Pages that the guest writes are its own.
-    pub fn map(image: MemoryImage, mode: Mode) -> Result<Self, MemoryError> {
-        let guest = image.map()?;
+    /// Maps `image` for one guest. Pages that the guest writes are its own. Near the pages that
+    /// `working_set` says are written, memory stays in small pages: they are prefaulted one by one.
+    pub fn map(
+        image: MemoryImage,
+        mode: Mode,
+        working_set: Option<&WorkingSet>,
+    ) -> Result<Self, MemoryError> {
+        let huge = if mode == Mode::Private && Mechanism::Growth.in_use() {
+            let small = working_set.map(|set| set.written.blocks(HUGE_PAGE)).unwrap_or_default();
+            image.unbacked().difference(&small)
+        } else {
+            PageRanges::default()
+        };
+        let guest = image.map(&huge)?;
         let baseline = SaveBaseline::since(image.layers().len());
         let deduped = DedupedPages::default();
-        let memory = Self { guest, image, mode, baseline, deduped };
+        let memory = Self { guest, image, baseline, deduped };
         if mode == Mode::Tracked {
             memory.use_small_pages();
         }
         memory.exclude_from_forks_and_dumps();
         Ok(memory)
-    }
-
-    /// Makes huge pages of the memory for which the image has nothing, except near the pages in
-    /// `small`, which will be touched one by one. To be called before anything is written.
-    pub fn map_unbacked_as_huge(&self, small: &PageRanges) -> Result<(), MemoryError> {
-        if self.mode != Mode::Private || !Mechanism::Growth.in_use() {
-            return Ok(());
-        }
-        for hole in self.image.unbacked().difference(&small.blocks(HUGE_PAGE)).iter() {
-            let mib = (hole.end - hole.start) >> 20;
-            let failed = |source| MemoryError::Map { mib, source };
-            pages::map_zeros(&self.guest, hole.clone()).map_err(failed)?;
-            // Only a help: without huge pages the host supplies small ones.
-            let _ = pages::advise(&self.guest, hole, libc::MADV_HUGEPAGE);
-        }
-        self.exclude_from_forks_and_dumps();
-        Ok(())
     }
 
     /// Asks the kernel for huge pages everywhere. Where it has none, it supplies small ones.

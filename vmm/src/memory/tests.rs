@@ -9,7 +9,7 @@ const HIGH: u64 = 1 << 32;
 /// 1 MiB at zero and 1 MiB above the hole.
 fn small() -> Memory {
     let regions = vec![Region { address: 0, len: 1 << 20 }, Region { address: HIGH, len: 1 << 20 }];
-    Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap()
+    Memory::map(MemoryImage::empty(regions), Mode::Tracked, None).unwrap()
 }
 
 fn put(memory: &Memory, address: u64, value: u8) {
@@ -41,7 +41,7 @@ fn private_runs_are_the_pages_that_were_written() {
 fn private_runs_are_listed_once_however_many_there_are() {
     let region = Region { address: 0, len: 32 << 20 };
     for count in [511, 512, 513, 700, 1023, 1024, 1025, 1600, 3000] {
-        let memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked).unwrap();
+        let memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked, None).unwrap();
         pages::advise(&memory.guest, 0..region.len, libc::MADV_NOHUGEPAGE).unwrap();
         (0..count).for_each(|page| put(&memory, page * 2 * PAGE, 1));
         let expected = (0..count).map(|page| page * 2 * PAGE..(page * 2 + 1) * PAGE).collect();
@@ -101,7 +101,7 @@ fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
 #[test]
 fn rewind_of_short_runs_leaves_the_pages_and_of_long_ones_drops_them() {
     let regions = vec![Region { address: 0, len: 16 << 20 }];
-    let mut memory = Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap();
+    let mut memory = Memory::map(MemoryImage::empty(regions), Mode::Tracked, None).unwrap();
     let layers = [(0x5000, 1), (0x9000, 2), (8 << 20, 3)];
     for (address, value) in layers {
         put(&memory, address, value);
@@ -164,7 +164,7 @@ fn mappings_of_one_image_do_not_see_each_other() {
     put(&parent, 0x5000, 1);
     put(&parent, 0x7000, 7);
     parent.freeze().unwrap();
-    let child = Memory::map(parent.image.clone(), Mode::Tracked).unwrap();
+    let child = Memory::map(parent.image.clone(), Mode::Tracked, None).unwrap();
     put(&parent, 0x5000, 2);
     put(&child, 0x7000, 3);
     assert_eq!((get(&parent, 0x5000), get(&child, 0x5000)), (2, 1));
@@ -180,7 +180,10 @@ fn zeros_written_over_a_layer_stay_zeros() {
     memory.freeze().unwrap();
     assert_eq!(get(&memory, 0x5000), 0);
     assert_eq!(
-        get(&Memory::map(memory.image.copy_to_memfd().unwrap(), Mode::Tracked).unwrap(), 0x5000),
+        get(
+            &Memory::map(memory.image.copy_to_memfd().unwrap(), Mode::Tracked, None).unwrap(),
+            0x5000
+        ),
         0
     );
 }
@@ -194,7 +197,7 @@ fn image_of_many_layers_is_flattened_and_reads_the_same() {
         memory.freeze().unwrap();
     }
     assert!(memory.image.layers().len() <= 17);
-    let child = Memory::map(memory.image.clone(), Mode::Tracked).unwrap();
+    let child = Memory::map(memory.image.clone(), Mode::Tracked, None).unwrap();
     for layer in 1..40u8 {
         assert_eq!(get(&child, u64::from(layer) * 0x2000), layer);
     }
@@ -247,7 +250,7 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     // The guest goes on while it is copied.
     put(&memory, 0x5000, 9);
     put(&memory, 0xa000, 9);
-    let child = Memory::map(freezing.finish().unwrap(), Mode::Tracked).unwrap();
+    let child = Memory::map(freezing.finish().unwrap(), Mode::Tracked, None).unwrap();
     let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
     assert_eq!(seen, [3, 2, 4, 0, 5]);
     assert_eq!((get(&memory, 0x5000), get(&memory, 0xa000)), (9, 9));
@@ -255,7 +258,7 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     // copied.
     let runs = memory.dirty_pages().unwrap();
     let again = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
-    let child = Memory::map(again.finish().unwrap(), Mode::Tracked).unwrap();
+    let child = Memory::map(again.finish().unwrap(), Mode::Tracked, None).unwrap();
     let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
     assert_eq!(seen, [9, 2, 4, 9, 5]);
 }
@@ -276,7 +279,7 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
         put(&parent, page * PAGE, 1);
     }
     parent.freeze().unwrap();
-    let first = Memory::map(parent.image.clone(), Mode::Tracked).unwrap();
+    let first = Memory::map(parent.image.clone(), Mode::Tracked, None).unwrap();
     let each_page = first.report_each_page();
     get(&first, 0x40_000);
     put(&first, 0x60_000, 2);
@@ -289,7 +292,7 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
         assert!(touched.read.iter().any(|run| run.contains(&0x40_000)))
     }
 
-    let second = Memory::map(parent.image.clone(), Mode::Tracked).unwrap();
+    let second = Memory::map(parent.image.clone(), Mode::Tracked, None).unwrap();
     touched.prefault(&second.guest);
     assert_eq!(second.dirty_pages().unwrap(), touched.written);
     let shared = pages::scan(&second.guest, sys::PageState::FileMapped).unwrap();
@@ -325,7 +328,7 @@ fn working_set_of_children_is_the_parents_own_and_the_short_runs_it_has_written(
 #[test]
 fn working_set_that_claims_everything_is_not_made_ready() {
     let huge = vec![Region { address: 0, len: 1 << 40 }];
-    let memory = Memory::map(MemoryImage::empty(huge), Mode::Tracked).unwrap();
+    let memory = Memory::map(MemoryImage::empty(huge), Mode::Tracked, None).unwrap();
     let all = PageRanges::all(1 << 40);
     let trap = WorkingSet { written: all.clone(), read: all };
     trap.prefault(&memory.guest);
@@ -363,7 +366,7 @@ fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
     // Over an image too, with what is private on top; and mapped again it reads the same.
     let image = MemoryImage::empty(memory.image.regions().to_vec());
     let layer = Layer { file: file.into(), runs: PageRanges::all(2 << 20) };
-    let again = Memory::map(image.with(layer), Mode::Tracked).unwrap();
+    let again = Memory::map(image.with(layer), Mode::Tracked, None).unwrap();
     put(&again, 0x5000, 3);
     put(&again, HIGH + 0x1000, 0);
     let bytes = flat(&again);
@@ -402,7 +405,7 @@ fn diff_without_a_save_holds_all_that_changed_since_the_load() {
     memory.freeze().unwrap();
     let image = memory.image.clone();
     let base = flat(&memory);
-    let loaded = Memory::map(image.clone(), Mode::Tracked).unwrap();
+    let loaded = Memory::map(image.clone(), Mode::Tracked, None).unwrap();
     assert_eq!(loaded.dirty_since_save().unwrap(), PageRanges::default());
     put(&loaded, 0x7000, 2);
     let (merged, changed) = diff_over(&loaded, &base);
@@ -442,16 +445,14 @@ const MIB: u64 = 1 << 20;
 /// that was made of a template.
 fn restored() -> Memory {
     let regions = vec![Region { address: 0, len: 8 * MIB }, Region { address: HIGH, len: 8 * MIB }];
-    let mut parent = Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap();
+    let mut parent = Memory::map(MemoryImage::empty(regions), Mode::Tracked, None).unwrap();
     put(&parent, 0, 1);
     parent.freeze().unwrap();
     child_of(parent.image)
 }
 
 fn child_of(image: MemoryImage) -> Memory {
-    let memory = Memory::map(image, Mode::Private).unwrap();
-    memory.map_unbacked_as_huge(&PageRanges::default()).unwrap();
-    memory
+    Memory::map(image, Mode::Private, None).unwrap()
 }
 
 /// Minor faults of this thread.
@@ -479,8 +480,8 @@ fn new_memory_comes_in_huge_pages_and_near_pages_that_are_prefaulted_in_small_on
     if has_huge_pages() {
         assert!(all <= 8 * 6, "{all} faults in 6 MiB");
     }
-    let memory = Memory::map(restored().image, Mode::Private).unwrap();
-    memory.map_unbacked_as_huge(&PageRanges::one(3 * MIB..3 * MIB + PAGE)).unwrap();
+    let one = WorkingSet::new(&PageRanges::one(3 * MIB..3 * MIB + PAGE), &PageRanges::default());
+    let memory = Memory::map(restored().image, Mode::Private, Some(&one)).unwrap();
     put(&memory, 3 * MIB, 3);
     assert_eq!(memory.dirty_pages().unwrap().bytes(), PAGE);
     assert!(grown(&memory, 2 * MIB..4 * MIB) > 500);
@@ -508,7 +509,7 @@ fn memory_that_was_new_is_in_the_layer_of_a_freeze() {
 #[test]
 fn memory_that_was_new_stays_as_it_was_while_the_guest_runs_on() {
     let regions = vec![Region { address: 0, len: 64 * MIB }];
-    let mut parent = Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap();
+    let mut parent = Memory::map(MemoryImage::empty(regions), Mode::Tracked, None).unwrap();
     (0..8 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, 1));
     parent.freeze().unwrap();
     let mut parent = child_of(parent.image);
@@ -564,7 +565,7 @@ fn machine_with_a_checkpoint_goes_back_in_memory_that_was_new() {
 
 #[test]
 fn trim_gives_back_what_was_new_and_is_zero_again() {
-    let mut memory = Memory::map(restored().image, Mode::Tracked).unwrap();
+    let mut memory = Memory::map(restored().image, Mode::Tracked, None).unwrap();
     for (at, value) in [(6 * MIB, 3), (6 * MIB, 0), (7 * MIB, 4), (0, 5), (0, 1)] {
         put(&memory, at, value);
     }
@@ -576,8 +577,7 @@ fn trim_gives_back_what_was_new_and_is_zero_again() {
 #[test]
 fn diff_since_a_save_holds_what_was_new_after_it() {
     for mode in [Mode::Tracked, Mode::Private] {
-        let mut memory = Memory::map(restored().image, mode).unwrap();
-        memory.map_unbacked_as_huge(&PageRanges::default()).unwrap();
+        let mut memory = Memory::map(restored().image, mode, None).unwrap();
         let unit = if mode == Mode::Tracked { PAGE } else { HUGE_PAGE };
         put(&memory, 6 * MIB, 3);
         let base = flat(&memory);

@@ -46,7 +46,7 @@ fn write(dir: &Path) -> Result<Manifest, Error> {
 
 fn write_with(dir: &Path, durability: Durability) -> Result<Manifest, Error> {
     let region = Region { address: 0, len: 64 << 20 };
-    let mut memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked).unwrap();
+    let mut memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked, None).unwrap();
     for page in [0x5000, 0x30_0000, 0x30_1000] {
         memory.guest.write_slice(&[7; 4096], GuestAddress(page)).unwrap();
     }

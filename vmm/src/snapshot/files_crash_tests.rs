@@ -20,7 +20,7 @@ const GENERATION: u64 = 0x123_4000;
 /// Writes a pair over the existing one; state and memory both contain the generation.
 fn write(dir: &Path, generation: u8, kind: SaveKind) -> Result<(), Error> {
     let region = Region { address: 0, len: SIZE };
-    let memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked).unwrap();
+    let memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked, None).unwrap();
     for page in [0, 0x30_0000, 0x200_0000, SIZE - 4096] {
         memory.guest.write_slice(&[7; 4096], GuestAddress(page)).unwrap();
     }

@@ -28,7 +28,7 @@ impl Place {
     /// Writes a snapshot with a disk of its own and one that it only names.
     fn write(&self, name: &str, key: Option<&Key>) -> PathBuf {
         let region = Region { address: 0, len: 64 << 20 };
-        let memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked).unwrap();
+        let memory = Memory::map(MemoryImage::empty(vec![region]), Mode::Tracked, None).unwrap();
         let own = tempfile::tempfile().unwrap();
         own.write_all_at(&[9; 8192], 0).unwrap();
         let image = self.root.join("images/root.img");

@@ -13,7 +13,7 @@ use crate::memory::{Memory, MemoryImage, Mode, Region};
 fn memory() -> Memory {
     let regions =
         vec![Region { address: 0, len: 1 << 20 }, Region { address: 1 << 32, len: 1 << 20 }];
-    Memory::map(MemoryImage::empty(regions), Mode::Tracked).unwrap()
+    Memory::map(MemoryImage::empty(regions), Mode::Tracked, None).unwrap()
 }
 
 fn listen() -> (tempfile::TempDir, std::path::PathBuf, UnixListener) {
