@@ -31,7 +31,8 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
     trace::step("open devices");
     let track_changes = config.host.track_changes;
     let image = MemoryImage::empty(layout::regions(config.memory_mib));
-    let memory = Memory::map(image, Mode::Private, None)?;
+    let mut memory = Memory::map(image, Mode::Private, None)?;
+    memory.set_pagemap(config.host.pagemap.clone());
     let guest = &memory.guest;
     if config.host.huge_pages {
         memory.advise_huge_pages();

@@ -4,6 +4,7 @@
 //! that no later step has to doubt what it was given.
 
 mod host;
+mod open;
 
 use std::fs::File;
 use std::ops::Range;
@@ -52,7 +53,7 @@ pub const MAX_NETS: usize = 8;
 #[derive(Debug)]
 pub struct VmConfig {
     /// ELF `vmlinux` or `bzImage`.
-    pub kernel: PathBuf,
+    pub kernel: KernelSource,
     /// The initial RAM disk, which brings the agent; `None`, the default, boots without one.
     pub initrd: Option<Initrd>,
     /// The kernel command line; the devices are added to it.
@@ -86,6 +87,21 @@ pub struct VmConfig {
     pub registers: Vec<Registers>,
     /// The host's side of the VM.
     pub host: HostOptions,
+}
+
+/// Where the kernel's image is.
+#[derive(Debug)]
+pub enum KernelSource {
+    /// The file at this path, opened when the machine boots.
+    Path(PathBuf),
+    /// A file that is already open.
+    File(File),
+}
+
+impl<P: Into<PathBuf>> From<P> for KernelSource {
+    fn from(path: P) -> Self {
+        Self::Path(path.into())
+    }
 }
 
 /// An initial RAM disk, in a file or already in memory.
@@ -124,6 +140,16 @@ pub enum DriveSource {
     Path(PathBuf),
     /// An image that is already open, perhaps without a name.
     File(File),
+    /// The image of this path, which the caller has opened with the access that the drive needs. A
+    /// snapshot refers to it by its path.
+    Opened {
+        /// The open image.
+        file: File,
+        /// The image opened a second time, to be read when the machine is frozen.
+        reader: File,
+        /// Its path, which is not opened again.
+        path: PathBuf,
+    },
     /// Opened when the machine is resumed for the first time, unless it was replaced by then. Only
     /// for machines that go on from a template; one that boots opens it at once.
     Later(PathBuf),
@@ -261,7 +287,7 @@ impl From<ConfigError> for Error {
 
 impl VmConfig {
     /// One vCPU, 256 MiB, an entropy device, nothing else.
-    pub fn new(kernel: impl Into<PathBuf>) -> Self {
+    pub fn new(kernel: impl Into<KernelSource>) -> Self {
         Self {
             kernel: kernel.into(),
             initrd: None,
@@ -312,7 +338,9 @@ impl VmConfig {
         if self.drives.len() > MAX_DRIVES {
             return Err(ConfigError::Drives(self.drives.len()));
         }
-        no_nul("kernel", &self.kernel)?;
+        if let KernelSource::Path(path) = &self.kernel {
+            no_nul("kernel", path)?;
+        }
         if let Some(Initrd::Path(path)) = &self.initrd {
             no_nul("initrd", path)?;
         }

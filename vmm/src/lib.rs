@@ -147,8 +147,8 @@ mod vm;
 
 pub use config::{
     Balloon, BootProtocol, BusDevice, CacheMode, Console, Drive, DriveSource, EngineKind,
-    HostOptions, Initrd, Mac, MmdsConfig, MmdsVersion, Net, Overrides, Prefault, RateLimiterConfig,
-    Registers, TapSource, VmConfig, Vsock,
+    HostOptions, Initrd, KernelSource, Mac, MmdsConfig, MmdsVersion, Net, Overrides, Prefault,
+    RateLimiterConfig, Registers, TapSource, VmConfig, Vsock,
 };
 pub use error::{Error, ErrorKind};
 pub use kvm::Kvm;

@@ -109,7 +109,8 @@ fn map_memory(template: &Frozen, overrides: &Overrides) -> Result<Memory, Error>
         _ if overrides.host.track_changes => Mode::Tracked,
         _ => Mode::Private,
     };
-    let memory = Memory::map(template.image.clone(), mode, template.working_set.as_deref())?;
+    let mut memory = Memory::map(template.image.clone(), mode, template.working_set.as_deref())?;
+    memory.set_pagemap(overrides.host.pagemap.clone());
     if overrides.host.huge_pages {
         memory.advise_huge_pages();
     }

@@ -51,6 +51,14 @@ pub fn open_source(
             };
             (Source::Path(path), storage)
         }
+        DriveSource::Opened { file, reader, path } => {
+            let storage = if read_only {
+                Storage::Fixed { file: reader, path: Some(path) }
+            } else {
+                Storage::InPlace { file: reader, path: Some(path) }
+            };
+            (Source::File(file), storage)
+        }
         DriveSource::File(file) if !read_only && layered && file.metadata()?.is_file() => {
             let layers = LayeredDisk::new(file)?;
             (Source::Layers(layers.clone()), Storage::Layers(layers))

@@ -26,6 +26,9 @@ pub struct HostOptions {
     /// the disks are large for the machine, and again for each of the sixteen layers that are kept
     /// of it. Without one the directory for temporary files, or `/var/tmp` where that is in memory.
     pub scratch_dir: Option<PathBuf>,
+    /// An open `/proc/self/pagemap` of the process that runs the VM, for one that has no `/proc`:
+    /// its dirty pages are listed by it. Opened when it is needed if `None`.
+    pub pagemap: Option<Arc<File>>,
     /// Accept a directory in memory (tmpfs, ramfs) for them, which then is the host's. Refused
     /// otherwise.
     pub scratch_in_memory: bool,
@@ -49,6 +52,7 @@ impl Default for HostOptions {
             console_limit: None,
             rng_limits: RateLimiterConfig::default(),
             scratch_dir: None,
+            pagemap: None,
             scratch_in_memory: false,
             track_changes: false,
             huge_pages: false,

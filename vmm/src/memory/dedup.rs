@@ -104,7 +104,7 @@ mod tests {
     }
 
     fn own_pages(memory: &Memory) -> u64 {
-        pages::scan(&memory.guest, PageState::Private).unwrap().bytes() / PAGE
+        pages::scan(&memory.guest, None, PageState::Private).unwrap().bytes() / PAGE
     }
 
     /// An image of ones, which knows a machine that has written `pages` with twos.

@@ -65,9 +65,7 @@ impl Memory {
             return Ok(PageRanges::all(self.image.size()));
         };
         let private = match self.baseline.written {
-            Some(_) => {
-                pages::scan(&self.guest, PageState::PrivateWritten).map_err(MemoryError::Scan)?
-            }
+            Some(_) => self.scan(PageState::PrivateWritten)?,
             None => self.dirty_pages()?,
         };
         let above = self.image.runs_from(layers).into_iter().map(|(start, end)| start..end);
@@ -81,8 +79,8 @@ impl Memory {
         if self.baseline.written.is_none() {
             self.baseline.written = Userfault::for_written(&self.guest).ok();
         }
-        let marked =
-            self.baseline.written.is_some() && pages::reset_write_tracking(&self.guest).is_ok();
+        let marked = self.baseline.written.is_some()
+            && pages::reset_write_tracking(&self.guest, self.pagemap.as_deref()).is_ok();
         if marked {
             self.baseline.layers = Some(self.image.layers().len());
         } else {

@@ -14,7 +14,7 @@ use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap, MmapRegion};
 
 use super::background_copy::BackgroundCopy;
-use super::{PAGE, PageRanges, PageState, TRIM_MAX, pages, sys};
+use super::{PAGE, PageRanges, TRIM_MAX, pages, sys};
 use crate::error::{Error, ErrorKind};
 
 /// The most page ranges of one layer: each is a mapping, and a process may have 65,530 in all.
@@ -198,11 +198,10 @@ impl MemoryImage {
         self.layers.iter().try_for_each(|layer| layer.map_into(guest))
     }
 
-    /// Reverts the dirty pages of `guest`, which is mapped over this image. Short ranges, which its
+    /// Reverts the `private` pages of `guest`, which is mapped over this image. Short ranges, which its
     /// kernel and agent write all the time, are rewritten in place, which saves the guest a fault
     /// on each page; the others are discarded. The guest must be paused.
-    pub fn revert_dirty_pages(&self, guest: &GuestMemory) -> io::Result<()> {
-        let private = pages::scan(guest, PageState::Private)?;
+    pub fn revert_dirty_pages(&self, guest: &GuestMemory, private: &PageRanges) -> io::Result<()> {
         let (mut kept, _) = private.shortest(REWRITTEN_MAX);
         pages::discard(guest, &private.difference(&kept).at_most(MAX_RUNS))?;
         for layer in self.layers.iter().rev() {

@@ -29,9 +29,12 @@ mod working_set;
 
 pub use image::{Freezing, Layer, MAX_RUNS, MemoryError, MemoryImage, REWRITTEN_MAX, Region};
 pub use page_server::PageServer;
-pub use pages::PageRanges;
+pub use pages::{PAGEMAP, PageRanges};
 pub(crate) use sys::memfd;
 pub use working_set::WorkingSet;
+
+use std::fs::File;
+use std::sync::Arc;
 
 use crate::ablation::Mechanism;
 use dedup::DedupedPages;
@@ -62,6 +65,8 @@ pub struct Memory {
     pub image: MemoryImage,
     baseline: SaveBaseline,
     deduped: DedupedPages,
+    /// This process's list of pages, if its owner opened it.
+    pagemap: Option<Arc<File>>,
 }
 
 impl Memory {
@@ -81,12 +86,21 @@ impl Memory {
         let guest = image.map(&huge)?;
         let baseline = SaveBaseline::since(image.layers().len());
         let deduped = DedupedPages::default();
-        let memory = Self { guest, image, baseline, deduped };
+        let memory = Self { guest, image, baseline, deduped, pagemap: None };
         if mode == Mode::Tracked {
             memory.use_small_pages();
         }
         memory.exclude_from_forks_and_dumps();
         Ok(memory)
+    }
+
+    /// Sets the list of this process's pages, for a process that cannot open it later.
+    pub fn set_pagemap(&mut self, pagemap: Option<Arc<File>>) {
+        self.pagemap = pagemap;
+    }
+
+    fn scan(&self, wanted: PageState) -> Result<PageRanges, MemoryError> {
+        pages::scan(&self.guest, self.pagemap.as_deref(), wanted).map_err(MemoryError::Scan)
     }
 
     /// Asks the kernel for huge pages everywhere. Where it has none, it supplies small ones.
@@ -118,7 +132,7 @@ impl Memory {
     /// Returns the pages that differ from the image, as ranges of the image: those that are
     /// private, and those that are deduplicated.
     pub fn dirty_pages(&self) -> Result<PageRanges, MemoryError> {
-        let private = pages::scan(&self.guest, PageState::Private).map_err(MemoryError::Scan)?;
+        let private = self.scan(PageState::Private)?;
         Ok(private.union(self.deduped.ranges()))
     }
 
@@ -157,7 +171,7 @@ impl Memory {
             // A page that is dropped would not count as changed since the last save.
             return Ok(0);
         }
-        let private = pages::scan(&self.guest, PageState::Private).map_err(MemoryError::Scan)?;
+        let private = self.scan(PageState::Private)?;
         let (short, _) = private.shortest(TRIM_MAX);
         // A deduplicated page is mapped over the dedup source, not over the image.
         let over_image = short.difference(self.deduped.ranges());
@@ -184,7 +198,7 @@ impl Memory {
 
     /// Returns the pages that this guest has touched since it was mapped.
     pub fn touched(&self) -> Result<WorkingSet, MemoryError> {
-        let read = pages::scan(&self.guest, PageState::FileMapped).map_err(MemoryError::Scan)?;
+        let read = self.scan(PageState::FileMapped)?;
         Ok(WorkingSet::new(&self.dirty_pages()?, &read))
     }
 
@@ -193,7 +207,7 @@ impl Memory {
     /// memory. The guest may run.
     pub fn learned(&self) -> Result<WorkingSet, MemoryError> {
         let (written, data) = self.dirty_pages()?.shortest(REWRITTEN_MAX);
-        let read = pages::scan(&self.guest, PageState::FileMapped).map_err(MemoryError::Scan)?;
+        let read = self.scan(PageState::FileMapped)?;
         Ok(WorkingSet::new(&written, &read.union(&data)))
     }
 
@@ -201,7 +215,8 @@ impl Memory {
     /// paused.
     pub fn rollback(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
         if image.has_same_layers(&self.image) && self.deduped.ranges().count() == 0 {
-            image.revert_dirty_pages(&self.guest).map_err(MemoryError::Discard)?
+            let private = self.scan(PageState::Private)?;
+            image.revert_dirty_pages(&self.guest, &private).map_err(MemoryError::Discard)?
         } else {
             image.remap(&self.guest)?;
             self.deduped = DedupedPages::default();

@@ -15,7 +15,8 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryReg
 use super::PAGE;
 use super::sys::{self, PageState};
 
-const PAGEMAP: &str = "/proc/self/pagemap";
+/// The list of this process's pages and their states.
+pub const PAGEMAP: &str = "/proc/self/pagemap";
 /// Runs taken from the kernel in one call.
 const BATCH: usize = 1024;
 /// Bits of an entry in `/proc/self/pagemap`, for kernels without a scan.
@@ -179,26 +180,33 @@ pub fn host_regions(guest: &GuestMemory) -> Vec<(u64, *mut u8, u64)> {
     places
 }
 
-/// Lists the pages in state `wanted`, as ranges of the image.
-pub fn scan(guest: &GuestMemory, wanted: PageState) -> io::Result<PageRanges> {
-    let pagemap = match File::open(PAGEMAP) {
-        Ok(pagemap) => pagemap,
-        // In a jail without /proc every page may be private.
-        Err(error)
-            if error.kind() == io::ErrorKind::NotFound && wanted != PageState::FileMapped =>
-        {
-            return Ok(PageRanges::all(host_regions(guest).iter().map(|(_, _, len)| len).sum()));
-        }
-        Err(error) => return Err(error),
+/// Lists the pages in state `wanted`, as ranges of the image. `pagemap` is this process's, if it is
+/// already open.
+pub fn scan(
+    guest: &GuestMemory,
+    pagemap: Option<&File>,
+    wanted: PageState,
+) -> io::Result<PageRanges> {
+    let Some(pagemap) = pagemap else {
+        return match File::open(PAGEMAP) {
+            Ok(pagemap) => scan(guest, Some(&pagemap), wanted),
+            // In a jail without /proc every page may be private.
+            Err(error)
+                if error.kind() == io::ErrorKind::NotFound && wanted != PageState::FileMapped =>
+            {
+                Ok(PageRanges::all(host_regions(guest).iter().map(|(_, _, len)| len).sum()))
+            }
+            Err(error) => Err(error),
+        };
     };
     let mut runs = PageRanges::default();
     for (offset, address, len) in host_regions(guest) {
         let (start, end) = (address as u64, address as u64 + len);
         let mut take = |from: u64, to: u64| runs.push(from - start + offset..to - start + offset);
-        match scan_by_ioctl(&pagemap, wanted, start, end, &mut take) {
+        match scan_by_ioctl(pagemap, wanted, start, end, &mut take) {
             // A kernel before 6.7, or one that hides the call.
             Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTTY | libc::EINVAL)) => {
-                scan_by_reading(&pagemap, wanted, start, end, &mut take)?;
+                scan_by_reading(pagemap, wanted, start, end, &mut take)?;
             }
             result => result?,
         }
@@ -399,12 +407,14 @@ pub fn read(guest: &GuestMemory, offset: u64, bytes: &mut [u8]) -> io::Result<()
 
 /// Marks all private pages as not written, for [`PageState::PrivateWritten`]. The guest must be
 /// paused.
-pub fn reset_write_tracking(guest: &GuestMemory) -> io::Result<()> {
-    let pagemap = File::open(PAGEMAP)?;
+pub fn reset_write_tracking(guest: &GuestMemory, pagemap: Option<&File>) -> io::Result<()> {
+    let Some(pagemap) = pagemap else {
+        return reset_write_tracking(guest, Some(&File::open(PAGEMAP)?));
+    };
     for (_, address, len) in host_regions(guest) {
         let (mut from, end) = (address as u64, address as u64 + len);
         while from < end {
-            let next = sys::reset_write_tracking(&pagemap, (from, end))?;
+            let next = sys::reset_write_tracking(pagemap, (from, end))?;
             if next <= from {
                 return Err(io::Error::other("the page scan does not advance"));
             }

@@ -295,7 +295,7 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
     let second = Memory::map(parent.image.clone(), Mode::Tracked, None).unwrap();
     touched.prefault(&second.guest);
     assert_eq!(second.dirty_pages().unwrap(), touched.written);
-    let shared = pages::scan(&second.guest, sys::PageState::FileMapped).unwrap();
+    let shared = pages::scan(&second.guest, None, sys::PageState::FileMapped).unwrap();
     assert!(shared.iter().any(|run| run.contains(&0x40_000)), "{shared:?}");
     assert_eq!((get(&second, 0x60_000), get(&second, 0x40_000)), (1, 1));
     assert_eq!(touched.guest_ranges(&second.guest), [(0x40_000, PAGE), (0x60_000, PAGE)]);

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 
-use super::config::TapSource;
+use super::config::{NetConfig, TapSource};
 use super::device::feature;
 use super::sys::{self, TapFlags};
 
@@ -73,6 +73,17 @@ impl Tap {
             sys::bring_up(&name, mtu).map_err(TapError::SetUp)?;
         }
         Ok(Self { file, name })
+    }
+}
+
+impl NetConfig {
+    /// Opens or creates the tap now, so that the card can be made without access to its node.
+    pub fn open_tap(&mut self) -> Result<(), TapError> {
+        if !matches!(self.tap, TapSource::File(_)) {
+            let source = std::mem::replace(&mut self.tap, TapSource::Auto);
+            self.tap = TapSource::File(Tap::open(source, self.mtu)?.file);
+        }
+        Ok(())
     }
 }
 

@@ -7,7 +7,7 @@
 use std::fs::File;
 use std::io::{self, Seek};
 use std::os::unix::fs::FileExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use linux_loader::configurator::linux::LinuxBootConfigurator;
 use linux_loader::configurator::pvh::PvhBootConfigurator;
@@ -23,7 +23,7 @@ use vm_memory::{Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryRegion};
 
 use super::layout;
 use super::regs::EntryPoint;
-use crate::config::{BootProtocol, Initrd};
+use crate::config::{BootProtocol, Initrd, KernelSource};
 use crate::error::{Error, ErrorKind};
 
 const ELF_MAGIC: [u8; 4] = *b"\x7fELF";
@@ -74,7 +74,7 @@ impl From<KernelError> for Error {
 
 /// Everything that is loaded before the first instruction.
 pub struct Image<'a> {
-    pub kernel: &'a Path,
+    pub kernel: &'a KernelSource,
     pub initrd: Option<&'a Initrd>,
     pub cmdline: &'a str,
     pub protocol: BootProtocol,
@@ -105,12 +105,22 @@ fn load_kernel(
     image: &Image<'_>,
     memory: &GuestMemory,
 ) -> Result<(KernelLoaderResult, EntryPoint), KernelError> {
-    let path = || image.kernel.to_owned();
-    let mut file =
-        open::file(image.kernel, open::Access::Read).map_err(|source| match source.kind() {
-            io::ErrorKind::InvalidInput => KernelError::NotAFile { path: path() },
-            _ => KernelError::Open { path: path(), source },
-        })?;
+    let (mut file, path) = match image.kernel {
+        KernelSource::Path(path) => {
+            let opened = open::file(path, open::Access::Read);
+            let file = opened.map_err(|source| match source.kind() {
+                io::ErrorKind::InvalidInput => KernelError::NotAFile { path: path.clone() },
+                _ => KernelError::Open { path: path.clone(), source },
+            })?;
+            (file, path.clone())
+        }
+        KernelSource::File(file) => {
+            let path = PathBuf::from("(passed open)");
+            let cloned = file.try_clone();
+            (cloned.map_err(|source| KernelError::Open { path: path.clone(), source })?, path)
+        }
+    };
+    let path = || path.clone();
     let high = Some(layout::HIGH_MEMORY);
     let failed = |source| KernelError::Load { path: path(), source };
     if magic_at(&file, 0) == Some(ELF_MAGIC) {
@@ -284,7 +294,7 @@ mod tests {
         let mut file = tempfile::NamedTempFile::new().unwrap();
         file.write_all(content).unwrap();
         let image = Image {
-            kernel: file.path(),
+            kernel: &file.path().into(),
             initrd: None,
             cmdline: "",
             protocol: BootProtocol::Auto,
@@ -350,7 +360,7 @@ mod tests {
     #[test]
     fn directory_or_missing_kernel_is_refused_by_name() {
         let mut image = Image {
-            kernel: Path::new("/"),
+            kernel: &"/".into(),
             initrd: None,
             cmdline: "",
             protocol: BootProtocol::Auto,
@@ -358,7 +368,8 @@ mod tests {
             rsdp: layout::ACPI,
         };
         assert!(matches!(load(&image, &memory()), Err(KernelError::NotAFile { .. })));
-        image.kernel = Path::new("/no/such/kernel");
+        let missing = "/no/such/kernel".into();
+        image.kernel = &missing;
         assert!(matches!(load(&image, &memory()), Err(KernelError::Open { .. })));
     }
 }
