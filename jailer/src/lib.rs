@@ -9,6 +9,7 @@
 //! | `arguments.rs` | the command line, validated |
 //! | `jail.rs` | the root folder: its layout, the copied program, the device nodes |
 //! | `cgroup.rs` | control groups, of version 1 or 2 |
+//! | `confine.rs` | the layers around a monitor process that `pvmm` itself starts |
 //! | `process.rs` | this process: limits, session, PID namespace, user, exec of the program |
 //! | `sys.rs` | the system calls |
 //!
@@ -19,6 +20,7 @@
 
 pub mod arguments;
 mod cgroup;
+pub mod confine;
 mod error;
 mod jail;
 mod process;

@@ -74,7 +74,9 @@ pub fn become_program(
     }
     // A session ends with its leader, and this process exits at once.
     let leads = options.daemonize || !sys::leads_session();
-    match sys::fork_with_pids().map_err(JailError::io("cannot make a process namespace"))? {
+    match sys::fork_into(libc::CLONE_NEWPID)
+        .map_err(JailError::io("cannot make a process namespace"))?
+    {
         Forked::Parent(pid) => write_pid(&program, pid),
         Forked::Child => {
             if !leads {

@@ -5,7 +5,7 @@ use std::ffi::{CStr, CString};
 use std::fs::File;
 use std::io;
 use std::mem;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr;
@@ -129,13 +129,6 @@ pub fn fork() -> io::Result<Forked> {
     forked(unsafe { libc::fork() }.into())
 }
 
-/// Forks a child that is the first process of a new PID namespace.
-pub fn fork_with_pids() -> io::Result<Forked> {
-    let flags = (libc::CLONE_NEWPID | libc::SIGCHLD) as libc::c_ulong;
-    // SAFETY: as a fork; no memory is passed, and the child continues on a copy of this stack.
-    forked(unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, 0usize, 0usize, 0usize) })
-}
-
 fn forked(pid: i64) -> io::Result<Forked> {
     Ok(match check(pid)? {
         0 => Forked::Child,
@@ -186,6 +179,187 @@ pub fn execute(words: &[CString]) -> io::Error {
     // SAFETY: lists that end in a null, of strings that live across the call.
     unsafe { libc::execve(program.as_ptr(), pointers.as_ptr(), environment.as_ptr()) };
     io::Error::last_os_error()
+}
+
+/// Returns whether this process has root's user id.
+pub fn is_root() -> bool {
+    // SAFETY: no memory is passed.
+    unsafe { libc::geteuid() == 0 }
+}
+
+/// Forks a child into new namespaces. This process must have a single thread.
+pub fn fork_into(namespaces: i32) -> io::Result<Forked> {
+    let flags = (namespaces | libc::SIGCHLD) as libc::c_ulong;
+    // SAFETY: as a fork of a process with one thread: the child goes on with a copy of this stack
+    // and of all locks, none of which another thread holds.
+    forked(unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, 0usize, 0usize, 0usize) })
+}
+
+/// Returns the real user and group of this process.
+pub fn own_ids() -> (u32, u32) {
+    // SAFETY: no memory is passed.
+    unsafe { (libc::getuid(), libc::getgid()) }
+}
+
+/// Maps a user and a group to themselves in this process's new user namespace. They must be those
+/// that the process had outside; nobody else can be mapped without privileges.
+pub fn map_own_user(user: u32, group: u32) -> io::Result<()> {
+    std::fs::write("/proc/self/setgroups", "deny")?;
+    std::fs::write("/proc/self/gid_map", format!("{group} {group} 1"))?;
+    std::fs::write("/proc/self/uid_map", format!("{user} {user} 1"))
+}
+
+pub fn unshare(namespaces: i32) -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::unshare(namespaces) }.into()).map(drop)
+}
+
+/// Cuts this mount namespace off from the host's: no mount or unmount passes in either direction.
+pub fn make_mounts_private() -> io::Result<()> {
+    let flags = libc::MS_PRIVATE | libc::MS_REC;
+    // SAFETY: no memory but a constant string is passed.
+    let done = unsafe { libc::mount(ptr::null(), c"/".as_ptr(), ptr::null(), flags, ptr::null()) };
+    check(done.into()).map(drop)
+}
+
+/// Clones the mount of a folder; the clone is attached nowhere yet.
+pub fn clone_mount(folder: &Path) -> io::Result<OwnedFd> {
+    let folder = path(folder)?;
+    let flags = libc::OPEN_TREE_CLONE | libc::OPEN_TREE_CLOEXEC;
+    // SAFETY: a string that lives across the call.
+    let fd = check(unsafe {
+        libc::syscall(libc::SYS_open_tree, libc::AT_FDCWD, folder.as_ptr(), flags)
+    })?;
+    // SAFETY: the descriptor was just made and has no other owner.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
+
+/// Attaches a cloned mount at a folder.
+pub fn attach_mount(mount: BorrowedFd<'_>, at: &Path) -> io::Result<()> {
+    let at = path(at)?;
+    // SAFETY: strings that live across the call.
+    let done = unsafe {
+        libc::syscall(
+            libc::SYS_move_mount,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_FDCWD,
+            at.as_ptr(),
+            libc::MOVE_MOUNT_F_EMPTY_PATH,
+        )
+    };
+    check(done).map(drop)
+}
+
+/// Mounts an empty file system with room for a few folders over `at`.
+pub fn mount_empty(at: &Path) -> io::Result<()> {
+    let at = path(at)?;
+    let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+    let options = c"mode=0755,size=4k,nr_inodes=8";
+    // SAFETY: strings that live across the call.
+    let done = unsafe {
+        libc::mount(
+            c"tmpfs".as_ptr(),
+            at.as_ptr(),
+            c"tmpfs".as_ptr(),
+            flags,
+            options.as_ptr().cast(),
+        )
+    };
+    check(done.into()).map(drop)
+}
+
+/// Forbids devices, set-user-ID programs and execution in the mount at a folder, and writing if
+/// `read_only`.
+pub fn restrict_mount(at: &Path, read_only: bool) -> io::Result<()> {
+    let at = path(at)?;
+    // SAFETY: all zero is a valid value of this struct of numbers.
+    let mut attributes: libc::mount_attr = unsafe { mem::zeroed() };
+    attributes.attr_set =
+        libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
+    if read_only {
+        attributes.attr_set |= libc::MOUNT_ATTR_RDONLY;
+    }
+    let size = mem::size_of::<libc::mount_attr>();
+    // SAFETY: a string and a struct of the given size, which live across the call.
+    let done = unsafe {
+        let attributes = &raw const attributes;
+        libc::syscall(libc::SYS_mount_setattr, libc::AT_FDCWD, at.as_ptr(), 0, attributes, size)
+    };
+    check(done).map(drop)
+}
+
+/// Makes a mount point the root and forgets the old one.
+pub fn change_root(root: &Path) -> io::Result<()> {
+    std::env::set_current_dir(root)?;
+    // The old root is mounted over the new one, and is then on top.
+    pivot_root(Path::new("."), Path::new("."))?;
+    detach(Path::new("."))?;
+    std::env::set_current_dir("/")
+}
+
+/// Lowers a limit to `most`; one that is lower already stays.
+pub fn lower_limit(resource: libc::__rlimit_resource_t, most: u64) -> io::Result<()> {
+    let mut now = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    // SAFETY: the kernel writes one struct, which lives across the call.
+    check(unsafe { libc::getrlimit(resource, &mut now) }.into())?;
+    limit(resource, most.min(now.rlim_max))
+}
+
+/// Empties the bounding set, so that no program can give a capability back.
+pub fn clear_bounding_set() -> io::Result<()> {
+    for capability in 0..64 {
+        // SAFETY: no memory is passed.
+        match check(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability) }.into()) {
+            // The kernel has no more of them.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => break,
+            // A process without privileges cannot, and need not: it may not gain any either.
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => break,
+            dropped => dropped.map(drop)?,
+        }
+    }
+    Ok(())
+}
+
+/// Empties the effective, permitted, inheritable and ambient sets.
+pub fn clear_capabilities() -> io::Result<()> {
+    #[repr(C)]
+    struct Header {
+        version: u32,
+        pid: i32,
+    }
+    const VERSION_3: u32 = 0x2008_0522;
+    let header = Header { version: VERSION_3, pid: 0 };
+    let none = [0u32; 6];
+    // SAFETY: the kernel reads one header and two triples of 32 bits, which live across the call.
+    unsafe {
+        let clear_all = libc::PR_CAP_AMBIENT_CLEAR_ALL;
+        check(libc::prctl(libc::PR_CAP_AMBIENT, clear_all, 0, 0, 0).into())?;
+        check(libc::syscall(libc::SYS_capset, &raw const header, none.as_ptr())).map(drop)
+    }
+}
+
+/// Makes sure that no program that this process executes has more privileges.
+pub fn forbid_new_privileges() -> io::Result<()> {
+    // SAFETY: no memory is passed.
+    check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }.into()).map(drop)
+}
+
+/// Removes the environment and overwrites its strings. No other thread may use it.
+pub fn forget_environment() {
+    unsafe extern "C" {
+        static mut environ: *mut *mut libc::c_char;
+    }
+    // SAFETY: the process has a single thread; the list ends in a null, and each of its strings is
+    // writable memory that ends in a zero byte, which is not overwritten.
+    unsafe {
+        let mut entry = environ;
+        while !entry.is_null() && !(*entry).is_null() {
+            ptr::write_bytes(*entry, 0, libc::strlen(*entry));
+            entry = entry.add(1);
+        }
+        libc::clearenv();
+    }
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! before anything is created.
 
 use std::ffi::{OsStr, OsString};
+use std::ops::RangeInclusive;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -71,6 +72,24 @@ pub fn cpus(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(count) if (1..=MAX_VCPUS).contains(&count) => Ok(count),
         _ => Err(format!("use a number from 1 to {MAX_VCPUS}")),
+    }
+}
+
+/// Numbers of users, none of them root.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UidRange(pub RangeInclusive<u32>);
+
+/// Parses `--uid-range`: `FIRST-LAST`.
+pub fn uid_range(text: &str) -> Result<UidRange, String> {
+    let ends = text.split_once('-').and_then(|(first, last)| {
+        Some((first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?))
+    });
+    match ends {
+        // The largest number means "no user".
+        Some((first, last)) if 0 < first && first <= last && last < u32::MAX => {
+            Ok(UidRange(first..=last))
+        }
+        _ => Err("use two numbers from 1 on, as in 100000-165535".to_owned()),
     }
 }
 

@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
-use pvmm::{Kvm, Template};
+use pvmm::{Kvm, Template, open};
 use serde::{Deserialize, Serialize};
 
 use crate::exit::Failure;
@@ -135,13 +135,17 @@ fn exchange(vm: &VmEntry, request: ControlRequest) -> Result<Answer, Failure> {
         vm.require_running()?;
     }
     let speak = || -> io::Result<Answer> {
-        let mut socket = UnixStream::connect(vm.dir.control())?;
+        let mut socket = UnixStream::connect(vm.dir.run().control())?;
         socket.set_read_timeout(Some(PATIENCE))?;
         socket.set_write_timeout(Some(PATIENCE))?;
         let mut line = serde_json::to_vec(&request)?;
         line.push(b'\n');
         socket.write_all(&line)?;
         let (line, rest, files) = passing::receive_line(&socket, MAX_LINE)?;
+        // In its jail the process could not open them again: a fork must not be able to write what
+        // it shares with the VM.
+        let read_only = |file: OwnedFd| open::read_only(&file.into()).map(OwnedFd::from);
+        let files = files.into_iter().map(read_only).collect::<io::Result<_>>()?;
         Ok((serde_json::from_slice(&line)?, socket, rest, files))
     };
     match speak().map_err(|error| broken(vm, &error))? {

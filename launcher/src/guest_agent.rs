@@ -1,5 +1,6 @@
 //! How the commands reach the agent of a running VM, and what they say when it refuses.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, AgentError};
@@ -14,9 +15,14 @@ const BUSY_PAUSE: Duration = Duration::from_millis(50);
 
 /// Connects to a VM's agent, and retries while the agent has too many clients.
 pub fn connect(dir: &VmDir, patience: Duration) -> Result<Agent, AgentError> {
+    connect_at(&dir.run().vsock(), patience)
+}
+
+/// Connects as [`connect`] does, at the path of a VM's vsock socket.
+pub fn connect_at(vsock: &Path, patience: Duration) -> Result<Agent, AgentError> {
     let busy_until = Instant::now() + PATIENCE;
     loop {
-        match Agent::connect(&dir.vsock(), Instant::now() + patience) {
+        match Agent::connect(vsock, Instant::now() + patience) {
             Err(AgentError::TooMany) if Instant::now() < busy_until => {
                 std::thread::sleep(BUSY_PAUSE);
             }

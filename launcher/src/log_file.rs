@@ -73,6 +73,14 @@ fn new_file(path: &Path) -> io::Result<File> {
     OpenOptions::new().create(true).write(true).truncate(true).mode(0o600).open(path)
 }
 
+/// Opens a log that another process has written, which may have put anything in its place.
+fn open(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+    let file = options.open(path)?;
+    if file.metadata()?.is_file() { Ok(file) } else { Err(io::ErrorKind::InvalidData.into()) }
+}
+
 /// The reader of a log, older half first, which may still grow.
 pub struct LogReader {
     path: PathBuf,
@@ -81,8 +89,8 @@ pub struct LogReader {
 
 impl LogReader {
     pub fn open(path: &Path) -> io::Result<Self> {
-        let half = match File::open(older(path)) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => File::open(path),
+        let half = match open(&older(path)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => open(path),
             half => half,
         };
         match half {
@@ -96,7 +104,7 @@ impl LogReader {
 
     /// Moves on to the newer half; returns false if there is none.
     fn advance(&mut self) -> io::Result<bool> {
-        let newest = match File::open(&self.path) {
+        let newest = match open(&self.path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
             newest => newest?,
         };

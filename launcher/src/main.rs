@@ -12,6 +12,7 @@ mod drive;
 mod exit;
 mod firecracker;
 mod guest_agent;
+mod jail;
 mod leftovers;
 mod log_file;
 mod logger;

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use pvmm::agent::Refresh;
-use pvmm::{Overrides, Template, Vsock};
+use pvmm::{Overrides, Template};
 
 use crate::drive::{self, DriveFlag};
 use crate::exit::Failure;
@@ -107,13 +107,16 @@ impl CopyParts {
         self.vsock.as_deref()
     }
 
-    /// Builds the library's overrides; `vsock` is the socket's path unless a flag gives another.
-    pub fn overrides(&self, template: &Template, vsock: PathBuf) -> Overrides {
-        let vsock = self.vsock.clone().unwrap_or(vsock);
+    /// Returns the guest's vsock CID.
+    pub fn cid(&self) -> u32 {
+        self.cid.unwrap_or(GUEST_CID)
+    }
+
+    /// Builds the library's overrides, all but the vsock device.
+    pub fn overrides(&self, template: &Template) -> Overrides {
         let nets = self.cards(template.taps()).into_iter().enumerate();
         let same = |place: usize| template.taps().get(place).map_or("", String::as_str);
         Overrides {
-            vsock: Some(Vsock::new(self.cid.unwrap_or(GUEST_CID), vsock)),
             drives: self
                 .drives
                 .iter()

@@ -6,6 +6,7 @@
 use std::fmt;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,7 +14,6 @@ use pvmm::agent::{Agent, AgentError, Forward};
 
 use crate::exit::{self, Failure};
 use crate::guest_agent;
-use crate::vm_dir::VmDir;
 
 /// The interval of checks whether the guest is still there.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
@@ -101,18 +101,19 @@ fn bind_one(spec: &PortSpec) -> Result<BoundPort, Failure> {
 }
 
 /// Forwards the ports into the VM until `stop`, which waits for the given time, returns true.
-/// Reconnects when the connection to the agent is reset. Fails when the VM has ended.
+/// Reconnects at `vsock` when the connection to the agent is reset. Fails when the VM has ended.
 pub fn keep(
-    dir: &VmDir,
+    vsock: &Path,
+    is_alive: impl Fn() -> bool,
     ports: &[BoundPort],
     remark: fn(&str),
     mut stop: impl FnMut(Duration) -> bool,
 ) -> Result<(), Failure> {
     let remarks = Arc::new(Remarks { last: Mutex::new(None), remark });
     loop {
-        let agent = match guest_agent::connect(dir, guest_agent::PATIENCE) {
+        let agent = match guest_agent::connect_at(vsock, guest_agent::PATIENCE) {
             Ok(agent) => agent,
-            Err(_) if !dir.is_alive() => return Err(Failure::fault("the VM has ended")),
+            Err(_) if !is_alive() => return Err(Failure::fault("the VM has ended")),
             Err(error) => return Err(guest_agent::refuse(error)),
         };
         let forwards: Result<Vec<Forward>, Failure> =

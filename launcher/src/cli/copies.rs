@@ -6,6 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::TEMPLATE;
 use crate::args;
+use crate::jail::JailFlags;
 use crate::overrides::CopyFlags;
 
 /// Start copies of a running VM, or of a warm template
@@ -33,6 +34,8 @@ pub struct Fork {
     pub name: Option<String>,
     #[command(flatten)]
     pub copy: CopyFlags,
+    #[command(flatten)]
+    pub jail: JailFlags,
 }
 
 /// Write a running VM to disk: memory, devices, disks
@@ -135,6 +138,8 @@ pub struct Restore {
     pub verify: bool,
     #[command(flatten)]
     pub copy: CopyFlags,
+    #[command(flatten)]
+    pub jail: JailFlags,
     /// Only a snapshot that was written with the same key
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,

@@ -10,6 +10,7 @@ use clap::{Args, ValueHint};
 use super::TEMPLATE;
 use crate::args::{self, EnvVar, ProcessName};
 use crate::drive::{self, DriveFlag};
+use crate::jail::JailFlags;
 use crate::net_card::{self, NetCard};
 use crate::ports::{self, PortSpec};
 use crate::sys::signals::{FORWARDED, WITH_TERMINAL};
@@ -75,6 +76,8 @@ pub struct Run {
     /// Start a VM that stays, and print its id
     #[arg(short, long, conflicts_with_all = ["interactive", "tty", "timeout"])]
     pub detach: bool,
+    #[command(flatten)]
+    pub jail: JailFlags,
     /// The command and its arguments
     #[arg(last = true, value_name = "CMD", value_hint = ValueHint::CommandWithArguments)]
     pub argv: Vec<OsString>,

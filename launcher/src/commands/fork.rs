@@ -13,6 +13,7 @@ use crate::cli::{Fork, Restore};
 use crate::control;
 use crate::control::HandedOver;
 use crate::exit::{Failure, Outcome, USAGE};
+use crate::jail::{self, JailFlags};
 use crate::output;
 use crate::overrides::CopyFlags;
 use crate::scratch;
@@ -46,7 +47,8 @@ pub fn fork(args: Fork) -> Outcome {
         },
         Err(error) => return Err(error.into()),
     };
-    Copies { machine, like: record, flags: &args.copy, makes_taps: true }.start(&base, names)
+    Copies { machine, like: record, flags: &args.copy, makes_taps: true, jail: &args.jail }
+        .start(&base, names)
 }
 
 pub fn restore(args: Restore) -> Outcome {
@@ -67,7 +69,7 @@ pub fn restore(args: Restore) -> Outcome {
     let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
     // Several VMs cannot share one tap.
     let makes_taps = names.len() > 1;
-    Copies { machine, like, flags: &args.copy, makes_taps }.start(&base, names)
+    Copies { machine, like, flags: &args.copy, makes_taps, jail: &args.jail }.start(&base, names)
 }
 
 fn sized(record: Record, template: &Template) -> Record {
@@ -80,11 +82,13 @@ struct Copies<'a> {
     like: Record,
     flags: &'a CopyFlags,
     makes_taps: bool,
+    jail: &'a JailFlags,
 }
 
 impl Copies<'_> {
     /// Starts a child for each name, all at once, and prints their ids as their agents answer.
     fn start(&self, base: &Base, names: Vec<Option<String>>) -> Outcome {
+        self.jail.warn(false);
         let signals = Signals::hold(&FORWARDED)?;
         let several = names.len() > 1;
         // Invalid flags are refused before anything is created.
@@ -93,10 +97,11 @@ impl Copies<'_> {
         for (number, name) in (1..).zip(names) {
             children.push(self.spawn(base, name, several.then_some(number))?);
         }
-        for mut child in children {
-            child.process.wait_ready(&signals, None)?;
+        for (index, mut child) in children.into_iter().enumerate() {
+            let missing = child.process.wait_ready(&signals, None)?;
+            jail::show_missing(&missing, index > 0);
             let id = child.claim.dir().read_record().unwrap_or_default().id;
-            child.keep();
+            child.keep()?;
             output::line(&id)?;
         }
         Ok(0)
@@ -117,7 +122,7 @@ impl Copies<'_> {
             memory_mib: self.like.memory_mib,
             ..Record::default()
         };
-        let mut claim = base.create(record)?;
+        let mut claim = base.create(record, self.jail.users())?;
         let order = Order {
             machine: &self.machine,
             record: claim.dir().read_record().unwrap_or_default(),
@@ -125,6 +130,7 @@ impl Copies<'_> {
             number,
             makes_taps: self.makes_taps,
             boot_patience: PATIENCE,
+            jailed: !self.jail.no_jail,
         };
         let process = copy::spawn(&order, &claim)?;
         claim.hand_over_lock();
@@ -154,9 +160,11 @@ struct Child {
 }
 
 impl Child {
-    fn keep(mut self) {
+    fn keep(mut self) -> Result<(), Failure> {
+        self.process.keep()?;
         self.kept = true;
         self.claim.keep();
+        Ok(())
     }
 }
 

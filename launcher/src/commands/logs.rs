@@ -23,7 +23,7 @@ pub fn logs(args: Logs) -> Outcome {
         let hint = format!("for its console: pvmm logs --console {}", vm.label());
         return Err(Failure::usage(message).hint(hint));
     }
-    let path = if console { vm.dir.console_log() } else { vm.dir.output_log() };
+    let path = if console { vm.dir.run().console_log() } else { vm.dir.run().output_log() };
     let mut reader = LogReader::open(&path)
         .map_err(|error| Failure::fault(format!("cannot read {}: {error}", path.display())))?;
     let mut printer = if console { Printer::Plain } else { Printer::Pieces(Pieces::default()) };

@@ -21,7 +21,8 @@ pub fn port(args: Port) -> Outcome {
         output::line(&port.to_string())?;
     }
     ports::keep(
-        &vm.dir,
+        &vm.dir.run().vsock(),
+        || vm.dir.is_alive(),
         &bound,
         |text| output::remark(false, text),
         |time| poll::readable(&[signals.as_fd()], Some(time)).map_or(true, |ready| ready[0]),

@@ -114,7 +114,7 @@ impl<'a> Row<'a> {
             command: &record.command,
             ports: &record.ports,
             taps: &record.taps,
-            vsock: vm.dir.vsock().display().to_string(),
+            vsock: vm.dir.shown_vsock().display().to_string(),
         }
     }
 }

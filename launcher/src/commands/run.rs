@@ -19,6 +19,7 @@ use crate::attach::{self, Names};
 use crate::cli::Run;
 use crate::exit::{self, Failure, Outcome};
 use crate::guest_agent;
+use crate::jail;
 use crate::machine::Extras;
 use crate::output;
 use crate::overrides::CopyParts;
@@ -48,6 +49,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
+    args.jail.warn(quiet);
     scratch::place(quiet)?;
     let start = start(&args, sources, quiet)?;
     // From here on signals are for the guest; one that came just before is still handled.
@@ -57,7 +59,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let deadline = args.timeout.map(|timeout| Instant::now() + timeout);
     let names = Names::of(&argv, &args.command);
     let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
-    let claim = base.create(record(&args, &argv, &start, &ports))?;
+    let claim = base.create(record(&args, &argv, &start, &ports), args.jail.users())?;
     let record = claim.dir().read_record().unwrap_or_default();
     let id = record.id.clone();
     let mode = if args.detach {
@@ -73,6 +75,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         console_copy,
         boot_patience,
         mode,
+        jailed: !args.jail.no_jail,
         ports: detached_ports,
         copy: CopyParts::default(),
         extras: Extras { drives: args.drive.clone(), net: args.net.clone(), balloon: args.balloon },
@@ -80,7 +83,8 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
     // On failure `vm` is dropped, which ends the process and removes the directory.
-    vm.process.wait_ready(&signals, deadline)?;
+    let missing = vm.process.wait_ready(&signals, deadline)?;
+    jail::show_missing(&missing, quiet);
 
     match request {
         Some(request) if !args.detach => {
@@ -95,7 +99,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
             foreground(vm, request, &names, left, signals)
         }
         _ => {
-            vm.keep();
+            vm.keep()?;
             output::line(&id)?;
             Ok(0)
         }
@@ -165,7 +169,13 @@ fn serve_ports(dir: &VmDir, ports: Vec<BoundPort>) {
             false
         };
         // An error means that the VM has ended, which the main thread reports in more detail.
-        let _ = ports::keep(&dir, &ports, |text| output::remark(false, text), stop);
+        let _ = ports::keep(
+            &dir.run().vsock(),
+            || dir.is_alive(),
+            &ports,
+            |text| output::remark(false, text),
+            stop,
+        );
     };
     attach::in_background("ports", keep);
 }
@@ -247,9 +257,11 @@ struct RunningVm {
 
 impl RunningVm {
     /// Lets the VM run on after this process.
-    fn keep(mut self) {
+    fn keep(mut self) -> Result<(), Failure> {
+        self.process.keep()?;
         self.kept = true;
         self.claim.keep();
+        Ok(())
     }
 }
 

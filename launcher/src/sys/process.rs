@@ -5,7 +5,7 @@
 
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -69,6 +69,15 @@ pub fn exec_self(name: &str, stdin: OwnedFd) -> io::Result<Child> {
 }
 
 impl Child {
+    /// The child with this process id, which nobody else waits for.
+    pub fn of(pid: u32) -> Self {
+        Self { pid: pid as libc::pid_t, ended: None }
+    }
+
+    pub fn pid(&self) -> u32 {
+        self.pid.unsigned_abs()
+    }
+
     pub fn kill(&self) {
         if self.ended.is_none() {
             // SAFETY: no pointers; the child has not been waited for, so its pid is not reused.
@@ -108,24 +117,17 @@ pub fn own_session() -> io::Result<()> {
     check(unsafe { libc::setsid() })
 }
 
-/// Makes the kernel kill this process when `parent` ends; exits if that has already happened.
-pub fn die_with_parent(parent: u32) -> io::Result<()> {
-    set_parent_death_signal(libc::SIGKILL)?;
-    // The parent may have ended between the fork and the call above.
-    if std::os::unix::process::parent_id() != parent {
+/// Makes the kernel kill this process when its parent ends; exits if that has already happened.
+/// `parent` is a pipe whose other end only the parent has. A change of user cancels it.
+pub fn die_with_parent(parent: BorrowedFd<'_>) -> io::Result<()> {
+    // SAFETY: no pointers.
+    check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) })?;
+    // The parent may have ended before the call above. In a PID namespace of its own this process
+    // cannot ask for its parent's id.
+    if super::poll::readable(&[parent], Some(Duration::ZERO))?[0] {
         leave_now(1);
     }
     Ok(())
-}
-
-/// Cancels [`die_with_parent`]: from now on this process must notice its parent's end itself.
-pub fn outlive_parent() -> io::Result<()> {
-    set_parent_death_signal(0)
-}
-
-fn set_parent_death_signal(signal: i32) -> io::Result<()> {
-    // SAFETY: no pointers.
-    check(unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, signal) })
 }
 
 /// Sets the name that `ps` and `top` show for this process.

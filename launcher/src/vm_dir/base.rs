@@ -6,17 +6,18 @@
 
 use std::fs::{self, DirBuilder, File};
 use std::io;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::{Claim, ID_LENGTH, Record, VmDir, VmDirError, VmEntry, at, is_id};
+use crate::args::UidRange;
 use crate::sys::{lock, process};
 
 /// The longest path that fits in the address of a Unix socket.
 const MAX_SOCKET_PATH: usize = 107;
-/// The longest part of a socket path after the base: `/<id>/vsock.sock_<port>`.
-const SOCKET_TAIL: usize = 1 + ID_LENGTH + "/vsock.sock_4294967295".len();
+/// The longest part of a socket path after the base: `/<id>/run/vsock.sock_<port>`.
+const SOCKET_TAIL: usize = 1 + ID_LENGTH + "/run/vsock.sock_4294967295".len();
 /// How long to wait for another `pvmm` process that creates or sweeps directories.
 const BASE_PATIENCE: Duration = Duration::from_secs(10);
 
@@ -111,8 +112,13 @@ impl Base {
         &self.path
     }
 
-    /// Creates the directory of a new VM and takes its lock; refuses a name that is taken.
-    pub fn create(&self, mut record: Record) -> Result<Claim, VmDirError> {
+    /// Creates the directory of a new VM and takes its lock; refuses a name that is taken. With
+    /// `users` the VM gets one of them for its own.
+    pub fn create(
+        &self,
+        mut record: Record,
+        users: Option<&UidRange>,
+    ) -> Result<Claim, VmDirError> {
         let _base = self.lock()?;
         self.sweep_locked();
         if let Some(name) = &record.name {
@@ -131,8 +137,26 @@ impl Base {
         let lock = claim.dir.open_lock().map_err(at("lock", &claim.dir.path))?;
         lock::try_exclusive(&lock).map_err(at("lock", &claim.dir.path))?;
         claim.lock = Some(lock);
+        let run = claim.dir.run();
+        DirBuilder::new().mode(0o700).create(run.path()).map_err(at("make", run.path()))?;
+        if let Some(users) = users {
+            let user = self.free_user(users)?;
+            record.user = Some(user);
+            chown(run.path(), Some(user), Some(user)).map_err(at("give away", run.path()))?;
+        }
         claim.dir.write_record(&record)?;
         Ok(claim)
+    }
+
+    /// Picks a user that no VM here has. VMs of other base directories may have it; the range is
+    /// large, and the pick is random.
+    pub(super) fn free_user(&self, users: &UidRange) -> Result<u32, VmDirError> {
+        let taken: Vec<_> = self.entries()?.iter().filter_map(|vm| vm.record.user).collect();
+        let random: [u8; 4] = process::random().map_err(at("draw a user for", &self.path))?;
+        let (first, count) = (*users.0.start(), users.0.end() - users.0.start() + 1);
+        let start = u32::from_ne_bytes(random) % count;
+        let mut users = (0..count).map(|step| first + (start + step) % count);
+        users.find(|user| !taken.contains(user)).ok_or(VmDirError::NoUser)
     }
 
     /// Refuses a name that is taken. Only an early check: `create` repeats it under the lock.

@@ -7,11 +7,17 @@
 //! | file | holds |
 //! | --- | --- |
 //! | `vm.json` | the VM's description: [`Record`] |
-//! | `lock` | held by the monitor process for as long as it lives |
-//! | `vsock.sock` | the socket of the guest's vsock device, through which the agent is reached |
-//! | `control.sock` | the control socket of the monitor process |
-//! | `console.log`, `output.log` | the output of the guest's console and of its main command |
+//! | `lock` | held by supervisor and monitor process for as long as they live |
 //! | `outcome.json` | how the VM ended: [`Ending`] |
+//! | `vmm.log` | messages of the monitor process |
+//! | `vsock.sock` | a link to the vsock socket, if it was asked for elsewhere |
+//! | `run/` | the files of the monitor process, [`RunDir`]: all that it can reach in its jail |
+//! | `run/vsock.sock` | the socket of the guest's vsock device, through which the agent is reached |
+//! | `run/control.sock` | the control socket of the monitor process |
+//! | `run/console.log`, `run/output.log` | output of the guest's console and of its main command |
+//!
+//! The monitor process is not trusted: nothing in `run/` decides which process is signalled or
+//! which file is opened, and no link in it is followed.
 
 mod base;
 mod record;
@@ -24,9 +30,11 @@ pub use record::{Ending, Record, VmStatus, now};
 use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use pvmm_jailer::confine;
 
 use crate::exit::Failure;
 use crate::sys::lock;
@@ -45,6 +53,8 @@ pub enum VmDirError {
     NameTaken { name: String, id: String },
     #[error("the runtime directory {} has been locked by another pvmm for 10 s", .0.display())]
     Busy(PathBuf),
+    #[error("every user of the range belongs to a VM already")]
+    NoUser,
     #[error("no VM is called '{0}'")]
     Unknown(String),
     #[error("'{reference}' is the start of {count} ids")]
@@ -69,6 +79,7 @@ impl From<VmDirError> for Failure {
             VmDirError::NameTaken { name, .. } => {
                 usage.hint(format!("choose another name, or remove it with 'pvmm rm -f {name}'"))
             }
+            VmDirError::NoUser => usage.hint("give a larger --uid-range, or end some VMs"),
             VmDirError::Unknown(_) => usage.hint("'pvmm ps' lists the VMs there are"),
             VmDirError::NotRunning { .. } => usage.hint("'pvmm ps' shows the state of each VM"),
             VmDirError::Ambiguous { .. } => usage.hint("write more of the id"),
@@ -143,31 +154,32 @@ impl VmDir {
         &self.path
     }
 
-    pub fn vsock(&self) -> PathBuf {
-        self.path.join("vsock.sock")
+    /// Returns the folder of the monitor process.
+    pub fn run(&self) -> RunDir {
+        RunDir { path: self.path.join("run") }
     }
 
-    /// The path of the control socket of the monitor process.
-    pub fn control(&self) -> PathBuf {
-        self.path.join("control.sock")
+    /// Returns the path at which other programs find the vsock socket.
+    pub fn shown_vsock(&self) -> PathBuf {
+        fs::read_link(self.path.join("vsock.sock")).unwrap_or_else(|_| self.run().vsock())
     }
 
-    pub fn console_log(&self) -> PathBuf {
-        self.path.join("console.log")
+    /// Leads clients that ask for the vsock socket at `path` to this VM, and this VM's clients to
+    /// `path`.
+    pub fn show_vsock_at(&self, path: &Path) -> Result<(), VmDirError> {
+        symlink(self.run().vsock(), path).map_err(at("make the socket", path))?;
+        symlink(path, self.path.join("vsock.sock")).map_err(at("make a link in", &self.path))
     }
 
-    pub fn output_log(&self) -> PathBuf {
-        self.path.join("output.log")
-    }
-
-    /// The path of the monitor process's own log.
+    /// Returns the path of the monitor process's own log.
     pub fn vmm_log(&self) -> PathBuf {
         self.path.join("vmm.log")
     }
 
     /// Removes the sockets of a VM that has ended, so that no client tries to connect.
     pub fn remove_sockets(&self) {
-        for entry in fs::read_dir(&self.path).into_iter().flatten().flatten() {
+        self.remove_shown_vsock();
+        for entry in fs::read_dir(self.run().path).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let name = name.as_encoded_bytes();
             if name.starts_with(b"vsock.sock") || name == b"control.sock" {
@@ -175,6 +187,17 @@ impl VmDir {
                 let _ = fs::remove_file(entry.path());
             }
         }
+    }
+
+    /// Removes the link at the place where the vsock socket was asked for, if it is still ours.
+    fn remove_shown_vsock(&self) {
+        let link = self.path.join("vsock.sock");
+        if let Ok(shown) = fs::read_link(&link)
+            && fs::read_link(&shown).is_ok_and(|target| target == self.run().vsock())
+        {
+            let _ = fs::remove_file(shown);
+        }
+        let _ = fs::remove_file(link);
     }
 
     /// Whether a process holds the lock.
@@ -212,6 +235,7 @@ impl VmDir {
 
     /// Removes the directory; succeeds if it is already gone.
     pub fn remove(&self) -> Result<(), VmDirError> {
+        self.remove_shown_vsock();
         match fs::remove_dir_all(&self.path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(at("remove", &self.path)(error))
@@ -222,6 +246,40 @@ impl VmDir {
 
     fn open_lock(&self) -> io::Result<File> {
         open_private(&self.path.join("lock"))
+    }
+}
+
+/// The folder of a VM's monitor process: its sockets and the logs that it writes.
+#[derive(Clone, Debug)]
+pub struct RunDir {
+    path: PathBuf,
+}
+
+impl RunDir {
+    /// The folder as the process sees it in its jail.
+    pub fn in_jail() -> Self {
+        Self { path: confine::FOLDER.into() }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn vsock(&self) -> PathBuf {
+        self.path.join("vsock.sock")
+    }
+
+    /// Returns the path of the control socket.
+    pub fn control(&self) -> PathBuf {
+        self.path.join("control.sock")
+    }
+
+    pub fn console_log(&self) -> PathBuf {
+        self.path.join("console.log")
+    }
+
+    pub fn output_log(&self) -> PathBuf {
+        self.path.join("output.log")
     }
 }
 

@@ -32,6 +32,9 @@ pub struct Record {
     pub memory_mib: u64,
     /// The process id of the monitor process.
     pub pid: Option<u32>,
+    /// The user and group of the monitor process, if they are its own.
+    #[serde(default)]
+    pub user: Option<u32>,
     pub command: Vec<String>,
     /// Forwarded ports of the host, as `127.0.0.1:8080->80`.
     #[serde(default)]
@@ -115,7 +118,7 @@ pub fn now() -> u64 {
 
 /// Replaces the document atomically.
 pub(super) fn write<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
-    // A directory has one writer at a time: its creator first, then its monitor process.
+    // A directory has one writer at a time: its creator first, then its supervisor.
     let temporary = path.with_extension("json.new");
     let mut options = OpenOptions::new();
     let mut file = options.write(true).create(true).truncate(true).mode(0o600).open(&temporary)?;

@@ -3,6 +3,7 @@
 use std::os::unix::fs::PermissionsExt;
 
 use super::*;
+use crate::args::UidRange;
 
 struct Fixture {
     base: Base,
@@ -12,7 +13,7 @@ struct Fixture {
 impl Fixture {
     /// Leaves a VM whose process was killed: the lock is free and nothing was removed.
     fn abandoned(&self, record: Record) -> VmDir {
-        let mut claim = self.base.create(record).unwrap();
+        let mut claim = self.base.create(record, None).unwrap();
         claim.keep();
         claim.dir.clone()
     }
@@ -31,7 +32,7 @@ fn named(name: &str) -> Record {
 #[test]
 fn create_makes_private_directories() {
     let fixture = fixture();
-    let claim = fixture.base.create(Record::default()).unwrap();
+    let claim = fixture.base.create(Record::default(), None).unwrap();
     for path in [fixture.base.path(), claim.dir.path.as_path()] {
         assert_eq!(fs::metadata(path).unwrap().permissions().mode() & 0o777, 0o700);
     }
@@ -42,8 +43,8 @@ fn create_makes_private_directories() {
 #[test]
 fn create_with_taken_name_is_refused_and_leaves_nothing() {
     let fixture = fixture();
-    let _first = fixture.base.create(named("web")).unwrap();
-    let second = fixture.base.create(named("web"));
+    let _first = fixture.base.create(named("web"), None).unwrap();
+    let second = fixture.base.create(named("web"), None);
     assert!(matches!(second, Err(VmDirError::NameTaken { .. })));
     assert_eq!(fixture.base.list().unwrap().len(), 1);
 }
@@ -53,7 +54,7 @@ fn create_with_one_name_from_many_threads_succeeds_once() {
     let fixture = fixture();
     let claims: Vec<_> = std::thread::scope(|scope| {
         let makers: Vec<_> =
-            (0..8).map(|_| scope.spawn(|| fixture.base.create(named("x")))).collect();
+            (0..8).map(|_| scope.spawn(|| fixture.base.create(named("x"), None))).collect();
         makers.into_iter().map(|maker| maker.join().unwrap()).collect()
     });
     assert_eq!(claims.iter().filter(|claim| claim.is_ok()).count(), 1);
@@ -62,7 +63,7 @@ fn create_with_one_name_from_many_threads_succeeds_once() {
 #[test]
 fn claim_dropped_removes_its_directory() {
     let fixture = fixture();
-    drop(fixture.base.create(Record::default()).unwrap());
+    drop(fixture.base.create(Record::default(), None).unwrap());
     assert!(fixture.base.list().unwrap().is_empty());
     assert!(!fixture.base.path().exists(), "the last one takes the base with it");
 }
@@ -74,7 +75,7 @@ fn create_and_drop_from_many_threads_never_fails() {
         for _ in 0..8 {
             scope.spawn(|| {
                 for _ in 0..20 {
-                    drop(fixture.base.create(Record::default()).unwrap());
+                    drop(fixture.base.create(Record::default(), None).unwrap());
                 }
             });
         }
@@ -106,7 +107,7 @@ fn entry_with_ending_is_exited() {
 #[test]
 fn find_by_id_name_or_unique_start_finds_it() {
     let fixture = fixture();
-    let claim = fixture.base.create(named("web")).unwrap();
+    let claim = fixture.base.create(named("web"), None).unwrap();
     let id = claim.dir.read_record().unwrap().id;
     for reference in [&id, "web", &id[..3]] {
         assert_eq!(fixture.base.find(reference).unwrap().record.id, id);
@@ -152,4 +153,16 @@ fn base_too_long_for_a_socket_is_refused() {
 fn command_of_endless_line_is_cut() {
     let argv: Vec<std::ffi::OsString> = vec!["a".into(), "x".repeat(5000).into()];
     assert_eq!(Record::command_of(&argv), ["a", "…"]);
+}
+
+#[test]
+fn user_of_a_vm_is_one_of_the_range_that_no_other_vm_has() {
+    let fixture = fixture();
+    let users = UidRange(70_000..=70_002);
+    for user in [70_000, 70_002] {
+        fixture.abandoned(Record { user: Some(user), ..Record::default() });
+    }
+    assert_eq!(fixture.base.free_user(&users).unwrap(), 70_001);
+    fixture.abandoned(Record { user: Some(70_001), ..Record::default() });
+    assert!(matches!(fixture.base.free_user(&users), Err(VmDirError::NoUser)));
 }

@@ -1,19 +1,20 @@
 //! The main function of the monitor process: makes the VM, waits for its agent, runs the event
 //! loop, ends.
 //!
-//! Everything that the process needs is opened before the VM's threads start, and every way to end
-//! leads through `finish`.
+//! Everything that the process needs is opened before it enters its jail, where the VM's threads
+//! start; every way to end leads through `finish`.
 
-use std::fs::{File, OpenOptions};
-use std::io::{self, PipeReader, PipeWriter};
+use std::io::{self, PipeReader};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::os::unix::fs::{OpenOptionsExt, symlink};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, Refresh, ShutdownHow};
 use pvmm::exec::ExitStatus;
-use pvmm::{Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, Vm, Vsock};
+use pvmm::{
+    Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, Template, Vm, VmConfig, Vsock,
+};
+use pvmm_jailer::confine::{self, Confinement, Means};
 
 use super::control::{Control, Effect};
 use super::main_command::MainCommand;
@@ -22,10 +23,10 @@ use crate::exit::{FAULT, Failure, USAGE};
 use crate::machine;
 use crate::overrides::GUEST_CID;
 use crate::ports::{self, BoundPort};
-use crate::scratch;
+use crate::scratch::Place;
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
-use crate::vm_dir::{Base, Claim, Ending, Record, VmDir, now};
+use crate::vm_dir::RunDir;
 
 /// The time between SIGTERM and SIGKILL for processes in the guest when the VM is shut down.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
@@ -45,117 +46,133 @@ enum End {
     Command(ExitStatus),
     /// A shutdown was requested, and the guest did not end in time.
     Forced,
-    /// The launcher is gone, and the VM ends with it.
-    Orphaned,
     Failed(Failure),
 }
 
-/// Runs the monitor process. Never returns: the launcher's own exit path must not run twice.
-pub fn run(
-    plan: Plan,
-    claim: &Claim,
-    reporter: PipeWriter,
-    lifeline: Option<PipeReader>,
-    parent: u32,
-) -> ! {
-    let mut reporter = Reporter { pipe: reporter };
-    let foreground = matches!(plan.mode, Mode::Foreground);
-    let mut record = plan.record.clone();
-    let dir = claim.dir().clone();
-    let watched = set_up_process(&dir, foreground.then_some(parent)).and_then(|signals| {
-        let lifeline = lifeline.filter(|_| foreground);
-        watch(plan, &dir, &mut record, &signals, lifeline, &mut reporter)
+/// Everything that the process begins with.
+pub struct Begin {
+    pub plan: Plan,
+    pub run_dir: RunDir,
+    pub scratch: Place,
+    /// The jail to enter, and the means for it.
+    pub jail: Option<(Confinement, Means)>,
+    pub reporter: Reporter,
+    /// The other end is closed when the supervisor ends.
+    pub supervisor: PipeReader,
+}
+
+/// Runs the monitor process. Never returns: its parent's exit path must not run twice.
+pub fn run(begin: Begin) -> ! {
+    let Begin { plan, run_dir, scratch, jail, mut reporter, supervisor } = begin;
+    let watched = set_up_process(&supervisor).and_then(|signals| {
+        let place = Surroundings { run_dir, scratch, jail, supervisor };
+        watch(plan, place, &signals, &mut reporter)
     });
-    let end = watched.unwrap_or_else(End::Failed);
-    finish(end, &dir, claim.base(), foreground, &mut reporter);
+    finish(watched.unwrap_or_else(End::Failed), &mut reporter);
     process::leave_now(0)
 }
 
-/// Detaches the process from its parent: no terminal, no inherited files, its own log.
-fn set_up_process(dir: &VmDir, parent: Option<u32>) -> Result<Signals, Failure> {
+fn set_up_process(supervisor: &PipeReader) -> Result<Signals, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot set the VMM process up: {error}"));
-    if let Some(parent) = parent {
-        process::die_with_parent(parent).map_err(failed)?;
-    }
-    process::own_session().map_err(failed)?;
+    process::die_with_parent(supervisor.as_fd()).map_err(failed)?;
     process::set_name(c"pvmm-vmm");
-    let null = File::open("/dev/null").map_err(failed)?;
-    let mut options = OpenOptions::new();
-    options.create(true).append(true).mode(0o600);
-    let log = options.open(dir.vmm_log()).map_err(failed)?;
-    process::redirect_stdio(&null, &log).map_err(failed)?;
-    process::close_inherited().map_err(failed)?;
-    std::env::set_current_dir("/").map_err(failed)?;
-    crate::logger::start();
-    signals::release_all();
     Signals::hold(&signals::FORWARDED).map_err(failed)
+}
+
+/// The part of the host that the process sees.
+struct Surroundings {
+    run_dir: RunDir,
+    scratch: Place,
+    jail: Option<(Confinement, Means)>,
+    supervisor: PipeReader,
+}
+
+impl Surroundings {
+    /// Enters the jail, if there is one: from here on the folders have other paths, and nothing else
+    /// can be opened. Returns the layers that the jail lacks.
+    fn enter_jail(&mut self) -> Result<Vec<String>, Failure> {
+        let Some((confinement, means)) = self.jail.take() else { return Ok(Vec::new()) };
+        let missing = confinement.enter(means).map_err(|error| {
+            Failure::fault(format!("jail: {error}"))
+                .hint("'pvmm doctor' says what this host lacks; --no-jail goes without")
+        })?;
+        if !matches!(means, Means::NoNamespace(_)) {
+            self.run_dir = RunDir::in_jail();
+            self.scratch.dir = confine::SCRATCH.into();
+        }
+        // The change of user has cancelled it.
+        process::die_with_parent(self.supervisor.as_fd()).map_err(fault)?;
+        Ok(missing.iter().map(|it| format!("{} ({})", it.layer, it.why)).collect())
+    }
+}
+
+/// A VM that has everything open that it needs.
+enum Prepared {
+    Boot(Kvm, Box<VmConfig>),
+    Fork(Arc<Template>, Box<Overrides>),
 }
 
 /// Makes the VM, waits until its agent answers, and runs until the first reason to end.
 fn watch(
     plan: Plan,
-    dir: &VmDir,
-    record: &mut Record,
+    mut place: Surroundings,
     signals: &Signals,
-    lifeline: Option<PipeReader>,
     reporter: &mut Reporter,
 ) -> Result<End, Failure> {
     let boot_deadline = Instant::now() + plan.boot_patience;
-    // Quiet: the launcher has already warned if the scratch folder is in memory.
-    let scratch = scratch::place(true)?;
-    let console = console::start(&dir.console_log(), plan.console_copy.as_ref()).map_err(fault)?;
-    let control = Control::bind(&dir.control()).map_err(fault)?;
     let boot_patience = plan.boot_patience;
-    record.pid = Some(std::process::id());
-    // Without the record only `pvmm kill` cannot find the process, and reports that.
-    let _ = dir.write_record(record);
-    let memory_mib = record.memory_mib;
+    let memory_mib = plan.record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let Plan { start, console_copy, mode, ports, extras, copy, .. } = plan;
+    let Plan { start, console_copy, mode, ports, extras, copy, record, .. } = plan;
     let template = match &start {
         Start::Boot(_) => None,
         Start::Template(template) => Some(template.clone()),
     };
     let booted = template.is_none();
-    let mut vm = match start {
+
+    // Everything is opened, then the jail is closed, then the VM is made.
+    let prepared = match start {
         Start::Boot(parts) => {
-            let mut config = machine::config(*parts, record, console_copy.is_some());
+            let mut config = machine::config(*parts, &record, console_copy.is_some());
             extras.add_to(&mut config);
-            config.vsock = Some(Vsock::new(GUEST_CID, dir.vsock()));
-            config.host.console = Console::File(console);
-            config.host.scratch_dir = Some(scratch.dir);
-            config.host.scratch_in_memory = scratch.in_memory;
-            Kvm::open().and_then(|kvm| Vm::boot(&kvm, config))
+            config.open_files().map_err(refuse)?;
+            Prepared::Boot(Kvm::open().map_err(refuse)?, Box::new(config))
         }
         Start::Template(template) => {
-            if let Some(path) = copy.vsock() {
-                // Where other commands look for the socket.
-                symlink(path, dir.vsock()).map_err(fault)?;
-            }
-            let overrides = Overrides {
-                host: HostOptions {
-                    console: Console::File(console),
-                    scratch_dir: Some(scratch.dir),
-                    scratch_in_memory: scratch.in_memory,
-                    ..HostOptions::default()
-                },
-                ..copy.overrides(&template, dir.vsock())
-            };
+            let mut overrides = copy.overrides(&template);
+            overrides.open_files().map_err(refuse)?;
+            Prepared::Fork(template, Box::new(overrides))
+        }
+    };
+    let missing = place.enter_jail()?;
+    let dir = &place.run_dir;
+    let console = console::start(&dir.console_log(), console_copy.as_ref()).map_err(fault)?;
+    let control = Control::bind(&dir.control()).map_err(fault)?;
+    let host = |options: &mut HostOptions| {
+        options.console = Console::File(console);
+        options.scratch_dir = Some(place.scratch.dir.clone());
+        options.scratch_in_memory = place.scratch.in_memory;
+    };
+    let mut vm = match prepared {
+        Prepared::Boot(kvm, mut config) => {
+            config.vsock = Some(Vsock::new(GUEST_CID, dir.vsock()));
+            host(&mut config.host);
+            Vm::boot(&kvm, *config)
+        }
+        Prepared::Fork(template, mut overrides) => {
+            overrides.vsock = Some(Vsock::new(copy.cid(), dir.vsock()));
+            host(&mut overrides.host);
             // The fork is refreshed below, before it is reported as ready.
-            template.fork(overrides).map(pvmm::Forked::without_refresh)
+            template.fork(*overrides).map(pvmm::Forked::without_refresh)
         }
     }
     .map_err(refuse)?;
-    record.taps = vm.taps().to_vec();
+    let taps = vm.taps().to_vec();
     let listener = vm.take_ready();
     vm.resume().map_err(refuse)?;
-    if lifeline.is_some() {
-        // From here on the lifeline pipe shows the launcher's end, which leaves time to clean up.
-        process::outlive_parent().map_err(fault)?;
-    }
 
-    let mut machine = Watched::new(vm, dir, signals, lifeline, control);
+    let mut machine = Watched::new(vm, dir, signals, reporter, control);
     match &listener {
         Some(listener) => match machine.wait_for(Some(listener.as_fd()), Some(boot_deadline)) {
             Event::Readable => listener.wait(boot_deadline).map(drop).map_err(fault)?,
@@ -191,9 +208,7 @@ fn watch(
         _ => None,
     };
     keep_ports(dir, ports)?;
-    record.ready = true;
-    dir.write_record(record)?;
-    reporter.tell(&Report::Ready);
+    machine.reporter.tell(&Report::Ready { taps, missing });
     machine.trim_at = (!booted).then(|| machine.made + pvmm::next_trim(Duration::ZERO));
     let mut watched = command.as_ref();
     let end = loop {
@@ -212,17 +227,19 @@ fn watch(
 }
 
 /// Serves the forwarded ports of a detached VM on a thread that ends with the process.
-fn keep_ports(dir: &VmDir, ports: Vec<BoundPort>) -> Result<(), Failure> {
+fn keep_ports(dir: &RunDir, ports: Vec<BoundPort>) -> Result<(), Failure> {
     if ports.is_empty() {
         return Ok(());
     }
-    let dir = dir.clone();
+    let vsock = dir.vsock();
     let keep = move || {
         let stop = |time| {
             std::thread::sleep(time);
             false
         };
-        if let Err(failure) = ports::keep(&dir, &ports, |text| log::warn!("{text}"), stop) {
+        if let Err(failure) =
+            ports::keep(&vsock, || true, &ports, |text| log::warn!("{text}"), stop)
+        {
             log::warn!("ports: {}", failure.message);
         }
     };
@@ -262,9 +279,9 @@ enum Event {
 /// A running VM and everything that can end it.
 struct Watched<'a> {
     vm: Vm,
-    dir: &'a VmDir,
+    dir: &'a RunDir,
     signals: &'a Signals,
-    lifeline: Option<PipeReader>,
+    reporter: &'a mut Reporter,
     control: Control,
     /// When the guest is stopped by force; set when a shutdown begins.
     stop_at: Option<Instant>,
@@ -276,13 +293,13 @@ struct Watched<'a> {
 impl<'a> Watched<'a> {
     fn new(
         vm: Vm,
-        dir: &'a VmDir,
+        dir: &'a RunDir,
         signals: &'a Signals,
-        lifeline: Option<PipeReader>,
+        reporter: &'a mut Reporter,
         control: Control,
     ) -> Self {
         let (made, stop_at, trim_at, rolled_back) = (Instant::now(), None, None, false);
-        Self { vm, dir, signals, lifeline, control, stop_at, made, trim_at, rolled_back }
+        Self { vm, dir, signals, reporter, control, stop_at, made, trim_at, rolled_back }
     }
 
     /// Runs the event loop until `own` is readable, `deadline` passes, or the VM must end.
@@ -290,30 +307,24 @@ impl<'a> Watched<'a> {
         loop {
             let until = [deadline, self.stop_at, self.trim_at].into_iter().flatten().min();
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
-            let lifeline = self.lifeline.as_ref().map(AsFd::as_fd);
             let sources = [
                 Some(self.vm.outcome_fd()),
-                lifeline,
                 own,
                 Some(self.signals.as_fd()),
                 Some(self.control.as_fd()),
             ];
-            let [outcome, orphaned, own_ready, signal, asked] =
-                match poll::readable_of(sources, left) {
-                    Ok(ready) => ready,
-                    Err(error) => return Event::End(End::Failed(fault(error))),
-                };
+            let [outcome, own_ready, signal, asked] = match poll::readable_of(sources, left) {
+                Ok(ready) => ready,
+                Err(error) => return Event::End(End::Failed(fault(error))),
+            };
             if outcome {
                 return Event::End(self.wait_for_guest());
-            }
-            if orphaned {
-                return Event::End(End::Orphaned);
             }
             if asked {
                 match self.control.serve(&mut self.vm) {
                     Effect::None => {}
                     Effect::RolledBack => self.rolled_back = true,
-                    Effect::Paused(paused) => self.note_paused(paused),
+                    Effect::Paused(paused) => self.reporter.tell(&Report::Paused(paused)),
                 }
             }
             if own_ready {
@@ -340,15 +351,6 @@ impl<'a> Watched<'a> {
             if deadline.is_some_and(|at| at <= now) {
                 return Event::Late;
             }
-        }
-    }
-
-    /// Writes the paused state to the record, where other commands read it.
-    fn note_paused(&self, paused: bool) {
-        if let Some(mut record) = self.dir.read_record() {
-            record.paused = paused;
-            // If this fails, `pvmm ps` shows the VM as running.
-            let _ = self.dir.write_record(&record);
         }
     }
 
@@ -390,33 +392,16 @@ impl<'a> Watched<'a> {
     }
 }
 
-/// Reports the end to the launcher and leaves only the files that other commands need.
-fn finish(end: End, dir: &VmDir, base: &Base, foreground: bool, reporter: &mut Reporter) {
-    let (exit_code, reason) = match &end {
-        End::Guest(outcome) => (None, describe(outcome)),
+/// Reports the end to the supervisor.
+fn finish(end: End, reporter: &mut Reporter) {
+    let hint = hint_for(&end);
+    let (exit_code, reason) = match end {
+        End::Guest(outcome) => (None, describe(&outcome)),
         End::Command(status) => (Some(status.shell_code()), "the command ended".to_owned()),
         End::Forced => (None, "it was told to end and did not in time".to_owned()),
-        End::Orphaned => (None, "the launcher ended".to_owned()),
-        End::Failed(failure) => (None, failure.message.clone()),
+        End::Failed(failure) => return reporter.failed(failure),
     };
-    match end {
-        End::Orphaned => {
-            // No other process is left to do it; the next command sweeps what cannot be removed.
-            let _ = dir.remove();
-            base.leave();
-            return;
-        }
-        End::Failed(failure) => reporter.failed(failure),
-        end => {
-            let reason = format!("the VM has ended: {reason}");
-            reporter.tell(&Report::Ended { reason, hint: hint_for(&end) });
-        }
-    }
-    if !foreground {
-        dir.remove_sockets();
-        // A VM without this file is shown as dead, which is close enough.
-        let _ = dir.write_ending(&Ending { exit_code, reason, at: now() });
-    }
+    reporter.tell(&Report::Ended { exit_code, reason, hint });
 }
 
 /// Returns what to try when the end was not the guest's own decision.

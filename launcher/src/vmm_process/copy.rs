@@ -1,4 +1,4 @@
-//! The monitor process of a fork: this program executed again, with its order and open files sent
+//! The processes of a fork: this program executed again, with its order and open files sent
 //! over a socket.
 //!
 //! All forks of one VM come from one launcher. A plain fork(2) would give every monitor process the
@@ -7,18 +7,17 @@
 
 use std::ffi::OsString;
 use std::fs::File;
-use std::io::{self, PipeWriter, Read, Write};
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::parent_id;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, Plan, Reporter, Start, VmmProcess, child};
+use super::{Mode, Plan, Reporter, Start, VmmProcess, supervisor};
 use crate::control::HandedOver;
 use crate::exit::{self, Failure};
 use crate::machine::Extras;
@@ -44,11 +43,13 @@ pub struct Order<'a> {
     pub number: Option<u32>,
     pub makes_taps: bool,
     pub boot_patience: Duration,
+    pub jailed: bool,
 }
 
 /// The order as one line of JSON, followed by the template's bytes.
 ///
-/// Two files are sent before those of the template: the VM's lock and the pipe for reports.
+/// Three files are sent before those of the template: the VM's lock, the pipe for reports and the
+/// launcher's lifeline.
 #[derive(Serialize, Deserialize)]
 struct Message {
     dir: Vec<u8>,
@@ -60,6 +61,7 @@ struct Message {
     number: Option<u32>,
     makes_taps: bool,
     boot_patience_ms: u64,
+    jailed: bool,
     template_bytes: u64,
 }
 
@@ -68,11 +70,11 @@ pub fn spawn(order: &Order<'_>, claim: &Claim) -> Result<VmmProcess, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot start the VMM process: {error}"));
     let (reports, reporter) = io::pipe().map_err(failed)?;
+    let (lifeline, held) = io::pipe().map_err(failed)?;
     let (ours, theirs) = UnixStream::pair().map_err(failed)?;
     let child = process::exec_self(NAME, theirs.into()).map_err(failed)?;
-    let dir = claim.dir().clone();
-    let mut vmm = VmmProcess { child, reports, pending: Vec::new(), dir, _lifeline: None };
-    match send(&ours, order, claim, reporter) {
+    let mut vmm = VmmProcess::new(child, reports, held, claim);
+    match send(&ours, order, claim, reporter, lifeline) {
         Ok(()) => Ok(vmm),
         Err(error) => {
             vmm.end();
@@ -86,6 +88,7 @@ fn send(
     order: &Order<'_>,
     claim: &Claim,
     reporter: PipeWriter,
+    lifeline: PipeReader,
 ) -> io::Result<()> {
     socket.set_write_timeout(Some(PATIENCE))?;
     let message = Message {
@@ -98,11 +101,12 @@ fn send(
         number: order.number,
         makes_taps: order.makes_taps,
         boot_patience_ms: order.boot_patience.as_millis() as u64,
+        jailed: order.jailed,
         template_bytes: order.machine.bytes.len() as u64,
     };
     let mut line = serde_json::to_vec(&message)?;
     line.push(b'\n');
-    let mut files = vec![claim.lock()?, OwnedFd::from(reporter)];
+    let mut files = vec![claim.lock()?, OwnedFd::from(reporter), OwnedFd::from(lifeline)];
     for file in &order.machine.files {
         files.push(file.try_clone()?);
     }
@@ -126,6 +130,7 @@ struct Received {
     message: Message,
     lock: File,
     reporter: PipeWriter,
+    lifeline: PipeReader,
     machine: HandedOver,
 }
 
@@ -145,17 +150,17 @@ impl Received {
         }
         let mut files = files.into_iter();
         let mut next = || files.next().ok_or_else(|| io::Error::other("a file is missing"));
-        let (lock, reporter) = (next()?.into(), next()?.into());
+        let (lock, reporter, lifeline) = (next()?.into(), next()?.into(), next()?.into());
         let machine = HandedOver { bytes, files: files.collect() };
-        Ok(Self { message, lock, reporter, machine })
+        Ok(Self { message, lock, reporter, lifeline, machine })
     }
 
     /// Runs the monitor process. Returns only if the order is invalid, after reporting that.
     fn carry_out(self) {
-        let Self { message, lock, reporter, machine } = self;
+        let Self { message, lock, reporter, lifeline, machine } = self;
         let claim = Claim::adopt(path(message.dir.clone()), lock);
         match message.plan(machine) {
-            Ok(plan) => child::run(plan, &claim, reporter, None, parent_id()),
+            Ok(plan) => supervisor::run(plan, &claim, reporter, lifeline),
             Err(failure) => Reporter { pipe: reporter }.failed(failure),
         }
     }
@@ -171,6 +176,7 @@ impl Message {
             record: self.record,
             console_copy: None,
             boot_patience: Duration::from_millis(self.boot_patience_ms),
+            jailed: self.jailed,
             mode: Mode::Detached { command: None },
             ports: Vec::new(),
             extras: Extras::default(),

@@ -15,7 +15,7 @@ use crate::attach::{self, Names};
 use crate::exit::Failure;
 use crate::guest_agent;
 use crate::log_file::{LogWriter, Stream};
-use crate::vm_dir::VmDir;
+use crate::vm_dir::RunDir;
 
 /// How long the agent, once ready, may take to start a process.
 const START_PATIENCE: Duration = Duration::from_secs(30);
@@ -33,7 +33,7 @@ pub struct MainCommand {
 
 impl MainCommand {
     /// Starts the command; fails, as `pvmm exec` does, if it cannot be started.
-    pub fn start(dir: &VmDir, request: &ExecRequest, names: &Names) -> Result<Self, Failure> {
+    pub fn start(dir: &RunDir, request: &ExecRequest, names: &Names) -> Result<Self, Failure> {
         let failed =
             |error: io::Error| Failure::fault(format!("cannot watch the command: {error}"));
         let log = LogWriter::create(&dir.output_log()).map_err(failed)?;

@@ -1,18 +1,20 @@
-//! The monitor process, which runs one VM: started by the launcher, reporting to it through a pipe.
+//! The processes of one VM: a supervisor, and the monitor process in its jail.
 //!
-//! Each VM has its own process, so that a fault of one guest affects no other. The single VM of a
-//! `pvmm run` is forked from its launcher without exec: nothing has to be passed on, and all slow
-//! work is already done. Forks, of which one launcher starts many, are executed anew (`copy.rs`).
+//! Each VM has its own, so that a fault of one guest affects no other. The launcher forks the
+//! supervisor without exec: nothing has to be passed on, and all slow work is already done. Forks,
+//! of which one launcher starts many, are executed anew (`copy.rs`). The supervisor forks the
+//! monitor process (`child.rs`), whose reports come back through pipes.
 
 mod child;
 mod console;
 pub mod control;
 pub mod copy;
 mod main_command;
+mod supervisor;
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,9 +30,9 @@ use crate::machine::Extras;
 use crate::overrides::CopyParts;
 use crate::ports::BoundPort;
 use crate::prepare::Parts;
-use crate::sys::process::{self, Ended, Side};
+use crate::sys::poll;
+use crate::sys::process::{self, Child, Side};
 use crate::sys::signals::Signals;
-use crate::sys::{poll, process::Child};
 use crate::vm_dir::{Claim, Record, VmDir};
 
 /// The longest report; a longer line does not come from the monitor process.
@@ -49,6 +51,8 @@ pub struct Plan {
     /// How long the guest may take until its agent answers.
     pub boot_patience: Duration,
     pub mode: Mode,
+    /// Whether the monitor process is put into a jail.
+    pub jailed: bool,
     /// Ports of the host that are forwarded into a detached VM.
     pub ports: Vec<BoundPort>,
     /// Extra devices of a VM that is booted.
@@ -73,44 +77,47 @@ pub enum Mode {
     Detached { command: Option<Box<(ExecRequest, Names)>> },
 }
 
-/// A message from the monitor process to the launcher, one line of JSON each.
+/// A message from the monitor process to its supervisor, and from there to the launcher; one line
+/// of JSON each.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Report {
     /// The agent has answered and the main command, if there is one, has started.
-    Ready,
+    Ready { taps: Vec<String>, missing: Vec<String> },
+    /// The vCPUs are paused by request, or run again.
+    Paused(bool),
     /// The VM could not be started.
     Failed { code: u8, message: String, hint: Option<String> },
     /// The VM has ended.
-    Ended { reason: String, hint: Option<String> },
+    Ended { exit_code: Option<u8>, reason: String, hint: Option<String> },
 }
 
-/// The launcher's handle of a monitor process.
-pub struct VmmProcess {
-    child: Child,
-    reports: PipeReader,
+/// The reading end of a pipe with reports.
+struct Reports {
+    pipe: PipeReader,
     pending: Vec<u8>,
-    dir: VmDir,
-    /// Open as long as the launcher lives; the monitor process of a foreground run polls the other
-    /// end.
-    _lifeline: Option<PipeWriter>,
 }
 
-/// Forks the monitor process. The launcher must still have a single thread.
+/// The launcher's handle of a VM's processes.
+pub struct VmmProcess {
+    supervisor: Child,
+    reports: Reports,
+    dir: VmDir,
+    /// Open as long as the VM is to end with the launcher; the supervisor polls the other end.
+    lifeline: Option<PipeWriter>,
+}
+
+/// Forks the supervisor, which starts the monitor process. The launcher must still have a single
+/// thread.
 pub fn spawn(plan: Plan, claim: &Claim) -> Result<VmmProcess, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot start the VMM process: {error}"));
     let (reports, reporter) = io::pipe().map_err(failed)?;
     let (lifeline, held) = io::pipe().map_err(failed)?;
-    let parent = std::process::id();
     match process::fork().map_err(failed)? {
-        Side::Parent(child) => {
-            let dir = claim.dir().clone();
-            Ok(VmmProcess { child, reports, pending: Vec::new(), dir, _lifeline: Some(held) })
-        }
+        Side::Parent(supervisor) => Ok(VmmProcess::new(supervisor, reports, held, claim)),
         Side::Child => {
             drop((reports, held));
-            let life =
-                AssertUnwindSafe(|| child::run(plan, claim, reporter, Some(lifeline), parent));
+            let life = AssertUnwindSafe(|| supervisor::run(plan, claim, reporter, lifeline));
             // A panic must not unwind into the launcher's code, which would remove the VM's
             // directory and then end the launcher a second time.
             let _ = catch_unwind(life);
@@ -120,12 +127,18 @@ pub fn spawn(plan: Plan, claim: &Claim) -> Result<VmmProcess, Failure> {
 }
 
 impl VmmProcess {
-    /// Waits until the guest's agent answers. A signal or the deadline makes it fail.
+    fn new(supervisor: Child, reports: PipeReader, held: PipeWriter, claim: &Claim) -> Self {
+        let (reports, dir) = (Reports::new(reports), claim.dir().clone());
+        Self { supervisor, reports, dir, lifeline: Some(held) }
+    }
+
+    /// Waits until the guest's agent answers, and returns the layers that the jail lacks. A signal
+    /// or the deadline makes it fail.
     pub fn wait_ready(
         &mut self,
         signals: &Signals,
         deadline: Option<Instant>,
-    ) -> Result<(), Failure> {
+    ) -> Result<Vec<String>, Failure> {
         loop {
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
             let ready = poll::readable(&[signals.as_fd(), self.reports.as_fd()], left)?;
@@ -137,8 +150,8 @@ impl VmmProcess {
                 }
             }
             if ready[1] {
-                match self.next_report()? {
-                    Some(Report::Ready) => return Ok(()),
+                match self.reports.next()? {
+                    Some(Report::Ready { missing, .. }) => return Ok(missing),
                     report => return Err(self.failure(report)),
                 }
             }
@@ -154,7 +167,7 @@ impl VmmProcess {
         let fds = [self.reports.as_fd()];
         match poll::readable(&fds, Some(END_PATIENCE)) {
             Ok(ready) if ready[0] => {
-                let report = self.next_report().ok().flatten();
+                let report = self.reports.next().ok().flatten();
                 self.failure(report)
             }
             // The process is still there; only the agent does not answer.
@@ -162,15 +175,57 @@ impl VmmProcess {
         }
     }
 
-    /// Kills the monitor process and waits until it is gone.
-    pub fn end(&mut self) {
-        self.child.kill();
-        // An error means that there is no child to wait for.
-        let _ = self.child.wait();
+    /// Lets the VM live on without this process.
+    pub fn keep(&mut self) -> Result<(), Failure> {
+        let lifeline = self.lifeline.take();
+        let told = lifeline.map_or(Ok(()), |mut lifeline| lifeline.write_all(&[supervisor::KEEP]));
+        told.map_err(|error| Failure::fault(format!("the VM has ended at once: {error}")))
     }
 
-    /// Reads the next report; `None` if the process is gone.
-    fn next_report(&mut self) -> io::Result<Option<Report>> {
+    /// Ends the VM and waits until its processes are gone.
+    pub fn end(&mut self) {
+        self.lifeline = None;
+        let deadline = Instant::now() + END_PATIENCE;
+        // The supervisor ends the monitor process, removes the VM's files and ends.
+        while let left = deadline.saturating_duration_since(Instant::now())
+            && !left.is_zero()
+            && poll::readable(&[self.reports.as_fd()], Some(left)).is_ok()
+            && matches!(self.reports.next(), Ok(Some(_)))
+        {}
+        self.supervisor.kill();
+        // An error means that there is no child to wait for.
+        let _ = self.supervisor.wait();
+    }
+
+    fn failure(&mut self, report: Option<Report>) -> Failure {
+        match report {
+            Some(Report::Failed { code, message, hint }) => {
+                self.with_console(Failure { code, hint, ..Failure::fault(message) })
+            }
+            Some(Report::Ended { reason, hint, .. }) => {
+                self.with_console(Failure { hint, ..Failure::fault(reason) })
+            }
+            Some(Report::Ready { .. } | Report::Paused(_)) => {
+                Failure::fault("the guest no longer answers")
+            }
+            None => self.with_console(Failure::fault("the supervisor of the VM was killed")),
+        }
+    }
+
+    fn with_console(&self, mut failure: Failure) -> Failure {
+        let console = log_file::tail(&self.dir.run().console_log(), CONSOLE_LINES);
+        failure.context = console.lines().map(|line| format!("console: {line}")).collect();
+        failure
+    }
+}
+
+impl Reports {
+    fn new(pipe: PipeReader) -> Self {
+        Self { pipe, pending: Vec::new() }
+    }
+
+    /// Reads the next report; `None` if the writer is gone.
+    fn next(&mut self) -> io::Result<Option<Report>> {
         loop {
             if let Some(end) = self.pending.iter().position(|byte| *byte == b'\n') {
                 let line: Vec<u8> = self.pending.drain(..=end).collect();
@@ -180,57 +235,27 @@ impl VmmProcess {
                 return Err(io::ErrorKind::InvalidData.into());
             }
             let mut buffer = [0; 4096];
-            match self.reports.read(&mut buffer)? {
+            match self.pipe.read(&mut buffer)? {
                 0 => return Ok(None),
                 count => self.pending.extend_from_slice(&buffer[..count]),
             }
         }
     }
+}
 
-    fn failure(&mut self, report: Option<Report>) -> Failure {
-        match report {
-            Some(Report::Failed { code, message, hint }) => {
-                self.with_console(Failure { code, hint, ..Failure::fault(message) })
-            }
-            Some(Report::Ended { reason, hint }) => {
-                self.with_console(Failure { hint, ..Failure::fault(reason) })
-            }
-            Some(Report::Ready) => Failure::fault("the guest no longer answers"),
-            None => self.crashed(),
-        }
-    }
-
-    /// Returns the failure for a process that ended without a report.
-    fn crashed(&mut self) -> Failure {
-        self.child.kill();
-        let how = match self.child.wait() {
-            Ok(Ended::Code(code)) => format!("with code {code}"),
-            Ok(Ended::Signal(signal)) => format!("by signal {signal}"),
-            Err(error) => format!("({error})"),
-        };
-        let said = log_file::tail(&self.dir.vmm_log(), 1);
-        let message = if said.is_empty() {
-            format!("the VMM process ended {how}")
-        } else {
-            format!("the VMM process ended {how}: {said}")
-        };
-        self.with_console(Failure::fault(message))
-    }
-
-    fn with_console(&self, mut failure: Failure) -> Failure {
-        let console = log_file::tail(&self.dir.console_log(), CONSOLE_LINES);
-        failure.context = console.lines().map(|line| format!("console: {line}")).collect();
-        failure
+impl AsFd for Reports {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.pipe.as_fd()
     }
 }
 
-/// The monitor process's end of the report pipe.
+/// The writing end of a pipe with reports.
 struct Reporter {
     pipe: PipeWriter,
 }
 
 impl Reporter {
-    /// Sends a report; a launcher that no longer reads is no error.
+    /// Sends a report; a reader that is gone is no error.
     fn tell(&mut self, report: &Report) {
         if let Ok(mut line) = serde_json::to_vec(report) {
             line.push(b'\n');

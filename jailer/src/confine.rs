@@ -1,0 +1,273 @@
+//! The confinement of the process that runs one VM: layer by layer, once all that it needs is open.
+//!
+//! The process is forked by [`fork`] into namespaces of its own, opens its files, and calls
+//! [`Confinement::enter`]. From then on its file system is a read-only root with two folders, it has
+//! no privilege that it could use or get back, and a fault in it reaches nothing else. Nothing of a
+//! confinement has a name on the host, so nothing of it can be left behind.
+//!
+//! | layer | with root | without |
+//! | --- | --- | --- |
+//! | pid, mount, ipc, uts, net and cgroup namespace | yes | in a user namespace |
+//! | root of its own, read-only, no `/proc`, `/sys`, `/dev` | yes | in a user namespace |
+//! | user and group of its own, no other groups | yes | no: it stays the caller |
+//! | no capabilities, none to be had again | yes | yes |
+//! | resource limits | yes | all but processes |
+//! | Landlock | where the kernel has it | where the kernel has it |
+
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    RulesetCreatedAttr, RulesetStatus, Scope,
+};
+
+use crate::error::JailError;
+use crate::sys::{self, Forked};
+
+/// The path of the VM's folder inside the confinement.
+pub const FOLDER: &str = "/vm";
+/// The path of the folder for nameless files inside the confinement.
+pub const SCRATCH: &str = "/scratch";
+/// Where descriptors are listed.
+const DESCRIPTORS: &str = "/proc/self/fd";
+
+/// What a process may use to confine itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Means {
+    /// The privileges of root, in a PID namespace of its own.
+    Root,
+    /// Those that a user has in a user namespace of its own, and a PID namespace.
+    UserNamespace,
+    /// No namespace could be made; this is the error number of the attempt.
+    NoNamespace(i32),
+}
+
+/// The side of [`fork`] that the caller is on.
+pub enum Side {
+    /// The process id of the child.
+    Parent(u32),
+    Child(Means),
+}
+
+/// Forks a child into a PID namespace of its own, and a user namespace where that takes one. Where
+/// neither can be had, the child is an ordinary one. This process must have a single thread.
+pub fn fork() -> Result<Side, JailError> {
+    let attempts = [(Means::Root, libc::CLONE_NEWPID), (Means::UserNamespace, USER_AND_PIDS)];
+    let (user, group) = sys::own_ids();
+    let mut refusal = 0;
+    for (means, namespaces) in attempts.into_iter().skip(usize::from(!sys::is_root())) {
+        match sys::fork_into(namespaces) {
+            Ok(Forked::Parent(pid)) => return Ok(Side::Parent(pid)),
+            Ok(Forked::Child) => {
+                if means == Means::UserNamespace {
+                    // An error must not lead the child into its parent's code.
+                    if let Err(error) = sys::map_own_user(user, group) {
+                        eprintln!("cannot map the user into its namespace: {error}");
+                        sys::end(1)
+                    }
+                }
+                return Ok(Side::Child(means));
+            }
+            Err(error) => refusal = error.raw_os_error().unwrap_or_default(),
+        }
+    }
+    match sys::fork_into(0).map_err(JailError::io("cannot fork"))? {
+        Forked::Parent(pid) => Ok(Side::Parent(pid)),
+        Forked::Child => Ok(Side::Child(Means::NoNamespace(refusal))),
+    }
+}
+
+const USER_AND_PIDS: i32 = libc::CLONE_NEWUSER | libc::CLONE_NEWPID;
+const OTHER_NAMESPACES: i32 = libc::CLONE_NEWNS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWNET
+    | libc::CLONE_NEWCGROUP;
+
+/// The limits of a process on the host's resources.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    pub open_files: u64,
+    /// The largest file, memory files included.
+    pub file_bytes: u64,
+    /// Processes and threads of its user.
+    pub processes: u64,
+    pub locked_bytes: u64,
+    pub address_space_bytes: u64,
+}
+
+/// The confinement that a process is to enter.
+#[derive(Clone, Debug)]
+pub struct Confinement {
+    /// The one folder that the process may make files in; [`FOLDER`] from then on. It must belong to
+    /// `user` where that is used.
+    pub folder: PathBuf,
+    /// Where the process may make files without a name; [`SCRATCH`] from then on.
+    pub scratch: PathBuf,
+    /// The user and the group that the process becomes if it has root's privileges. Never 0.
+    pub user: u32,
+    pub limits: Limits,
+}
+
+/// A layer that this host does not allow, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MissingLayer {
+    pub layer: &'static str,
+    pub why: String,
+}
+
+impl Confinement {
+    /// Makes the confinement this process's own, for good. Returns the layers that cannot be had
+    /// with these means; a layer that should be there and cannot be made is an error, after which
+    /// the process must end. The process must have a single thread and no folder open.
+    pub fn enter(&self, means: Means) -> Result<Vec<MissingLayer>, JailError> {
+        let mut missing = Vec::new();
+        refuse_open_folders()?;
+        match means {
+            Means::Root | Means::UserNamespace => {
+                sys::unshare(OTHER_NAMESPACES).map_err(JailError::io("cannot make namespaces"))?;
+                self.enter_root()?;
+            }
+            Means::NoNamespace(errno) => {
+                let why = io::Error::from_raw_os_error(errno).to_string();
+                missing.push(MissingLayer { layer: "namespaces", why });
+            }
+        }
+        self.limit(means)?;
+        self.drop_privileges(means, &mut missing)?;
+        self.restrict_files(means, &mut missing)?;
+        sys::forget_environment();
+        Ok(missing)
+    }
+
+    /// Makes an empty file system the root, with nothing but the two folders mounted in it.
+    fn enter_root(&self) -> Result<(), JailError> {
+        let step = |act: &'static str| {
+            let folder = self.folder.display().to_string();
+            move |error| JailError::new(format!("{folder}: cannot {act}"), error)
+        };
+        sys::make_mounts_private().map_err(step("leave the mounts of the host"))?;
+        let folder = sys::clone_mount(&self.folder).map_err(step("clone its mount"))?;
+        let scratch = sys::clone_mount(&self.scratch).map_err(|error| {
+            JailError::new(format!("{}: cannot clone its mount", self.scratch.display()), error)
+        })?;
+        sys::mount_empty(&self.folder).map_err(step("mount the new root there"))?;
+        self.mount_inside(FOLDER, &folder).map_err(step("mount it in the new root"))?;
+        self.mount_inside(SCRATCH, &scratch).map_err(step("mount the scratch folder"))?;
+        sys::restrict_mount(&self.folder, true).map_err(step("make the new root read-only"))?;
+        sys::change_root(&self.folder).map_err(step("make it the root"))
+    }
+
+    fn mount_inside(&self, name: &str, mount: &OwnedFd) -> io::Result<()> {
+        let place = self.folder.join(name.trim_start_matches('/'));
+        fs::create_dir(&place)?;
+        sys::attach_mount(mount.as_fd(), &place)?;
+        sys::restrict_mount(&place, false)
+    }
+
+    fn limit(&self, means: Means) -> Result<(), JailError> {
+        let Limits { open_files, file_bytes, processes, locked_bytes, address_space_bytes } =
+            self.limits;
+        let mut limits = vec![
+            (libc::RLIMIT_NOFILE, open_files),
+            (libc::RLIMIT_FSIZE, file_bytes),
+            (libc::RLIMIT_MEMLOCK, locked_bytes),
+            (libc::RLIMIT_AS, address_space_bytes),
+            (libc::RLIMIT_CORE, 0),
+        ];
+        if means == Means::Root {
+            // Another user's processes would count too if the process kept its user.
+            limits.push((libc::RLIMIT_NPROC, processes));
+        }
+        for (resource, most) in limits {
+            sys::lower_limit(resource, most)
+                .map_err(|error| JailError::new(format!("cannot set limit {resource}"), error))?;
+        }
+        Ok(())
+    }
+
+    fn drop_privileges(
+        &self,
+        means: Means,
+        missing: &mut Vec<MissingLayer>,
+    ) -> Result<(), JailError> {
+        let failed = JailError::io("cannot drop the privileges");
+        let drop = || {
+            sys::clear_bounding_set()?;
+            if means == Means::Root {
+                sys::become_user(self.user, self.user)?;
+            }
+            sys::clear_capabilities()?;
+            sys::forbid_new_privileges()
+        };
+        if means != Means::Root {
+            let why = "it takes root".to_owned();
+            missing.push(MissingLayer { layer: "user of its own", why });
+        }
+        drop().map_err(failed)
+    }
+
+    /// Allows no path but the two folders, and no network, to this process and its children.
+    fn restrict_files(
+        &self,
+        means: Means,
+        missing: &mut Vec<MissingLayer>,
+    ) -> Result<(), JailError> {
+        let own_root = !matches!(means, Means::NoNamespace(_));
+        let folder = if own_root { Path::new(FOLDER) } else { &self.folder };
+        let scratch = if own_root { Path::new(SCRATCH) } else { &self.scratch };
+        let abi = ABI::V6;
+        let in_folder: BitFlags<AccessFs> = AccessFs::ReadFile
+            | AccessFs::WriteFile
+            | AccessFs::Truncate
+            | AccessFs::ReadDir
+            | AccessFs::RemoveFile
+            | AccessFs::MakeReg
+            | AccessFs::MakeSock;
+        let in_scratch = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
+        let restrict = || -> Result<_, Box<dyn std::error::Error>> {
+            let rules = Ruleset::default()
+                .handle_access(AccessFs::from_all(abi))?
+                .handle_access(AccessNet::from_all(abi))?
+                .scope(Scope::from_all(abi))?
+                .create()?
+                .add_rule(PathBeneath::new(PathFd::new(folder)?, in_folder))?
+                .add_rule(PathBeneath::new(PathFd::new(scratch)?, in_scratch))?;
+            Ok(rules.restrict_self()?)
+        };
+        let status = restrict().map_err(|error| {
+            JailError::plain(format!("cannot restrict access to files by Landlock: {error}"))
+        })?;
+        if status.ruleset == RulesetStatus::NotEnforced {
+            let why = "this kernel has it not, or not in use".to_owned();
+            missing.push(MissingLayer { layer: "Landlock", why });
+        }
+        Ok(())
+    }
+}
+
+/// Refuses to go on with a folder open: it would be a way out of the new root.
+fn refuse_open_folders() -> Result<(), JailError> {
+    let look = || -> io::Result<Option<PathBuf>> {
+        for entry in fs::read_dir(DESCRIPTORS)? {
+            let link = entry?.path();
+            let is_folder = fs::metadata(&link).is_ok_and(|facts| facts.is_dir());
+            let target = fs::read_link(&link)?;
+            // The list that is being read is a folder too, of which `/proc` names the process.
+            if is_folder && !target.starts_with("/proc") {
+                return Ok(Some(target));
+            }
+        }
+        Ok(None)
+    };
+    match look().map_err(JailError::io("cannot list what is open"))? {
+        Some(folder) => {
+            let what = format!("{}: is still open, a way out of the jail", folder.display());
+            Err(JailError::plain(what))
+        }
+        None => Ok(()),
+    }
+}

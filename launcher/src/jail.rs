@@ -1,0 +1,111 @@
+//! The jail around a monitor process: the flags that concern it, and how it is sized for a VM.
+//!
+//! `pvmm_jailer::confine` has the layers; here is the launcher's choice of user, folders and
+//! limits.
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use pvmm_jailer::confine::{Confinement, Limits};
+
+use crate::args::{self, UidRange};
+use crate::exit::Failure;
+use crate::output;
+use crate::sys::process;
+
+/// The users of monitor processes: a range that no distribution and no tool assigns.
+pub const DEFAULT_USERS: &str = "1900000000-1900065535";
+
+/// The most open files: connections through vsock and ports take one or two each.
+const OPEN_FILES: u64 = 8192;
+/// Threads beside those of the vCPUs.
+const OTHER_THREADS: u64 = 256;
+const LOCKED_BYTES: u64 = 8 << 20;
+/// Address space beside guest memory, which may be mapped twice for a moment.
+const OTHER_ADDRESS_SPACE: u64 = 16 << 30;
+/// The largest file beside guest memory: a disk of a VM, or a layer of it.
+const DISK_BYTES: u64 = 64 << 40;
+
+/// The flags of commands that start VMs.
+#[derive(Clone, Debug, Args)]
+pub struct JailFlags {
+    /// Run the process of the VM without a jail: a fault in it can then reach all that you can
+    #[arg(long)]
+    pub no_jail: bool,
+    /// With root: the users of which each VM gets one for its own
+    #[arg(long, value_name = "FIRST-LAST", value_parser = args::uid_range, default_value = DEFAULT_USERS,
+          env = "PVMM_UID_RANGE", hide_env_values = true)]
+    pub uid_range: UidRange,
+}
+
+impl JailFlags {
+    /// Returns the users that VMs get, if they get any.
+    pub fn users(&self) -> Option<&UidRange> {
+        (!self.no_jail && process::effective_uid() == 0).then_some(&self.uid_range)
+    }
+
+    /// Says aloud that there is no jail, if that was asked for.
+    pub fn warn(&self, quiet: bool) {
+        if self.no_jail {
+            output::remark(quiet, "warning: no jail around the process of this VM (--no-jail)");
+        }
+    }
+}
+
+/// Prints the layers that this host does not allow, in one line.
+pub fn show_missing(missing: &[String], quiet: bool) {
+    if !missing.is_empty() {
+        output::remark(quiet, &format!("note: the jail lacks: {}", missing.join(", ")));
+    }
+}
+
+/// Describes the confinement of a VM's process.
+pub fn around(
+    folder: &Path,
+    scratch: &Path,
+    user: Option<u32>,
+    cpus: u32,
+    memory_mib: u64,
+) -> Result<Confinement, Failure> {
+    let memory = memory_mib << 20;
+    Ok(Confinement {
+        folder: folder.to_owned(),
+        scratch: shared_scratch(scratch, user.is_some()).map_err(|error| {
+            Failure::fault(format!("cannot make a folder in {}: {error}", scratch.display()))
+        })?,
+        user: user.unwrap_or_default(),
+        limits: Limits {
+            open_files: OPEN_FILES,
+            file_bytes: memory.max(DISK_BYTES),
+            processes: u64::from(cpus) + OTHER_THREADS,
+            locked_bytes: LOCKED_BYTES,
+            address_space_bytes: 4 * memory + OTHER_ADDRESS_SPACE,
+        },
+    })
+}
+
+/// Returns the folder for nameless files that a VM's process can make files in: for one with a user
+/// of its own, a folder in `dir` where everybody may make files and nobody may list them.
+fn shared_scratch(dir: &Path, other_user: bool) -> io::Result<PathBuf> {
+    const OPEN_TO_ALL: u32 = 0o1733;
+    let mode = fs::metadata(dir)?.mode();
+    if !other_user || mode & 0o1003 == 0o1003 {
+        return Ok(dir.to_owned());
+    }
+    let shared = dir.join("scratch");
+    match DirBuilder::new().mode(0o700).create(&shared) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let facts = fs::symlink_metadata(&shared)?;
+    if !facts.is_dir() || facts.uid() != process::effective_uid() {
+        return Err(io::Error::other("'scratch' in it is not a folder of yours"));
+    }
+    if facts.mode() & 0o7777 != OPEN_TO_ALL {
+        fs::set_permissions(&shared, Permissions::from_mode(OPEN_TO_ALL))?;
+    }
+    Ok(shared)
+}

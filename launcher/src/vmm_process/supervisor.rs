@@ -1,0 +1,238 @@
+//! The supervisor of one VM: the small process that starts its monitor process and outlives it.
+//!
+//! The monitor process is in a jail and is not trusted: it reports through a pipe, and this process
+//! writes what other commands read, ends the VM when its launcher is gone before the VM was handed
+//! over, and removes what is left. If this process is killed, the kernel ends the monitor process.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, PipeReader, PipeWriter, Read};
+use std::os::fd::AsFd;
+use std::os::unix::fs::OpenOptionsExt;
+
+use pvmm_jailer::confine::{self, Means};
+
+use super::{Mode, Plan, Report, Reporter, Reports, child};
+use crate::exit::{FAULT, Failure};
+use crate::jail;
+use crate::log_file;
+use crate::scratch;
+use crate::sys::process::{self, Child, Ended, Side};
+use crate::sys::{poll, signals};
+use crate::vm_dir::{Claim, Ending, Record, VmDir, now};
+
+/// The byte that a launcher sends when the VM is to live on without it.
+pub const KEEP: u8 = b'k';
+
+/// Runs the supervisor. Never returns: the launcher's own exit path must not run twice.
+pub fn run(plan: Plan, claim: &Claim, launcher: PipeWriter, lifeline: PipeReader) -> ! {
+    let mut launcher = Reporter { pipe: launcher };
+    let ephemeral = matches!(plan.mode, Mode::Foreground);
+    let record = plan.record.clone();
+    match start(plan, claim.dir()) {
+        Ok(Started::Supervisor { monitor, reports, held }) => {
+            let mut supervisor = Supervisor {
+                monitor,
+                _held: held,
+                reports,
+                record,
+                dir: claim.dir().clone(),
+                launcher,
+                lifeline: Some(lifeline),
+                kept: false,
+                last: None,
+            };
+            supervisor.watch();
+            supervisor.clean_up(claim, ephemeral);
+        }
+        Ok(Started::Monitor(start)) => {
+            drop((launcher, lifeline));
+            child::run(*start)
+        }
+        Err(failure) => launcher.failed(failure),
+    }
+    process::leave_now(0)
+}
+
+/// The process that [`start`] returns in.
+enum Started {
+    Supervisor { monitor: Child, reports: Reports, held: PipeWriter },
+    Monitor(Box<child::Begin>),
+}
+
+/// Detaches this process from its launcher and forks the monitor process.
+fn start(plan: Plan, dir: &VmDir) -> Result<Started, Failure> {
+    let failed =
+        |error: io::Error| Failure::fault(format!("cannot set the supervisor up: {error}"));
+    detach(dir).map_err(failed)?;
+    // Quiet: the launcher has already warned if the scratch folder is in memory.
+    let scratch = scratch::place(true)?;
+    let run_dir = dir.run();
+    if let Some(path) = plan.copy.vsock() {
+        dir.show_vsock_at(path)?;
+    }
+    let Record { user, cpus, memory_mib, .. } = plan.record;
+    let confinement = plan
+        .jailed
+        .then(|| jail::around(run_dir.path(), &scratch.dir, user, cpus, memory_mib))
+        .transpose()?;
+    let (reports, reporter) = io::pipe().map_err(failed)?;
+    let (supervisor, held) = io::pipe().map_err(failed)?;
+    let (side, means) = fork(confinement.is_some())?;
+    match side {
+        Side::Parent(monitor) => {
+            Ok(Started::Supervisor { monitor, reports: Reports::new(reports), held })
+        }
+        Side::Child => {
+            drop((reports, held));
+            let jail = confinement.map(|confinement| (confinement, means));
+            let reporter = Reporter { pipe: reporter };
+            let begin = child::Begin { plan, run_dir, scratch, jail, reporter, supervisor };
+            Ok(Started::Monitor(Box::new(begin)))
+        }
+    }
+}
+
+/// Forks the monitor process, into namespaces of its own if it is to be in a jail.
+fn fork(jailed: bool) -> Result<(Side, Means), Failure> {
+    let failed =
+        |error: &dyn std::error::Error| Failure::fault(format!("cannot start the VMM: {error}"));
+    if !jailed {
+        let side = process::fork().map_err(|error| failed(&error))?;
+        return Ok((side, Means::NoNamespace(0)));
+    }
+    Ok(match confine::fork().map_err(|error| failed(&error))? {
+        confine::Side::Parent(pid) => (Side::Parent(Child::of(pid)), Means::NoNamespace(0)),
+        confine::Side::Child(means) => (Side::Child, means),
+    })
+}
+
+/// Leaves the launcher's session, files and folder.
+fn detach(dir: &VmDir) -> io::Result<()> {
+    process::own_session()?;
+    process::set_name(c"pvmm-supervisor");
+    let null = File::open("/dev/null")?;
+    let mut options = OpenOptions::new();
+    options.create(true).append(true).mode(0o600);
+    let log = options.open(dir.vmm_log())?;
+    process::redirect_stdio(&null, &log)?;
+    process::close_inherited()?;
+    std::env::set_current_dir("/")?;
+    crate::logger::start();
+    signals::release_all();
+    Ok(())
+}
+
+/// The VM as its supervisor sees it.
+struct Supervisor {
+    monitor: Child,
+    /// Closed when this process ends; the monitor process has the other end.
+    _held: PipeWriter,
+    reports: Reports,
+    record: Record,
+    dir: VmDir,
+    launcher: Reporter,
+    /// Readable when the launcher is gone or hands the VM over.
+    lifeline: Option<PipeReader>,
+    /// The VM lives on without its launcher.
+    kept: bool,
+    /// The report of the VM's end.
+    last: Option<Report>,
+}
+
+impl Supervisor {
+    /// Passes reports on until the monitor process has ended, or until the launcher is gone.
+    fn watch(&mut self) {
+        self.record.pid = Some(self.monitor.pid());
+        // Without the record only `pvmm kill` cannot find the process, and reports that.
+        let _ = self.dir.write_record(&self.record);
+        loop {
+            let sources = [Some(self.reports.as_fd()), self.lifeline.as_ref().map(AsFd::as_fd)];
+            let Ok([reported, launcher]) = poll::readable_of(sources, None) else { break };
+            if reported {
+                match self.reports.next() {
+                    Ok(Some(report)) => self.take(report),
+                    Ok(None) | Err(_) => break,
+                }
+            }
+            if launcher && self.launcher_is_gone() {
+                break;
+            }
+        }
+        self.monitor.kill();
+    }
+
+    fn launcher_is_gone(&mut self) -> bool {
+        let mut byte = [0];
+        match self.lifeline.take().map(|mut lifeline| lifeline.read(&mut byte)) {
+            Some(Ok(1)) if byte[0] == KEEP => {
+                self.kept = true;
+                false
+            }
+            _ => true,
+        }
+    }
+
+    /// Takes a report of the monitor process, which may say anything.
+    fn take(&mut self, report: Report) {
+        match &report {
+            Report::Ready { taps, .. } => {
+                self.record.ready = true;
+                self.record.taps.clone_from(taps);
+            }
+            Report::Paused(paused) => self.record.paused = *paused,
+            Report::Failed { .. } | Report::Ended { .. } => self.last = Some(report.clone()),
+        }
+        if matches!(report, Report::Ready { .. } | Report::Paused(_))
+            && let Err(error) = self.dir.write_record(&self.record)
+        {
+            log::warn!("{error}");
+        }
+        if !matches!(report, Report::Paused(_)) {
+            self.launcher.tell(&report);
+        }
+    }
+
+    /// Waits for the end of the monitor process and leaves only what other commands need.
+    fn clean_up(mut self, claim: &Claim, ephemeral: bool) {
+        let ended = self.monitor.wait();
+        if self.last.is_none() {
+            let message = self.crash(ended);
+            self.launcher.tell(&Report::Failed { code: FAULT, message, hint: None });
+        }
+        self.dir.remove_sockets();
+        if !self.kept && self.lifeline.is_none() {
+            // The launcher is gone; the next command sweeps what cannot be removed.
+            let _ = self.dir.remove();
+            claim.base().leave();
+            return;
+        }
+        let ending = match self.last {
+            Some(Report::Ended { exit_code, reason, .. }) => {
+                Ending { exit_code, reason, at: now() }
+            }
+            Some(Report::Failed { message: reason, .. }) => {
+                Ending { exit_code: None, reason, at: now() }
+            }
+            // A VM without an ending is shown as dead, which it is.
+            _ => return,
+        };
+        if !ephemeral {
+            let _ = self.dir.write_ending(&ending);
+        }
+    }
+
+    /// Describes the end of a process that reported none.
+    fn crash(&self, ended: io::Result<Ended>) -> String {
+        let how = match ended {
+            Ok(Ended::Code(code)) => format!("with code {code}"),
+            Ok(Ended::Signal(signal)) => format!("by signal {signal}"),
+            Err(error) => format!("({error})"),
+        };
+        let said = log_file::tail(&self.dir.vmm_log(), 1);
+        if said.is_empty() {
+            format!("the VMM process ended {how}")
+        } else {
+            format!("the VMM process ended {how}: {said}")
+        }
+    }
+}
