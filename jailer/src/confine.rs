@@ -16,7 +16,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use landlock::{
@@ -31,6 +31,8 @@ use crate::sys::{self, Forked};
 pub const FOLDER: &str = "/vm";
 /// The path of the folder for nameless files inside the confinement.
 pub const SCRATCH: &str = "/scratch";
+/// The path of the folder with sockets of others inside the confinement.
+pub const SOCKETS: &str = "/sockets";
 /// Where descriptors are listed.
 const DESCRIPTORS: &str = "/proc/self/fd";
 
@@ -53,18 +55,19 @@ pub enum Side {
 }
 
 /// Forks a child into a PID namespace of its own, and a user namespace where that takes one. Where
-/// neither can be had, the child is an ordinary one. This process must have a single thread.
-pub fn fork() -> Result<Side, JailError> {
+/// neither can be had, the child is an ordinary one. With a `group` the child begins in that control
+/// group. This process must have a single thread.
+pub fn fork(group: Option<BorrowedFd<'_>>) -> Result<Side, JailError> {
     let attempts = [(Means::Root, libc::CLONE_NEWPID), (Means::UserNamespace, USER_AND_PIDS)];
-    let (user, group) = sys::own_ids();
+    let (user, primary_group) = sys::own_ids();
     let mut refusal = 0;
     for (means, namespaces) in attempts.into_iter().skip(usize::from(!sys::is_root())) {
-        match sys::fork_into(namespaces) {
+        match sys::fork_into(namespaces, group) {
             Ok(Forked::Parent(pid)) => return Ok(Side::Parent(pid)),
             Ok(Forked::Child) => {
                 if means == Means::UserNamespace {
                     // An error must not lead the child into its parent's code.
-                    if let Err(error) = sys::map_own_user(user, group) {
+                    if let Err(error) = sys::map_own_user(user, primary_group) {
                         eprintln!("cannot map the user into its namespace: {error}");
                         sys::end(1)
                     }
@@ -74,7 +77,7 @@ pub fn fork() -> Result<Side, JailError> {
             Err(error) => refusal = error.raw_os_error().unwrap_or_default(),
         }
     }
-    match sys::fork_into(0).map_err(JailError::io("cannot fork"))? {
+    match sys::fork_into(0, group).map_err(JailError::io("cannot fork"))? {
         Forked::Parent(pid) => Ok(Side::Parent(pid)),
         Forked::Child => Ok(Side::Child(Means::NoNamespace(refusal))),
     }
@@ -107,6 +110,9 @@ pub struct Confinement {
     pub folder: PathBuf,
     /// Where the process may make files without a name; [`SCRATCH`] from then on.
     pub scratch: PathBuf,
+    /// A folder whose sockets the process may connect to, as far as its user may; [`SOCKETS`] from
+    /// then on.
+    pub sockets: Option<PathBuf>,
     /// The user and the group that the process becomes if it has root's privileges. Never 0.
     pub user: u32,
     pub limits: Limits,
@@ -151,21 +157,27 @@ impl Confinement {
         };
         sys::make_mounts_private().map_err(step("leave the mounts of the host"))?;
         let folder = sys::clone_mount(&self.folder).map_err(step("clone its mount"))?;
-        let scratch = sys::clone_mount(&self.scratch).map_err(|error| {
-            JailError::new(format!("{}: cannot clone its mount", self.scratch.display()), error)
-        })?;
+        let clone = |folder: &PathBuf| {
+            let act = || format!("{}: cannot clone its mount", folder.display());
+            sys::clone_mount(folder).map_err(|error| JailError::new(act(), error))
+        };
+        let scratch = clone(&self.scratch)?;
+        let sockets = self.sockets.as_ref().map(clone).transpose()?;
         sys::mount_empty(&self.folder).map_err(step("mount the new root there"))?;
-        self.mount_inside(FOLDER, &folder).map_err(step("mount it in the new root"))?;
-        self.mount_inside(SCRATCH, &scratch).map_err(step("mount the scratch folder"))?;
+        self.mount_inside(FOLDER, &folder, false).map_err(step("mount it in the new root"))?;
+        self.mount_inside(SCRATCH, &scratch, false).map_err(step("mount the scratch folder"))?;
+        if let Some(sockets) = &sockets {
+            self.mount_inside(SOCKETS, sockets, true).map_err(step("mount the sockets"))?;
+        }
         sys::restrict_mount(&self.folder, true).map_err(step("make the new root read-only"))?;
         sys::change_root(&self.folder).map_err(step("make it the root"))
     }
 
-    fn mount_inside(&self, name: &str, mount: &OwnedFd) -> io::Result<()> {
+    fn mount_inside(&self, name: &str, mount: &OwnedFd, read_only: bool) -> io::Result<()> {
         let place = self.folder.join(name.trim_start_matches('/'));
         fs::create_dir(&place)?;
         sys::attach_mount(mount.as_fd(), &place)?;
-        sys::restrict_mount(&place, false)
+        sys::restrict_mount(&place, read_only)
     }
 
     fn limit(&self, means: Means) -> Result<(), JailError> {

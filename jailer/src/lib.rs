@@ -10,6 +10,7 @@
 //! | `jail.rs` | the root folder: its layout, the copied program, the device nodes |
 //! | `cgroup.rs` | control groups, of version 1 or 2 |
 //! | `confine.rs` | the layers around a monitor process that `pvmm` itself starts |
+//! | `group.rs` | the control group of such a process |
 //! | `process.rs` | this process: limits, session, PID namespace, user, exec of the program |
 //! | `sys.rs` | the system calls |
 //!
@@ -22,6 +23,7 @@ pub mod arguments;
 mod cgroup;
 pub mod confine;
 mod error;
+pub mod group;
 mod jail;
 mod process;
 mod sys;

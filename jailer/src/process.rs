@@ -74,7 +74,7 @@ pub fn become_program(
     }
     // A session ends with its leader, and this process exits at once.
     let leads = options.daemonize || !sys::leads_session();
-    match sys::fork_into(libc::CLONE_NEWPID)
+    match sys::fork_into(libc::CLONE_NEWPID, None)
         .map_err(JailError::io("cannot make a process namespace"))?
     {
         Forked::Parent(pid) => write_pid(&program, pid),

@@ -10,6 +10,9 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr;
 
+/// The flag of clone3(2); the constant of the `libc` crate has too few bits.
+const CLONE_INTO_CGROUP: u64 = 1 << 33;
+
 /// The side of a fork that the caller is on.
 pub enum Forked {
     Parent(u32),
@@ -187,12 +190,40 @@ pub fn is_root() -> bool {
     unsafe { libc::geteuid() == 0 }
 }
 
-/// Forks a child into new namespaces. This process must have a single thread.
-pub fn fork_into(namespaces: i32) -> io::Result<Forked> {
-    let flags = (namespaces | libc::SIGCHLD) as libc::c_ulong;
+/// Forks a child into new namespaces and, if one is given, into a control group of version 2. This
+/// process must have a single thread.
+pub fn fork_into(namespaces: i32, group: Option<BorrowedFd<'_>>) -> io::Result<Forked> {
+    // SAFETY: all zero is a valid value of this struct of numbers.
+    let mut how: libc::clone_args = unsafe { mem::zeroed() };
+    how.flags = namespaces as u64;
+    how.exit_signal = libc::SIGCHLD as u64;
+    if let Some(group) = group {
+        how.flags |= CLONE_INTO_CGROUP;
+        how.cgroup = group.as_raw_fd() as u64;
+    }
+    let size = mem::size_of::<libc::clone_args>();
     // SAFETY: as a fork of a process with one thread: the child goes on with a copy of this stack
-    // and of all locks, none of which another thread holds.
-    forked(unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, 0usize, 0usize, 0usize) })
+    // and of all locks, none of which another thread holds. The struct lives across the call.
+    match forked(unsafe { libc::syscall(libc::SYS_clone3, &raw const how, size) }) {
+        // A filter around a container may not know the call, and then a group cannot be had.
+        Err(error) if group.is_none() && error.raw_os_error() == Some(libc::ENOSYS) => {
+            let flags = (namespaces | libc::SIGCHLD) as libc::c_ulong;
+            // SAFETY: as above.
+            forked(unsafe { libc::syscall(libc::SYS_clone, flags, 0usize, 0usize, 0usize, 0usize) })
+        }
+        forked => forked,
+    }
+}
+
+/// Returns whether a folder is in a hierarchy of control groups of version 2.
+pub fn is_cgroup2(folder: &File) -> io::Result<bool> {
+    // SAFETY: all zero is a valid value, which the kernel fills; it lives across the call.
+    let facts = unsafe {
+        let mut facts: libc::statfs = mem::zeroed();
+        check(libc::fstatfs(folder.as_raw_fd(), &mut facts).into())?;
+        facts
+    };
+    Ok(facts.f_type == libc::CGROUP2_SUPER_MAGIC)
 }
 
 /// Returns the real user and group of this process.

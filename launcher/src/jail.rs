@@ -10,11 +10,13 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use pvmm_jailer::confine::{Confinement, Limits};
+use pvmm_jailer::group::{Group, GroupLimits};
 
 use crate::args::{self, UidRange};
 use crate::exit::Failure;
 use crate::output;
 use crate::sys::process;
+use crate::vm_dir::Record;
 
 /// The users of monitor processes: a range that no distribution and no tool assigns.
 pub const DEFAULT_USERS: &str = "1900000000-1900065535";
@@ -26,6 +28,9 @@ const OTHER_THREADS: u64 = 256;
 const LOCKED_BYTES: u64 = 8 << 20;
 /// Address space beside guest memory, which may be mapped twice for a moment.
 const OTHER_ADDRESS_SPACE: u64 = 16 << 30;
+/// Memory of the host beside twice the guest's: a checkpoint or a fork keeps the old state beside
+/// the new one.
+const OTHER_MEMORY: u64 = 256 << 20;
 /// The largest file beside guest memory: a disk of a VM, or a layer of it.
 const DISK_BYTES: u64 = 64 << 40;
 
@@ -62,20 +67,21 @@ pub fn show_missing(missing: &[String], quiet: bool) {
     }
 }
 
-/// Describes the confinement of a VM's process.
+/// Describes the confinement of a VM's process. The guest connects to sockets beside `vsock`.
 pub fn around(
     folder: &Path,
     scratch: &Path,
-    user: Option<u32>,
-    cpus: u32,
-    memory_mib: u64,
+    vsock: Option<&Path>,
+    record: &Record,
 ) -> Result<Confinement, Failure> {
+    let Record { user, cpus, memory_mib, .. } = *record;
     let memory = memory_mib << 20;
     Ok(Confinement {
         folder: folder.to_owned(),
         scratch: shared_scratch(scratch, user.is_some()).map_err(|error| {
             Failure::fault(format!("cannot make a folder in {}: {error}", scratch.display()))
         })?,
+        sockets: vsock.and_then(Path::parent).map(Path::to_owned),
         user: user.unwrap_or_default(),
         limits: Limits {
             open_files: OPEN_FILES,
@@ -85,6 +91,15 @@ pub fn around(
             address_space_bytes: 4 * memory + OTHER_ADDRESS_SPACE,
         },
     })
+}
+
+/// Makes the control group of a VM.
+pub fn group(record: &Record) -> io::Result<Group> {
+    let limits = GroupLimits {
+        memory_bytes: 2 * (record.memory_mib << 20) + OTHER_MEMORY,
+        processes: u64::from(record.cpus) + OTHER_THREADS,
+    };
+    Group::create(&record.id, limits)
 }
 
 /// Returns the folder for nameless files that a VM's process can make files in: for one with a user

@@ -70,7 +70,7 @@ fn copies_match(mib: u64, disk: &str) {
     let listed = user.pvmm(["ps", "--json"]);
     let listed: serde_json::Value = serde_json::from_slice(&listed.stdout).unwrap();
     let pid = listed[0]["pid"].as_i64().unwrap();
-    let socket = user.runtime().join(&vm).join("vsock.sock");
+    let socket = user.runtime().join(&vm).join("run/vsock.sock");
     let agent = Agent::connect(&socket, Instant::now() + PATIENCE).unwrap();
     // The first copy makes everything that is made only once.
     copy(&agent, 8, &mut || {});

@@ -26,7 +26,7 @@ fn streaming(user: &User, vm: &str) -> Child {
 /// Starts to write an endless file into the guest. The thread returns the error that ends the
 /// writing.
 fn writing(user: &User, vm: &str) -> JoinHandle<io::Error> {
-    let socket = user.runtime().join(vm).join("vsock.sock");
+    let socket = user.runtime().join(vm).join("run/vsock.sock");
     let agent = Agent::connect(&socket, Instant::now() + SOON).unwrap();
     let options = WriteOptions { in_place: true, ..WriteOptions::default() };
     let mut writer = agent.open_write("/dev/null", &options).unwrap();

@@ -166,18 +166,21 @@ pub struct Vsock {
     /// The socket's file stays when the machine ends, for callers that want to remove it
     /// themselves.
     pub keep_socket: bool,
+    /// The guest's own connections go to `<dial_path>_<port>` instead, for a process that sees the
+    /// sockets of others at another path than its own.
+    pub dial_path: Option<PathBuf>,
 }
 
 impl Vsock {
     /// A socket whose file goes with the machine.
     pub fn new(guest_cid: u32, uds_path: impl Into<PathBuf>) -> Self {
-        Self { guest_cid, uds_path: uds_path.into(), keep_socket: false }
+        Self { guest_cid, uds_path: uds_path.into(), keep_socket: false, dial_path: None }
     }
 }
 
 impl From<Vsock> for VsockConfig {
-    fn from(Vsock { guest_cid, uds_path, keep_socket }: Vsock) -> Self {
-        Self { guest_cid: guest_cid.into(), uds_path, keep_socket }
+    fn from(Vsock { guest_cid, uds_path, keep_socket, dial_path }: Vsock) -> Self {
+        Self { guest_cid: guest_cid.into(), uds_path, keep_socket, dial_path }
     }
 }
 

@@ -207,7 +207,7 @@ fn supply(
         DeviceState::Vsock(VsockStateV1 { guest_cid, .. }) => {
             let same = || {
                 let uds_path = template.vsock_path.clone().unwrap_or_default();
-                VsockConfig { guest_cid: *guest_cid, uds_path, keep_socket: false }
+                VsockConfig { guest_cid: *guest_cid, uds_path, keep_socket: false, dial_path: None }
             };
             let config = overrides.vsock.take().map_or_else(same, VsockConfig::from);
             Some(DeviceConfig::Vsock(config))

@@ -35,6 +35,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pvmm_jailer::confine;
+use pvmm_jailer::group::Group;
 
 use crate::exit::Failure;
 use crate::sys::lock;
@@ -236,6 +237,10 @@ impl VmDir {
     /// Removes the directory; succeeds if it is already gone.
     pub fn remove(&self) -> Result<(), VmDirError> {
         self.remove_shown_vsock();
+        if let Some(group) = self.path.file_name().and_then(|id| Group::named(id.to_str()?)) {
+            // There is one only if the supervisor was killed.
+            group.remove();
+        }
         match fs::remove_dir_all(&self.path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 Err(at("remove", &self.path)(error))

@@ -6,6 +6,7 @@
 
 use std::io::{self, PipeReader};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
@@ -56,6 +57,8 @@ pub struct Begin {
     pub scratch: Place,
     /// The jail to enter, and the means for it.
     pub jail: Option<(Confinement, Means)>,
+    /// Layers that are known to be missing.
+    pub missing: Vec<String>,
     pub reporter: Reporter,
     /// The other end is closed when the supervisor ends.
     pub supervisor: PipeReader,
@@ -63,9 +66,9 @@ pub struct Begin {
 
 /// Runs the monitor process. Never returns: its parent's exit path must not run twice.
 pub fn run(begin: Begin) -> ! {
-    let Begin { plan, run_dir, scratch, jail, mut reporter, supervisor } = begin;
+    let Begin { plan, run_dir, scratch, jail, missing, mut reporter, supervisor } = begin;
     let watched = set_up_process(&supervisor).and_then(|signals| {
-        let place = Surroundings { run_dir, scratch, jail, supervisor };
+        let place = Surroundings { run_dir, scratch, jail, missing, supervisor, own_root: false };
         watch(plan, place, &signals, &mut reporter)
     });
     finish(watched.unwrap_or_else(End::Failed), &mut reporter);
@@ -85,10 +88,21 @@ struct Surroundings {
     run_dir: RunDir,
     scratch: Place,
     jail: Option<(Confinement, Means)>,
+    missing: Vec<String>,
     supervisor: PipeReader,
+    /// The process has a root of its own, with other paths.
+    own_root: bool,
 }
 
 impl Surroundings {
+    /// Returns the path at which the process sees the sockets beside `vsock`.
+    fn seen(&self, vsock: &Path) -> PathBuf {
+        match vsock.file_name() {
+            Some(name) if self.own_root => Path::new(confine::SOCKETS).join(name),
+            _ => vsock.to_owned(),
+        }
+    }
+
     /// Enters the jail, if there is one: from here on the folders have other paths, and nothing else
     /// can be opened. Returns the layers that the jail lacks.
     fn enter_jail(&mut self) -> Result<Vec<String>, Failure> {
@@ -98,12 +112,14 @@ impl Surroundings {
                 .hint("'pvmm doctor' says what this host lacks; --no-jail goes without")
         })?;
         if !matches!(means, Means::NoNamespace(_)) {
+            self.own_root = true;
             self.run_dir = RunDir::in_jail();
             self.scratch.dir = confine::SCRATCH.into();
         }
         // The change of user has cancelled it.
         process::die_with_parent(self.supervisor.as_fd()).map_err(fault)?;
-        Ok(missing.iter().map(|it| format!("{} ({})", it.layer, it.why)).collect())
+        let lines = missing.iter().map(|it| format!("{} ({})", it.layer, it.why));
+        Ok(lines.chain(std::mem::take(&mut self.missing)).collect())
     }
 }
 
@@ -161,7 +177,9 @@ fn watch(
             Vm::boot(&kvm, *config)
         }
         Prepared::Fork(template, mut overrides) => {
-            overrides.vsock = Some(Vsock::new(copy.cid(), dir.vsock()));
+            let mut vsock = Vsock::new(copy.cid(), dir.vsock());
+            vsock.dial_path = copy.vsock().map(|path| place.seen(path));
+            overrides.vsock = Some(vsock);
             host(&mut overrides.host);
             // The fork is refreshed below, before it is reported as ready.
             template.fork(*overrides).map(pvmm::Forked::without_refresh)

@@ -10,6 +10,7 @@ use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 
 use pvmm_jailer::confine::{self, Means};
+use pvmm_jailer::group::Group;
 
 use super::{Mode, Plan, Report, Reporter, Reports, child};
 use crate::exit::{FAULT, Failure};
@@ -29,9 +30,10 @@ pub fn run(plan: Plan, claim: &Claim, launcher: PipeWriter, lifeline: PipeReader
     let ephemeral = matches!(plan.mode, Mode::Foreground);
     let record = plan.record.clone();
     match start(plan, claim.dir()) {
-        Ok(Started::Supervisor { monitor, reports, held }) => {
+        Ok(Started::Supervisor { monitor, group, reports, held }) => {
             let mut supervisor = Supervisor {
                 monitor,
+                group,
                 _held: held,
                 reports,
                 record,
@@ -55,7 +57,7 @@ pub fn run(plan: Plan, claim: &Claim, launcher: PipeWriter, lifeline: PipeReader
 
 /// The process that [`start`] returns in.
 enum Started {
-    Supervisor { monitor: Child, reports: Reports, held: PipeWriter },
+    Supervisor { monitor: Child, group: Option<Group>, reports: Reports, held: PipeWriter },
     Monitor(Box<child::Begin>),
 }
 
@@ -70,37 +72,43 @@ fn start(plan: Plan, dir: &VmDir) -> Result<Started, Failure> {
     if let Some(path) = plan.copy.vsock() {
         dir.show_vsock_at(path)?;
     }
-    let Record { user, cpus, memory_mib, .. } = plan.record;
-    let confinement = plan
-        .jailed
-        .then(|| jail::around(run_dir.path(), &scratch.dir, user, cpus, memory_mib))
-        .transpose()?;
+    let around = || jail::around(run_dir.path(), &scratch.dir, plan.copy.vsock(), &plan.record);
+    let confinement = plan.jailed.then(around).transpose()?;
     let (reports, reporter) = io::pipe().map_err(failed)?;
     let (supervisor, held) = io::pipe().map_err(failed)?;
-    let (side, means) = fork(confinement.is_some())?;
+    let (group, no_group) = match confinement.as_ref().map(|_| jail::group(&plan.record)) {
+        Some(Ok(group)) => (Some(group), None),
+        Some(Err(error)) => (None, Some(format!("control group ({error})"))),
+        None => (None, None),
+    };
+    let (side, means) = fork(confinement.is_some(), group.as_ref()).inspect_err(|_| {
+        group.iter().for_each(Group::remove);
+    })?;
     match side {
         Side::Parent(monitor) => {
-            Ok(Started::Supervisor { monitor, reports: Reports::new(reports), held })
+            Ok(Started::Supervisor { monitor, group, reports: Reports::new(reports), held })
         }
         Side::Child => {
             drop((reports, held));
             let jail = confinement.map(|confinement| (confinement, means));
-            let reporter = Reporter { pipe: reporter };
-            let begin = child::Begin { plan, run_dir, scratch, jail, reporter, supervisor };
+            let (reporter, missing) = (Reporter { pipe: reporter }, no_group.into_iter().collect());
+            let begin =
+                child::Begin { plan, run_dir, scratch, jail, missing, reporter, supervisor };
             Ok(Started::Monitor(Box::new(begin)))
         }
     }
 }
 
 /// Forks the monitor process, into namespaces of its own if it is to be in a jail.
-fn fork(jailed: bool) -> Result<(Side, Means), Failure> {
+fn fork(jailed: bool, group: Option<&Group>) -> Result<(Side, Means), Failure> {
     let failed =
         |error: &dyn std::error::Error| Failure::fault(format!("cannot start the VMM: {error}"));
     if !jailed {
         let side = process::fork().map_err(|error| failed(&error))?;
         return Ok((side, Means::NoNamespace(0)));
     }
-    Ok(match confine::fork().map_err(|error| failed(&error))? {
+    let group = group.map(Group::open).transpose().map_err(|error| failed(&error))?;
+    Ok(match confine::fork(group.as_ref().map(AsFd::as_fd)).map_err(|error| failed(&error))? {
         confine::Side::Parent(pid) => (Side::Parent(Child::of(pid)), Means::NoNamespace(0)),
         confine::Side::Child(means) => (Side::Child, means),
     })
@@ -125,6 +133,7 @@ fn detach(dir: &VmDir) -> io::Result<()> {
 /// The VM as its supervisor sees it.
 struct Supervisor {
     monitor: Child,
+    group: Option<Group>,
     /// Closed when this process ends; the monitor process has the other end.
     _held: PipeWriter,
     reports: Reports,
@@ -159,6 +168,10 @@ impl Supervisor {
             }
         }
         self.monitor.kill();
+        if let Some(group) = &self.group {
+            // The processes that the monitor process has made end with its PID namespace, too.
+            let _ = group.kill();
+        }
     }
 
     fn launcher_is_gone(&mut self) -> bool {
@@ -195,7 +208,15 @@ impl Supervisor {
     /// Waits for the end of the monitor process and leaves only what other commands need.
     fn clean_up(mut self, claim: &Claim, ephemeral: bool) {
         let ended = self.monitor.wait();
-        if self.last.is_none() {
+        let out_of_memory = self.group.as_ref().is_some_and(Group::ran_out_of_memory);
+        self.group.iter().for_each(Group::remove);
+        if out_of_memory {
+            let message = "the VM used more of the host's memory than its limit (oom)".to_owned();
+            let hint = Some("use more --memory, or fewer checkpoints and forks".to_owned());
+            let report = Report::Failed { code: FAULT, message, hint };
+            self.launcher.tell(&report);
+            self.last = Some(report);
+        } else if self.last.is_none() {
             let message = self.crash(ended);
             self.launcher.tell(&Report::Failed { code: FAULT, message, hint: None });
         }

@@ -22,6 +22,8 @@ pub struct VsockConfig {
     pub uds_path: PathBuf,
     /// Keep the socket's file when the device ends.
     pub keep_socket: bool,
+    /// The path before `_<port>` that the guest's connections go to; `uds_path` by default.
+    pub dial_path: Option<PathBuf>,
 }
 
 impl VsockConfig {
@@ -59,7 +61,7 @@ mod tests {
     use super::*;
 
     fn config(guest_cid: u64, uds_path: &str) -> VsockConfig {
-        VsockConfig { guest_cid, uds_path: uds_path.into(), keep_socket: false }
+        VsockConfig { guest_cid, uds_path: uds_path.into(), keep_socket: false, dial_path: None }
     }
 
     #[test]

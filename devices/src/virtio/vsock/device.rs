@@ -78,8 +78,9 @@ impl Vsock {
         listener: UnixListener,
         socket_file: Option<SocketFile>,
     ) -> Result<Self, VsockError> {
-        let host =
-            UnixHost::new(listener, config.uds_path.clone()).map_err(VsockError::Descriptor)?;
+        let prefix = config.dial_path.as_ref().unwrap_or(&config.uds_path);
+        let host = UnixHost::new(listener, config.uds_path.clone(), prefix.clone())
+            .map_err(VsockError::Descriptor)?;
         Ok(Self {
             guest_cid: config.guest_cid,
             host,

@@ -86,21 +86,22 @@ pub fn parse_line(bytes: &[u8]) -> Line {
 /// The Unix sockets of one device.
 pub struct UnixHost {
     listener: UnixListener,
+    path: PathBuf,
     prefix: PathBuf,
     /// The open folder of the sockets, if some port's path is longer than a socket's address.
     folder: Option<File>,
 }
 
 impl UnixHost {
-    /// Serves clients of `listener`, and connects guests to the sockets below `prefix`.
-    pub fn new(listener: UnixListener, prefix: PathBuf) -> io::Result<Self> {
+    /// Serves clients of `listener` at `path`, and connects guests to the sockets below `prefix`.
+    pub fn new(listener: UnixListener, path: PathBuf, prefix: PathBuf) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let folder = if port_path(&prefix, u32::MAX).as_os_str().len() > MAX_UDS_PATH {
             Some(open_folder(&prefix)?)
         } else {
             None
         };
-        Ok(Self { listener, prefix, folder })
+        Ok(Self { listener, path, prefix, folder })
     }
 
     /// Returns the address of the socket that serves `port`, through the open folder where the path
@@ -117,7 +118,7 @@ impl UnixHost {
 
     /// Returns the path that host clients connect to.
     pub fn path(&self) -> &Path {
-        &self.prefix
+        &self.path
     }
 
     pub fn listener_fd(&self) -> RawFd {
@@ -250,7 +251,7 @@ mod tests {
         let prefix = folder.join("v");
         assert_eq!(prefix.as_os_str().len(), MAX_UDS_PATH);
         let listener = UnixListener::bind(&prefix).unwrap();
-        let mut host = UnixHost::new(listener, prefix).unwrap();
+        let mut host = UnixHost::new(listener, prefix.clone(), prefix).unwrap();
         assert_eq!(host.dial(52).unwrap_err().kind(), io::ErrorKind::NotFound);
         // A server of the port cannot use the long path either, so it binds elsewhere and renames.
         let bound = dir.path().join("s");

@@ -169,8 +169,12 @@ fn client_that_never_reads_what_the_guest_left_is_given_up() {
 fn socket_that_somebody_listens_on_is_refused_and_a_dead_one_replaced() {
     use crate::virtio::vsock::{Vsock, VsockConfig, VsockError};
     let dir = tempfile::tempdir().unwrap();
-    let config =
-        VsockConfig { guest_cid: 3, uds_path: dir.path().join("vsock"), keep_socket: false };
+    let config = VsockConfig {
+        guest_cid: 3,
+        uds_path: dir.path().join("vsock"),
+        keep_socket: false,
+        dial_path: None,
+    };
     let first = Vsock::open(&config).unwrap();
     assert!(matches!(Vsock::open(&config), Err(VsockError::InUse { .. })));
     drop(first);
@@ -191,8 +195,12 @@ fn socket_bound_by_somebody_else_is_used_and_left() {
     use crate::virtio::testing::MockDriver;
     use crate::virtio::vsock::{Vsock, VsockConfig};
     let dir = tempfile::tempdir().unwrap();
-    let config =
-        VsockConfig { guest_cid: 3, uds_path: dir.path().join("vsock"), keep_socket: false };
+    let config = VsockConfig {
+        guest_cid: 3,
+        uds_path: dir.path().join("vsock"),
+        keep_socket: false,
+        dial_path: None,
+    };
     let listener = std::os::unix::net::UnixListener::bind(&config.uds_path).unwrap();
     let driver = MockDriver::ready(Vsock::from_listener(&config, listener).unwrap());
     let mut client = UnixStream::connect(&config.uds_path).unwrap();

@@ -243,8 +243,12 @@ impl Guest {
 }
 
 pub fn open(dir: &TempDir, limits: Limits) -> Vsock {
-    let config =
-        VsockConfig { guest_cid: CID, uds_path: dir.path().join("vsock"), keep_socket: false };
+    let config = VsockConfig {
+        guest_cid: CID,
+        uds_path: dir.path().join("vsock"),
+        keep_socket: false,
+        dial_path: None,
+    };
     let mut device = Vsock::open(&config).unwrap();
     device.limits = limits;
     device
