@@ -78,7 +78,7 @@ pub fn around(
     let memory = memory_mib << 20;
     Ok(Confinement {
         folder: folder.to_owned(),
-        scratch: shared_scratch(scratch, user.is_some()).map_err(|error| {
+        scratch: own_scratch(scratch, user.is_some()).map_err(|error| {
             Failure::fault(format!("cannot make a folder in {}: {error}", scratch.display()))
         })?,
         sockets: vsock.and_then(Path::parent).map(Path::to_owned),
@@ -102,25 +102,22 @@ pub fn group(record: &Record) -> io::Result<Group> {
     Group::create(&record.id, limits)
 }
 
-/// Returns the folder for nameless files that a VM's process can make files in: for one with a user
-/// of its own, a folder in `dir` where everybody may make files and nobody may list them.
-fn shared_scratch(dir: &Path, other_user: bool) -> io::Result<PathBuf> {
-    const OPEN_TO_ALL: u32 = 0o1733;
-    let mode = fs::metadata(dir)?.mode();
-    if !other_user || mode & 0o1003 == 0o1003 {
-        return Ok(dir.to_owned());
-    }
-    let shared = dir.join("scratch");
-    match DirBuilder::new().mode(0o700).create(&shared) {
+/// Returns the folder for nameless files of VMs in `dir`, which may have other files that a VM's
+/// process must not reach. A process with a user of its own needs one where everybody may make files
+/// and nobody may list them.
+fn own_scratch(dir: &Path, other_user: bool) -> io::Result<PathBuf> {
+    let mode = if other_user { 0o1733 } else { 0o700 };
+    let own = dir.join(format!("pvmm-scratch-{}", process::effective_uid()));
+    match DirBuilder::new().mode(0o700).create(&own) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
-    let facts = fs::symlink_metadata(&shared)?;
+    let facts = fs::symlink_metadata(&own)?;
     if !facts.is_dir() || facts.uid() != process::effective_uid() {
-        return Err(io::Error::other("'scratch' in it is not a folder of yours"));
+        return Err(io::Error::other(format!("{} is not a folder of yours", own.display())));
     }
-    if facts.mode() & 0o7777 != OPEN_TO_ALL {
-        fs::set_permissions(&shared, Permissions::from_mode(OPEN_TO_ALL))?;
+    if facts.mode() & 0o7777 != mode {
+        fs::set_permissions(&own, Permissions::from_mode(mode))?;
     }
-    Ok(shared)
+    Ok(own)
 }

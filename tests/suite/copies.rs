@@ -1,11 +1,12 @@
 //! Forks and restores of one VM have their own process, tap, addresses, drives and vsock.
 
 use std::collections::BTreeSet;
-use std::fs::{self, File};
+use std::fs::{self, File, Permissions};
 use std::io::Read;
 use std::net::UdpSocket;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
@@ -177,6 +178,10 @@ fn copy_gets_the_drive_the_socket_and_the_cid_that_it_is_given() {
     assert_eq!(shell(&user, "c", word), "two");
     // The guest knows its CID, and its connections arrive at the sockets `<path>_<port>`.
     let listener = UnixListener::bind(format!("{socket}_5000")).unwrap();
+    // The VM has a user of its own, which must be able to reach them.
+    for (path, mode) in [(place.path(), 0o711), (Path::new(&format!("{socket}_5000")), 0o777)] {
+        fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
+    }
     let code = "import socket, fcntl, struct; f = open('/dev/vsock'); \
                 cid = struct.unpack('I', fcntl.ioctl(f, 0x7b9, bytes(4)))[0]; \
                 s = socket.socket(socket.AF_VSOCK); s.connect((2, 5000)); \

@@ -25,6 +25,7 @@ mod hostile;
 mod identity;
 mod interrupted;
 mod jail;
+mod jailed;
 mod killed;
 mod limits;
 mod mmds;

@@ -24,7 +24,7 @@ impl KernelTrial {
     /// Whether the image at `path` is taken for a kernel; one that is refused says why.
     pub fn load(&self, path: &Path) -> Result<(), KernelError> {
         let image = Image {
-            kernel: path,
+            kernel: &path.into(),
             initrd: None,
             cmdline: "quiet",
             protocol: BootProtocol::Auto,

@@ -91,7 +91,8 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     let programs = ["--package", "pvmm-launcher", "--package", "pvmm-jailer"];
     cargo::run(&[&["build", "--release"], &programs[..]].concat())?;
     // The launcher is built in the same command, so that the common libraries are built once.
-    let examples = ["--package", "pvmm", "--package", "pvmm-launcher", "--examples"];
+    let packages = ["pvmm", "pvmm-launcher", "pvmm-jailer"].map(|name| ["--package", name]);
+    let examples = [packages.as_flattened(), &["--examples"]].concat();
     cargo::run(&[&["build", "--release"], &examples[..]].concat())?;
     let suite = cargo::build_test("pvmm-tests", "suite")?;
 
