@@ -171,7 +171,7 @@ fn vm_ends_with_its_supervisor_and_its_supervisor_cleans_up_after_it() {
     kill(process.pid);
     soon("the end of the supervisor", || !supervisor.is_there());
     assert!(!user.runtime().join(&vm).join("run/vsock.sock").exists());
-    assert!(!Path::new("/sys/fs/cgroup/pvmm").exists());
+    assert!(!Path::new("/sys/fs/cgroup/pvmm").join(&vm).exists());
     user.pvmm(["rm", &vm]);
 }
 

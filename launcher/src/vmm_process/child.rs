@@ -157,7 +157,7 @@ fn watch(
         }
         Start::Template(template) => {
             let mut overrides = copy.overrides(&template);
-            overrides.open_files().map_err(refuse)?;
+            template.open_files(&mut overrides).map_err(refuse)?;
             Prepared::Fork(template, Box::new(overrides))
         }
     };

@@ -34,11 +34,14 @@ impl VmConfig {
 }
 
 impl Overrides {
-    /// Opens drives, taps and the list of this process's pages, so that [`crate::Template::fork`]
-    /// needs none of their paths. Fails as the fork would.
-    pub fn open_files(&mut self) -> Result<(), Error> {
+    /// Opens drives, taps and the list of this process's pages. `mtus` are those of the template's
+    /// network cards.
+    pub(crate) fn open_files(&mut self, mtus: &[Option<u16>]) -> Result<(), Error> {
         self.drives.iter_mut().map(|(_, drive)| drive).try_for_each(open_drive)?;
-        self.nets.iter_mut().map(|(place, net)| (*place, net)).try_for_each(open_tap)?;
+        for (place, net) in &mut self.nets {
+            net.mtu = net.mtu.or(mtus.get(*place).copied().flatten());
+            open_tap((*place, net))?;
+        }
         self.host.open_pagemap()
     }
 }
@@ -65,9 +68,9 @@ fn open_drive(drive: &mut Drive) -> Result<(), Error> {
 }
 
 fn open_tap((place, net): (usize, &mut Net)) -> Result<(), Error> {
-    net.open_tap().map_err(|error| {
-        Error::new(ErrorKind::InvalidConfig, format!("network card {place}: no tap"), error)
-    })
+    let failed =
+        |error| Error::new(ErrorKind::InvalidConfig, format!("network card {place}"), error);
+    net.open_tap().map_err(failed)
 }
 
 fn failed(what: &str, path: &Path, error: io::Error) -> Error {

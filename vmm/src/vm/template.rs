@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use pvmm_devices::virtio::registry::DeviceState;
+
 use super::Vm;
 use crate::agent::{Agent, Refresh};
 use crate::config::{Overrides, Prefault};
@@ -136,6 +138,18 @@ impl Template {
     /// be frozen.
     pub fn fork(&self, overrides: Overrides) -> Result<Forked, Error> {
         restore::restore(&self.frozen, overrides).map(|machine| Forked { vm: Vm::new(machine) })
+    }
+
+    /// Opens drives, taps and the list of this process's pages for a fork with these overrides, so
+    /// that [`Self::fork`] needs none of their paths. Fails as the fork would. A network card that
+    /// `overrides` does not name is opened by the fork.
+    pub fn open_files(&self, overrides: &mut Overrides) -> Result<(), Error> {
+        let mtu = |device: &DeviceState| match device {
+            DeviceState::Net(card) => Some(card.mtu),
+            _ => None,
+        };
+        let devices = self.frozen.state.transports.iter().map(|saved| &saved.device);
+        overrides.open_files(&devices.filter_map(mtu).collect::<Vec<_>>())
     }
 
     /// Records the working set of a VM's first use: `first_use` gets a paused fork and does with it

@@ -8,10 +8,10 @@ use serde_json::Value;
 
 use super::super::registry::{BackendHandle, DeviceKind, DeviceState, DeviceUpdate};
 use super::super::{Rings, UpdateError, Updated, VirtioDevice, Worker};
-use super::config::{self, Mac, NetConfig, NetError, TapSource};
+use super::config::{self, Mac, NetConfig, NetError};
 use super::mmds::Mmds;
 use super::state::NetStateV1;
-use super::tap::{Link, Tap};
+use super::tap::{Link, open_tap};
 use super::worker::NetWorker;
 use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
 
@@ -60,13 +60,7 @@ impl Net {
     pub fn new(config: NetConfig) -> Result<Self, NetError> {
         config.validate()?;
         let mac = config.mac.map_or_else(Mac::random, Ok).map_err(NetError::Host)?;
-        let name = match &config.tap {
-            TapSource::Name(name) => name.clone(),
-            TapSource::Auto => "(to be named by the kernel)".to_owned(),
-            TapSource::File(_) => "(passed open)".to_owned(),
-        };
-        let tap =
-            Tap::open(config.tap, config.mtu).map_err(|source| NetError::Tap { name, source })?;
+        let tap = open_tap(config.tap, config.mtu)?;
         Ok(Self {
             mac,
             mtu: config.mtu,

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::fs::OpenOptionsExt;
 
-use super::config::{NetConfig, TapSource};
+use super::config::{NetConfig, NetError, TapSource};
 use super::device::feature;
 use super::sys::{self, TapFlags};
 
@@ -76,12 +76,22 @@ impl Tap {
     }
 }
 
+/// Opens the tap of a card; the error names it.
+pub fn open_tap(source: TapSource, mtu: Option<u16>) -> Result<Tap, NetError> {
+    let name = match &source {
+        TapSource::Name(name) => name.clone(),
+        TapSource::Auto => "(to be named by the kernel)".to_owned(),
+        TapSource::File(_) => "(passed open)".to_owned(),
+    };
+    Tap::open(source, mtu).map_err(|source| NetError::Tap { name, source })
+}
+
 impl NetConfig {
     /// Opens or creates the tap now, so that the card can be made without access to its node.
-    pub fn open_tap(&mut self) -> Result<(), TapError> {
+    pub fn open_tap(&mut self) -> Result<(), NetError> {
         if !matches!(self.tap, TapSource::File(_)) {
             let source = std::mem::replace(&mut self.tap, TapSource::Auto);
-            self.tap = TapSource::File(Tap::open(source, self.mtu)?.file);
+            self.tap = TapSource::File(open_tap(source, self.mtu)?.file);
         }
         Ok(())
     }
