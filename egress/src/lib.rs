@@ -1,0 +1,4 @@
+//! x
+pub mod hello;
+pub mod policy;
+pub mod ranges;
