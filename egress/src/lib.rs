@@ -1,11 +1,118 @@
-//! x
-pub mod audit;
-pub mod counters;
-pub mod dns;
-pub mod frame;
-pub mod hello;
-pub mod names;
+//! The process through which one sandbox reaches the network.
+//!
+//! The guest's network card is one end of a packet socket, this process is the other: the guest's
+//! gateway, its DNS server, and the far end of each of its TCP connections. No root, no tap and no
+//! rule in the host's kernel is needed. Nothing of the guest's frames reaches the network: a
+//! connection that the policy allows is made again by this process.
+//!
+//! A name is judged twice, when it is asked for and when the client shows it (SNI, Host), and the
+//! process dials an address that its own resolver returned for the name. A forged name or a forged
+//! address therefore leads nowhere that the name's owner does not serve. The first request's name
+//! counts; a later request on the same connection reaches the same server.
+//!
+//! | file | contents |
+//! | --- | --- |
+//! | `arguments.rs` | the command line |
+//! | `policy.rs`, `ranges.rs` | rules, and judgements of addresses and names |
+//! | `names.rs` | the names that were resolved, and where they led |
+//! | `hello.rs` | the name in a client's first bytes |
+//! | `frame.rs`, `reply.rs` | frames of the guest, and packets that the gateway writes itself |
+//! | `link.rs` | the packet socket to the guest's card |
+//! | `connection.rs`, `connections.rs` | TCP connections: stages, table, stack |
+//! | `dns.rs`, `resolver.rs` | DNS messages; questions to upstream resolvers |
+//! | `counters.rs`, `audit.rs`, `rate.rs` | what was used and denied, the log, and its rate |
+//! | `control.rs`, `control_server.rs` | the control protocol and its sockets |
+//! | `gateway.rs` | the event loop: what happens to each event |
+//! | `confine.rs` | what the process gives up before its first frame |
+//! | `token.rs`, `sys.rs` | names of watched descriptors; system calls |
+
+pub mod arguments;
+mod audit;
+mod confine;
+mod connection;
+mod connections;
+mod control;
+mod control_server;
+mod counters;
+mod dns;
+mod frame;
+mod gateway;
+mod hello;
+mod link;
+mod names;
 pub mod policy;
 pub mod ranges;
-pub mod rate;
-pub mod reply;
+mod rate;
+mod reply;
+mod resolver;
+mod sys;
+mod token;
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, RawFd};
+use std::os::unix::net::UnixListener;
+
+use smoltcp::wire::EthernetAddress;
+
+pub use arguments::Options;
+pub use confine::ConfineError;
+use control_server::ControlServer;
+use frame::Ends;
+use gateway::Parts;
+use link::Link;
+use resolver::Resolver;
+
+/// The gateway's hardware address; the second bit of its first byte says that nobody was assigned
+/// it.
+const GATEWAY_MAC: EthernetAddress = EthernetAddress([0x02, 0x70, 0x76, 0x6d, 0x6d, 0x01]);
+const RESOLV_CONF: &str = "/etc/resolv.conf";
+
+/// Why the process cannot do its work.
+#[derive(Debug, thiserror::Error)]
+pub enum EgressError {
+    #[error("{flag} {number}: no such descriptor was inherited")]
+    Descriptor { flag: &'static str, number: RawFd },
+    #[error("--frames-fd {number}: not a Unix socket of type SOCK_SEQPACKET")]
+    NotPackets { number: RawFd },
+    #[error("{act}: {source}")]
+    Host { act: &'static str, source: io::Error },
+    #[error("{0}: {cause}", cause = std::error::Error::source(.0).map(ToString::to_string).unwrap_or_default())]
+    Confine(ConfineError),
+}
+
+/// Takes the descriptors, confines the process, and carries traffic until the guest's card is gone.
+pub fn run(options: Options) -> Result<(), EgressError> {
+    let Options { frames_fd, guest_ip, guest_mac, gateway_ip, policy, .. } = options;
+    let frames = inherit("--frames-fd", frames_fd)?;
+    if !sys::is_packet_socket(frames.as_fd()) {
+        return Err(EgressError::NotPackets { number: frames_fd });
+    }
+    let control = options.control_fd.map(|number| inherit("--control-fd", number)).transpose()?;
+    let control = control.map(|fd| ControlServer::new(UnixListener::from(fd))).transpose();
+    let control = control.map_err(host("cannot use --control-fd"))?;
+    let log = options.log_fd.map(|number| inherit("--log-fd", number)).transpose()?;
+    if let Some(log) = &log {
+        sys::set_nonblocking(log.as_fd()).map_err(host("cannot use --log-fd"))?;
+    }
+    let resolvers = if options.resolvers.is_empty() {
+        // Without the file names cannot be resolved; addresses can still be reached.
+        resolver::upstreams_of(&std::fs::read_to_string(RESOLV_CONF).unwrap_or_default())
+    } else {
+        options.resolvers
+    };
+    confine::confine().map_err(EgressError::Confine)?;
+    let ends = Ends { guest_mac, guest_ip, gateway_mac: GATEWAY_MAC, gateway_ip };
+    let link = Link::new(frames, ends);
+    let (resolver, log) = (Resolver::new(resolvers), log.map(File::from));
+    gateway::run(Parts { link, policy, resolver, control, log })
+        .map_err(host("cannot wait for events"))
+}
+
+fn inherit(flag: &'static str, number: RawFd) -> Result<std::os::fd::OwnedFd, EgressError> {
+    sys::inherit(number).map_err(|_| EgressError::Descriptor { flag, number })
+}
+
+fn host(act: &'static str) -> impl FnOnce(io::Error) -> EgressError {
+    move |source| EgressError::Host { act, source }
+}

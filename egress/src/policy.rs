@@ -114,6 +114,21 @@ impl Verdict {
 }
 
 impl Denial {
+    /// Returns the word that records and answers have for it.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::NoRule => "no-rule",
+            Self::DeniedByRule => "denied-by-rule",
+            Self::SpecialRange => "special-range",
+            Self::OwnAddress => "own-address",
+            Self::NameNotAllowed => "name-not-allowed",
+            Self::NoName => "no-name",
+            Self::EncryptedHello => "encrypted-hello",
+            Self::Protocol => "protocol",
+            Self::TooMany => "too-many",
+        }
+    }
+
     /// Returns a sentence for a person.
     pub fn explain(self) -> &'static str {
         match self {
