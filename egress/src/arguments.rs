@@ -26,9 +26,10 @@ Policy (nothing is allowed without a rule):
   --allow-host RULE     name[:port], or '*.name[:port]' for the names below it
   --deny RULE           either form; comes before every rule that allows
   --names-into CIDR     a private range that allowed names may lead to
+  --named-port PORT     a port beside 80 and 443 at which clients show a name first (TLS, HTTP)
   --allow-ech           judge an encrypted TLS hello by its outer name; browsers send one
   --policy FILE         JSON: {\"allow\": [], \"allow_host\": [], \"deny\": [], \"names_into\": [],
-                        \"allow_ech\": false}; flags add to it
+                        \"named_ports\": [], \"allow_ech\": false}; flags add to it
 
 Host:
   --resolver IP:PORT    upstream DNS resolver, up to three times [those of /etc/resolv.conf]
@@ -91,6 +92,7 @@ pub enum ArgumentError {
 const DESCRIPTOR: &str = "the number of an inherited descriptor, 3 or more";
 const ADDRESS: &str = "an IPv4 address such as 10.0.2.15";
 const MAC: &str = "a hardware address such as 02:00:00:00:00:01";
+const PORT: &str = "a port from 1 to 65535";
 const RESOLVER: &str = "an address and port such as 9.9.9.9:53";
 
 /// Parses the arguments after the program's name. The policy file is read.
@@ -124,6 +126,7 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<EgressCommand, A
             "--allow-host" => document.allow_host.push(value()?),
             "--deny" => document.deny.push(value()?),
             "--names-into" => document.names_into.push(value()?),
+            "--named-port" => document.named_ports.push(read("--named-port", value()?, PORT)?),
             "--allow-ech" => document.allow_ech = true,
             "--policy" => file = Some(PathBuf::from(value()?)),
             _ => return Err(ArgumentError::Unknown { flag: flag.to_owned() }),
@@ -205,6 +208,7 @@ fn add(document: &mut PolicyDocument, file: PolicyDocument) {
     document.allow_host.extend(file.allow_host);
     document.deny.extend(file.deny);
     document.names_into.extend(file.names_into);
+    document.named_ports.extend(file.named_ports);
     document.allow_ech |= file.allow_ech;
 }
 
@@ -245,6 +249,8 @@ mod tests {
             "x.example.com",
             "--names-into",
             "10.0.0.0/8",
+            "--named-port",
+            "8443",
             "--allow-ech",
         ];
         let EgressCommand::Run(options) = parsed(&words).unwrap() else { panic!("no run") };

@@ -27,8 +27,6 @@ const DIAL_TIME: Duration = Duration::from_secs(10);
 const DIALS_MAX: usize = 4;
 /// The most bytes that one turn copies in one direction, so that others get theirs.
 const TURN_BYTES: u64 = 256 << 10;
-/// The ports at which a client always shows a name first.
-const NAMED_PORTS: [u16; 2] = [80, 443];
 
 /// The identity of a connection: one guest, so no source address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -77,6 +75,8 @@ pub struct Connection {
     deadline: Option<Instant>,
     // The first bytes are not judged yet.
     held: bool,
+    // Nothing is dialled before the client has shown a name.
+    must_show_name: bool,
     addresses: VecDeque<Ipv4Addr>,
     host: Option<TcpStream>,
     interest: Interest,
@@ -114,7 +114,9 @@ impl Connection {
         policy: &Policy,
         now: Instant,
     ) -> Self {
-        let held = matches!(basis, Basis::Name { .. }) || policy.denies_names();
+        let by_name = matches!(basis, Basis::Name { .. });
+        let held = by_name || policy.denies_names();
+        let must_show_name = by_name && policy.is_named_port(key.destination.port());
         Self {
             key,
             handle,
@@ -123,6 +125,7 @@ impl Connection {
             stage: Stage::Waiting,
             deadline: Some(now + HELLO_TIME),
             held,
+            must_show_name,
             addresses: VecDeque::new(),
             host: None,
             interest: Interest::default(),
@@ -203,7 +206,7 @@ impl Connection {
             return Need::Nothing;
         }
         if self.deadline.is_some_and(|deadline| deadline <= now) {
-            let nameless = self.held && self.must_show_name();
+            let nameless = self.held && self.must_show_name;
             self.reset(socket);
             return if nameless { Need::Record(Denial::NoName) } else { Need::Nothing };
         }
@@ -220,7 +223,7 @@ impl Connection {
             }
         }
         match self.stage {
-            Stage::Waiting if self.held && self.must_show_name() => Need::Nothing,
+            Stage::Waiting if self.held && self.must_show_name => Need::Nothing,
             Stage::Waiting => self.find_address(socket, context),
             Stage::Resolving | Stage::Over => Need::Nothing,
             Stage::Dialing => self.finish_dial(socket, context),
@@ -229,11 +232,6 @@ impl Connection {
                 Need::Nothing
             }
         }
-    }
-
-    fn must_show_name(&self) -> bool {
-        matches!(self.basis, Basis::Name { .. })
-            && NAMED_PORTS.contains(&self.key.destination.port())
     }
 
     /// Judges the client's first bytes. Returns false if there are too few of them.
@@ -246,7 +244,7 @@ impl Connection {
             let complete = len >= hello::HELLO_MAX || !matches!(socket.state(), State::Established);
             return match complete {
                 _ if !complete => Ok(false),
-                _ if by_name && (len > 0 || self.must_show_name()) => Err(Denial::NoName),
+                _ if by_name && (len > 0 || self.must_show_name) => Err(Denial::NoName),
                 _ => Ok(true),
             };
         }
@@ -255,7 +253,7 @@ impl Connection {
                 return Err(Denial::EncryptedHello);
             }
             Hello::Tls { name, .. } | Hello::Http { name } => name,
-            Hello::Other if self.must_show_name() => return Err(Denial::NoName),
+            Hello::Other if self.must_show_name => return Err(Denial::NoName),
             Hello::Other | Hello::Partial => return Ok(true),
         };
         match (name, &mut self.basis) {

@@ -13,6 +13,8 @@ use crate::ranges::{self, Cidr, CidrError};
 
 /// The most rules that one policy has.
 pub const RULES_MAX: usize = 1024;
+/// HTTP and HTTPS.
+const NAMED_PORTS: [u16; 2] = [80, 443];
 
 /// A policy as a file, flag or control message has it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,6 +28,8 @@ pub struct PolicyDocument {
     pub deny: Vec<String>,
     /// Special ranges that an allowed name may lead to.
     pub names_into: Vec<String>,
+    /// Ports beside 80 and 443 at which a client always shows a name first.
+    pub named_ports: Vec<u16>,
     /// Accepts a TLS hello with an encrypted part by its outer name.
     pub allow_ech: bool,
 }
@@ -72,6 +76,7 @@ pub struct Policy {
     allow: Vec<Rule>,
     deny: Vec<Rule>,
     names_into: Vec<Cidr>,
+    named_ports: Vec<u16>,
     pub allow_ech: bool,
 }
 
@@ -153,14 +158,17 @@ impl Denial {
 impl Policy {
     /// Checks every rule of a document.
     pub fn new(document: &PolicyDocument) -> Result<Self, PolicyError> {
-        let PolicyDocument { allow, allow_host, deny, names_into, allow_ech } = document;
-        let count = allow.len() + allow_host.len() + deny.len() + names_into.len();
+        let PolicyDocument { allow, allow_host, deny, names_into, named_ports, allow_ech } =
+            document;
+        let lists = [allow, allow_host, deny, names_into];
+        let count = lists.iter().map(|list| list.len()).sum::<usize>() + named_ports.len();
         if count > RULES_MAX {
             return Err(PolicyError::TooMany { count });
         }
         let networks = allow.iter().map(|text| Rule::network(text));
         let hosts = allow_host.iter().map(|text| Rule::host(text));
-        let mut policy = Self { allow_ech: *allow_ech, ..Self::default() };
+        let (named_ports, allow_ech) = (named_ports.clone(), *allow_ech);
+        let mut policy = Self { named_ports, allow_ech, ..Self::default() };
         for rule in networks.chain(hosts) {
             add(&mut policy.allow, rule?);
         }
@@ -194,6 +202,11 @@ impl Policy {
     /// Returns the texts of the rules that allow, and of those that deny.
     pub fn rules(&self) -> (impl Iterator<Item = &Rc<str>>, impl Iterator<Item = &Rc<str>>) {
         (self.allow.iter().map(|rule| &rule.text), self.deny.iter().map(|rule| &rule.text))
+    }
+
+    /// Returns whether a client at this port shows a name before the server says anything.
+    pub fn is_named_port(&self, port: u16) -> bool {
+        NAMED_PORTS.contains(&port) || self.named_ports.contains(&port)
     }
 
     /// Returns whether a name can be denied while its address is allowed.
