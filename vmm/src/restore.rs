@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use pvmm_devices::virtio::block::BlockConfig;
 use pvmm_devices::virtio::block::wire::SECTOR_SIZE;
-use pvmm_devices::virtio::net::{NetConfig, TapSource};
+use pvmm_devices::virtio::net::{NetConfig, SOCKET_NAME, TapSource};
 use pvmm_devices::virtio::registry::{DeviceConfig, DeviceKind, DeviceState};
 use pvmm_devices::virtio::vsock::{VsockConfig, VsockStateV1};
 
@@ -199,9 +199,15 @@ fn supply(
             return Ok((Some(DeviceConfig::Block(config)), Some(storage)));
         }
         DeviceState::Net(_) => {
-            let tap = || template.taps.get(index).cloned().unwrap_or_default();
-            let same = || NetConfig::new(TapSource::Name(tap()));
-            let config = take(&mut overrides.nets, index).unwrap_or_else(same);
+            let tap = template.taps.get(index).cloned().unwrap_or_default();
+            let config = match take(&mut overrides.nets, index) {
+                Some(config) => config,
+                // A socket has a peer, which only the caller can supply again.
+                None if tap == SOCKET_NAME => {
+                    return Err("the card was on a socket; supply another one for it".into());
+                }
+                None => NetConfig::new(TapSource::Name(tap)),
+            };
             Some(DeviceConfig::Net(config))
         }
         DeviceState::Vsock(VsockStateV1 { guest_cid, .. }) => {

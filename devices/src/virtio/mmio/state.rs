@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::super::net;
 use super::super::registry::{DeviceKind, DeviceState};
 use super::super::{DeviceError, QueueConfig, QueueFault};
 use super::registers::status::{ACKNOWLEDGE, DRIVER, DRIVER_OK, FAILED, FEATURES_OK};
@@ -35,6 +36,11 @@ pub enum RestoreError {
     Status { status: u32 },
     #[error("saved features {features:#x} are not among those offered, {offered:#x}")]
     Features { features: u64, offered: u64 },
+    #[error(
+        "the guest leaves checksums and segmentation to its network card, and a card on a socket \
+         cannot do them; restore it on a tap"
+    )]
+    Offloads,
     #[error("{saved} queues were saved, the device has {here}")]
     QueueCount { saved: usize, here: usize },
     #[error("queue {index} is set up although the driver never got that far")]
@@ -90,6 +96,9 @@ impl TransportStateV1 {
         }
         let features = self.driver_features;
         let past_features = status & FEATURES_OK != 0;
+        if past_features && kind == DeviceKind::Net && features & !offered & net::OFFLOADS != 0 {
+            return Err(RestoreError::Offloads);
+        }
         if past_features && (features & !offered != 0 || features & VERSION_1 == 0) {
             return Err(RestoreError::Features { features, offered });
         }

@@ -7,6 +7,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::net::Ipv4Addr;
+use std::os::fd::OwnedFd;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -56,7 +57,7 @@ pub enum NetError {
     SavedMtu { saved: Option<u16>, here: u16 },
 }
 
-/// The tap that a card uses.
+/// The tap, or the socket in its place, that a card uses.
 #[derive(Debug)]
 pub enum TapSource {
     /// The tap of this name. An existing one is used if it is free; otherwise the tap is created,
@@ -66,6 +67,9 @@ pub enum TapSource {
     Auto,
     /// A tap that the caller has opened, without packet information and with virtio headers.
     File(File),
+    /// A connected SOCK_SEQPACKET Unix socket whose peer handles the frames, each one message with a
+    /// virtio header. The card then has no offloads.
+    Socket(OwnedFd),
 }
 
 /// The host's configuration of a network card.

@@ -11,11 +11,14 @@ use super::super::{Rings, UpdateError, Updated, VirtioDevice, Worker};
 use super::config::{self, Mac, NetConfig, NetError};
 use super::mmds::Mmds;
 use super::state::NetStateV1;
-use super::tap::{Link, open_tap};
+use super::tap::{self, Link};
+use super::wire::{ETHERNET_LEN, FRAME_MAX, HEADER_LEN};
 use super::worker::NetWorker;
 use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
 
 pub const QUEUE_SIZE: u16 = 256;
+/// The MTU of a driver that was told none.
+const MTU_DEFAULT: u16 = 1500;
 
 /// Feature bits of virtio 1.2 section 5.1.3.
 pub(super) mod feature {
@@ -33,6 +36,8 @@ pub(super) mod feature {
 
     pub const GUEST: u64 = GUEST_CSUM | GUEST_TSO4 | GUEST_TSO6 | GUEST_ECN;
     pub const HOST: u64 = CSUM | HOST_TSO4 | HOST_TSO6 | HOST_ECN;
+    /// Work that a driver leaves to the host's kernel, which only a tap reaches.
+    pub const OFFLOADS: u64 = GUEST | HOST;
 }
 
 /// A change of a card that the host may make while the machine lives.
@@ -60,11 +65,11 @@ impl Net {
     pub fn new(config: NetConfig) -> Result<Self, NetError> {
         config.validate()?;
         let mac = config.mac.map_or_else(Mac::random, Ok).map_err(NetError::Host)?;
-        let tap = open_tap(config.tap, config.mtu)?;
+        let link = tap::open(config.tap, config.mtu)?;
         Ok(Self {
             mac,
             mtu: config.mtu,
-            link: Box::new(tap),
+            link,
             rx_limiter: RateLimiter::new(&config.rx_limit),
             tx_limiter: RateLimiter::new(&config.tx_limit),
             mmds: config.mmds.map(|mmds| Mmds::new(mmds, mac.0)),
@@ -105,6 +110,14 @@ impl Net {
         Ok(Updated::default())
     }
 
+    /// Returns the length of the longest message with a frame that the link may deliver.
+    pub(super) fn message_max(&self) -> usize {
+        // Without segmentation offloads a frame is no longer than the MTU allows.
+        let packet = usize::from(self.mtu.unwrap_or(MTU_DEFAULT));
+        let frame = if self.link.has_offloads() { FRAME_MAX } else { ETHERNET_LEN + packet };
+        HEADER_LEN + frame
+    }
+
     /// Counts an error of the tap and returns whether to log it: the first, second, fourth and so
     /// on.
     pub(super) fn add_host_error(&mut self) -> bool {
@@ -120,7 +133,8 @@ impl VirtioDevice for Net {
 
     fn features(&self) -> u64 {
         let mtu = if self.mtu.is_some() { feature::MTU } else { 0 };
-        feature::MAC | feature::MRG_RXBUF | feature::GUEST | feature::HOST | mtu
+        let offloads = if self.link.has_offloads() { feature::OFFLOADS } else { 0 };
+        feature::MAC | feature::MRG_RXBUF | offloads | mtu
     }
 
     fn queue_sizes(&self) -> &'static [u16] {

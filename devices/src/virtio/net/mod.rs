@@ -1,4 +1,4 @@
-//! A virtio network card over a tap of the host (virtio 1.2 section 5.1).
+//! A virtio network card over a tap of the host, or over a socket (virtio 1.2 section 5.1).
 //!
 //! | file | contents |
 //! | --- | --- |
@@ -9,11 +9,12 @@
 //! | `state.rs` | what a snapshot keeps |
 //! | `wire.rs` | the header before a frame, and which headers are accepted |
 //! | `tap.rs` | the host's interface, which does not depend on rings |
+//! | `socket.rs` | a packet socket in the tap's place |
 //! | `mmds/` | the metadata service, which answers in place of the network |
 //! | `testing.rs` | a card on a socket instead of a tap |
 //!
 //! There is one pair of queues and no control queue. Checksums and TCP segmentation are left to the
-//! host's kernel in both directions; UDP fragmentation is obsolete, and USO would tie a snapshot to
+//! host's kernel in both directions, unless the card is on a socket; UDP fragmentation is obsolete, and USO would tie a snapshot to
 //! new hosts. A frame that cannot be sent or received is dropped and counted, as on any network:
 //! nothing that happens to a tap ends or blocks the machine.
 
@@ -21,6 +22,7 @@ mod config;
 mod device;
 pub mod mmds;
 mod rx;
+mod socket;
 mod state;
 mod sys;
 mod tap;
@@ -34,7 +36,9 @@ mod worker;
 mod tests;
 
 pub use config::{Mac, MacError, NetConfig, NetError, TapSource};
+pub(in crate::virtio) use device::feature::OFFLOADS;
 pub use device::{Net, NetUpdate};
 pub use mmds::{MmdsConfig, MmdsVersion};
+pub use socket::SOCKET_NAME;
 pub use state::NetStateV1;
 pub use tap::TapError;

@@ -246,7 +246,7 @@ impl Rx {
         };
         let frame = got.saturating_sub(HEADER_LEN) as u64;
         net.rx_limiter.charge(Cost { bytes: frame.saturating_sub(UNKNOWN.bytes), ops: 0 });
-        if got < HEADER_LEN + ETHERNET_LEN {
+        if !(HEADER_LEN + ETHERNET_LEN..=net.message_max()).contains(&got) {
             net.add_host_error();
         } else if (got as u64) <= self.capacity {
             self.deliver(got, memory, queue)?;

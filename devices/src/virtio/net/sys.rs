@@ -147,6 +147,59 @@ pub fn write_frame(
     check(unsafe { libc::writev(fd.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) })
 }
 
+/// Sends one frame as a message: `first`, then guest memory. A peer that is gone is an error and not
+/// a signal, which would end the process.
+pub fn send_frame(
+    fd: BorrowedFd,
+    first: &[u8],
+    memory: &GuestMemory,
+    rest: &[Segment],
+) -> io::Result<usize> {
+    let mut pieces = pieces(memory, rest, Permissions::Read)?;
+    let first = libc::iovec { iov_base: first.as_ptr().cast_mut().cast(), iov_len: first.len() };
+    pieces.insert(0, first);
+    // SAFETY: all zeros is a message without address, pieces and control data.
+    let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+    message.msg_iov = pieces.as_mut_ptr();
+    message.msg_iovlen = pieces.len();
+    let flags = libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL;
+    // SAFETY: every piece is valid for reads, as in `write_frame`; `message` and `pieces` outlive
+    // the call.
+    check(unsafe { libc::sendmsg(fd.as_raw_fd(), &raw const message, flags) })
+}
+
+/// Returns whether a descriptor is a connected Unix socket that keeps the boundaries of messages.
+pub fn is_packet_socket(fd: BorrowedFd) -> bool {
+    let option = |name| {
+        let mut value: c_int = 0;
+        let mut len = size_of::<c_int>() as libc::socklen_t;
+        let (to, len) = ((&raw mut value).cast(), &raw mut len);
+        // SAFETY: the kernel writes one integer and its length, which outlive the call.
+        let done = unsafe { libc::getsockopt(fd.as_raw_fd(), libc::SOL_SOCKET, name, to, len) };
+        (done == 0).then_some(value)
+    };
+    // SAFETY: all zeros is an address without a family, and any address fits.
+    let mut address: libc::sockaddr_storage = unsafe { std::mem::zeroed() };
+    let mut len = size_of::<libc::sockaddr_storage>() as libc::socklen_t;
+    // SAFETY: the kernel writes one address and its length, which outlive the call.
+    let connected =
+        unsafe { libc::getpeername(fd.as_raw_fd(), (&raw mut address).cast(), &raw mut len) == 0 };
+    connected
+        && option(libc::SO_DOMAIN) == Some(libc::AF_UNIX)
+        && option(libc::SO_TYPE) == Some(libc::SOCK_SEQPACKET)
+}
+
+/// Creates two connected packet sockets.
+#[cfg(any(test, feature = "testing"))]
+pub fn packet_sockets() -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut fds = [0; 2];
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: the kernel writes two descriptors into the array.
+    check(unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()) } as isize)?;
+    // SAFETY: both descriptors were just created and have no other owner.
+    Ok(unsafe { (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])) })
+}
+
 /// Describes guest memory for the kernel. Too many pieces are an error, never a truncated frame.
 fn pieces(
     memory: &GuestMemory,

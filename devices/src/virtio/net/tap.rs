@@ -1,7 +1,7 @@
 //! The host's end of a network card: a tap that has a virtio header before each frame.
 //!
-//! It does not depend on rings. A test uses a socket in its place, which also keeps frame
-//! boundaries.
+//! It does not depend on rings. A packet socket can take its place (`socket.rs`), because it keeps
+//! frame boundaries too.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -10,7 +10,10 @@ use std::os::unix::fs::OpenOptionsExt;
 
 use super::config::{NetConfig, NetError, TapSource};
 use super::device::feature;
+use super::socket::{FrameSocket, SOCKET_NAME};
 use super::sys::{self, TapFlags};
+use crate::GuestMemory;
+use crate::virtio::chain::Segment;
 
 const NODE: &str = "/dev/net/tun";
 /// The kernel's limit, without the NUL that ends a name.
@@ -35,6 +38,8 @@ pub enum TapError {
     Attach(#[source] io::Error),
     #[error("the descriptor is not a tap with virtio headers and without packet information")]
     Kind,
+    #[error("the descriptor is not a connected Unix socket of type SOCK_SEQPACKET")]
+    NotPackets,
     #[error("cannot be set up")]
     SetUp(#[source] io::Error),
 }
@@ -44,7 +49,30 @@ pub trait Link: Send {
     fn fd(&self) -> BorrowedFd<'_>;
     /// Allows frames to be delivered with these `TUN_F_` offloads from now on.
     fn set_offload(&mut self, offload: u32) -> io::Result<()>;
+    /// Returns whether checksums and segmentation can be left to the link.
+    fn has_offloads(&self) -> bool;
+    /// Sends one frame: `first`, then guest memory.
+    fn send(&self, first: &[u8], memory: &GuestMemory, rest: &[Segment]) -> io::Result<usize>;
     fn name(&self) -> &str;
+}
+
+/// Opens the link that a configuration asks for; the error names it.
+pub fn open(source: TapSource, mtu: Option<u16>) -> Result<Box<dyn Link>, NetError> {
+    let name = name_of(&source);
+    let opened: Result<Box<dyn Link>, _> = match source {
+        TapSource::Socket(socket) => FrameSocket::open(socket).map(|link| Box::new(link) as _),
+        source => Tap::open(source, mtu).map(|tap| Box::new(tap) as _),
+    };
+    opened.map_err(|source| NetError::Tap { name, source })
+}
+
+fn name_of(source: &TapSource) -> String {
+    match source {
+        TapSource::Name(name) => name.clone(),
+        TapSource::Auto => "(to be named by the kernel)".to_owned(),
+        TapSource::File(_) => "(passed open)".to_owned(),
+        TapSource::Socket(_) => SOCKET_NAME.to_owned(),
+    }
 }
 
 /// An attached tap interface.
@@ -54,7 +82,7 @@ pub struct Tap {
 }
 
 impl Tap {
-    pub fn open(source: TapSource, mtu: Option<u16>) -> Result<Self, TapError> {
+    fn open(source: TapSource, mtu: Option<u16>) -> Result<Self, TapError> {
         let (file, passed) = match source {
             TapSource::Name(name) => (attach(&name)?, false),
             TapSource::Auto => (attach("")?, false),
@@ -62,6 +90,7 @@ impl Tap {
                 sys::set_nonblocking(file.as_fd()).map_err(TapError::SetUp)?;
                 (file, true)
             }
+            TapSource::Socket(_) => return Err(TapError::Kind),
         };
         let (name, flags) = sys::tap_facts(file.as_fd()).map_err(|_| TapError::Kind)?;
         if !flags.contains(TapFlags::OURS) {
@@ -76,22 +105,15 @@ impl Tap {
     }
 }
 
-/// Opens the tap of a card; the error names it.
-pub fn open_tap(source: TapSource, mtu: Option<u16>) -> Result<Tap, NetError> {
-    let name = match &source {
-        TapSource::Name(name) => name.clone(),
-        TapSource::Auto => "(to be named by the kernel)".to_owned(),
-        TapSource::File(_) => "(passed open)".to_owned(),
-    };
-    Tap::open(source, mtu).map_err(|source| NetError::Tap { name, source })
-}
-
 impl NetConfig {
     /// Opens or creates the tap now, so that the card can be made without access to its node.
     pub fn open_tap(&mut self) -> Result<(), NetError> {
-        if !matches!(self.tap, TapSource::File(_)) {
+        if matches!(self.tap, TapSource::Name(_) | TapSource::Auto) {
             let source = std::mem::replace(&mut self.tap, TapSource::Auto);
-            self.tap = TapSource::File(open_tap(source, self.mtu)?.file);
+            let name = name_of(&source);
+            let tap = Tap::open(source, self.mtu);
+            let tap = tap.map_err(|source| NetError::Tap { name, source })?;
+            self.tap = TapSource::File(tap.file);
         }
         Ok(())
     }
@@ -126,6 +148,14 @@ impl Link for Tap {
 
     fn set_offload(&mut self, offload: u32) -> io::Result<()> {
         sys::set_offload(self.file.as_fd(), offload)
+    }
+
+    fn has_offloads(&self) -> bool {
+        true
+    }
+
+    fn send(&self, first: &[u8], memory: &GuestMemory, rest: &[Segment]) -> io::Result<usize> {
+        sys::write_frame(self.file.as_fd(), first, memory, rest)
     }
 
     fn name(&self) -> &str {

@@ -5,16 +5,19 @@
 #![allow(clippy::unwrap_used, reason = "a wire that cannot be laid should end its test")]
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::config::Mac;
 use super::device::Net;
+use super::sys;
 use super::tap::Link;
 use super::wire::HEADER_LEN;
+use crate::GuestMemory;
 use crate::rate_limiter::{RateLimiter, RateLimiterConfig};
+use crate::virtio::chain::Segment;
 
 /// The queues.
 pub const RX: usize = 0;
@@ -37,6 +40,14 @@ impl Link for Wire {
     fn set_offload(&mut self, offload: u32) -> io::Result<()> {
         self.offload.store(offload, Ordering::SeqCst);
         Ok(())
+    }
+
+    fn has_offloads(&self) -> bool {
+        true
+    }
+
+    fn send(&self, first: &[u8], memory: &GuestMemory, rest: &[Segment]) -> io::Result<usize> {
+        sys::write_frame(self.socket.as_fd(), first, memory, rest)
     }
 
     fn name(&self) -> &str {
@@ -97,4 +108,9 @@ pub fn limited(rx: RateLimiterConfig, tx: RateLimiterConfig) -> (Net, Peer) {
         host_errors: 0,
     };
     (net, Peer { socket: far, offload })
+}
+
+/// Creates two connected packet sockets, for a card and for the peer that handles its frames.
+pub fn packet_sockets() -> (OwnedFd, OwnedFd) {
+    sys::packet_sockets().unwrap()
 }

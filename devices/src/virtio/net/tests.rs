@@ -3,6 +3,7 @@
 mod bad_frames;
 mod metadata;
 mod offloads;
+mod sockets;
 mod taps;
 
 use super::super::conformance::{self, Specimen};

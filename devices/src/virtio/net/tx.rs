@@ -7,7 +7,6 @@ use std::time::Instant;
 use super::super::chain::{self, Chain, Segment};
 use super::device::{Net, feature};
 use super::mmds::{self, Mmds};
-use super::sys;
 use super::wire::{self, ETHERNET_LEN, HEADER_LEN, Refusal, TxOffloads};
 use crate::GuestMemory;
 
@@ -52,7 +51,7 @@ pub fn send(net: &mut Net, memory: &GuestMemory, chain: &Chain, offloads: TxOffl
         return ask(mmds, memory, &first, &rest);
     }
     for _ in 0..ATTEMPTS {
-        match sys::write_frame(net.link.fd(), &first, memory, &rest) {
+        match net.link.send(&first, memory, &rest) {
             Ok(_) => return Sent::Done,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             // A frame that passes the checks here and not the kernel's is still an error of the

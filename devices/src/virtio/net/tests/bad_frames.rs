@@ -1,7 +1,9 @@
 //! Frames and headers that a hostile guest may offer: dropped, counted, and the next one is sent.
 
+use super::super::sys;
 use super::super::wire::{self, FRAME_MAX, Refusal, TxOffloads};
 use super::*;
+use crate::virtio::chain::Segment;
 
 /// Sends one header and frame. Returns whether it reached the other end. The next valid one must.
 fn passes(header: &[u8], frame_bytes: &[u8]) -> bool {
@@ -215,6 +217,17 @@ impl super::super::tap::Link for Mute {
     }
     fn set_offload(&mut self, _offload: u32) -> std::io::Result<()> {
         Ok(())
+    }
+    fn has_offloads(&self) -> bool {
+        true
+    }
+    fn send(
+        &self,
+        first: &[u8],
+        memory: &crate::GuestMemory,
+        rest: &[Segment],
+    ) -> std::io::Result<usize> {
+        sys::write_frame(self.fd(), first, memory, rest)
     }
     fn name(&self) -> &str {
         "mute"
