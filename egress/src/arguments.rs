@@ -54,7 +54,7 @@ pub enum EgressCommand {
     Run(Box<Options>),
 }
 
-/// What the process is told.
+/// The orders of a process.
 #[derive(Debug)]
 pub struct Options {
     pub frames_fd: RawFd,

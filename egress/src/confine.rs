@@ -1,7 +1,7 @@
 //! Takes from this process what it does not need, once its descriptors are open.
 //!
 //! The order matters: privileges first, because dropping them may clear the signal that is asked for
-//! last. A filter of system calls and a file-system sandbox belong after these steps.
+//! last. The filter of system calls (`seccomp.rs`) comes after these steps.
 
 use std::io;
 

@@ -86,7 +86,7 @@ pub struct Connection {
     guest_ended: bool,
 }
 
-/// What a connection uses of the gateway.
+/// The parts of the gateway that a connection uses.
 pub struct Context<'a> {
     pub policy: &'a Policy,
     pub counters: &'a mut Counters,

@@ -1,5 +1,13 @@
 //! The control protocol: a JSON object on a line, and one line in answer.
 //!
+//! | request | answer |
+//! | --- | --- |
+//! | `{"set": {"allow": [], "allow_host": [], …}}`: the whole policy | `{"ok": true}` |
+//! | `{"allow": "192.0.2.0/24:443"}`, `{"allow_host": "*.example.com"}`, `{"deny": "…"}` | `{"ok": true}` |
+//! | `{"check": "example.com:443"}` | `{"allowed": true, "rule": "…"}`, or `false`, `reason`, `message` |
+//! | `{"status": {}}` | `rules`, `denied`, `dropped`, `totals`, `open_connections` |
+//! | any other | `{"error": "…"}` |
+//!
 //! A request is carried out whole or not at all. `control_server.rs` has the sockets.
 
 use std::net::IpAddr;

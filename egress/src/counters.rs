@@ -1,4 +1,4 @@
-//! What a sandbox has used, by rule, and what it was denied.
+//! The use that a sandbox has made of each rule, and the attempts that were denied.
 //!
 //! Counters belong to a rule's text, so they survive a change of the policy that keeps the rule.
 

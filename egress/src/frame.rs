@@ -1,4 +1,4 @@
-//! What a frame of the guest is: the few kinds that are carried, and why another is dropped.
+//! Frames of the guest: the few kinds that are carried, and why another is dropped.
 //!
 //! The functions are pure. Nothing else in this crate reads bytes of a frame before this file has
 //! checked lengths, checksums and addresses.

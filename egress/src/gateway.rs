@@ -1,6 +1,6 @@
 //! The gateway of one sandbox: what happens to each frame, question, connection and order.
 //!
-//! One thread owns everything. No call waits, except for the next event in `run`.
+//! One thread owns everything, and no call waits; `event_loop.rs` does.
 
 use std::fs::File;
 use std::io;
@@ -10,7 +10,6 @@ use std::time::{Duration, Instant};
 use crate::audit::AuditLog;
 use crate::connection::{Basis, Context, Need};
 use crate::connections::Connections;
-use crate::control_server::ControlServer;
 use crate::counters::{Attempt, Counters};
 use crate::dns::{self, Outcome, Question};
 use crate::frame::{self, Drop, Frame, Segment};
@@ -49,55 +48,9 @@ pub struct Gateway {
     pub counters: Counters,
 }
 
-/// What a gateway is made of.
-pub struct Parts {
-    pub link: Link,
-    pub policy: Policy,
-    pub resolver: Resolver,
-    pub control: Option<ControlServer>,
-    pub log: Option<File>,
-}
-
-/// Carries the guest's traffic until the other end of the link is closed.
-pub fn run(parts: Parts) -> io::Result<()> {
-    let Parts { link, policy, resolver, mut control, log } = parts;
-    let mut gateway = Gateway::new(link, policy, resolver, log)?;
-    if let Some(control) = &control {
-        control.watch(&gateway.poller)?;
-    }
-    let mut alive = true;
-    while alive {
-        let now = Instant::now();
-        let clients = control.as_ref().and_then(ControlServer::deadline);
-        let timeout = gateway.timeout(clients, now);
-        let mut link_ready = false;
-        for ready in gateway.poller.wait(Some(timeout))? {
-            let now = Instant::now();
-            match ready.token {
-                Token::Link => link_ready |= ready.readable,
-                Token::Control | Token::Client(_) => {
-                    if let Some(control) = &mut control {
-                        control.serve(ready.token, &mut gateway, now);
-                    }
-                }
-                Token::Question(number) => gateway.advance_question(number, now),
-                Token::Connection(number) => {
-                    gateway.connections.with(number, |connection, _| {
-                        connection.note(ready.readable, ready.writable);
-                    });
-                }
-            }
-        }
-        alive = gateway.turn(link_ready, Instant::now())?;
-        if let Some(control) = &mut control {
-            control.expire(Instant::now());
-        }
-    }
-    Ok(())
-}
-
 impl Gateway {
-    fn new(
+    pub fn new(
+        poller: Poller,
         mut link: Link,
         policy: Policy,
         resolver: Resolver,
@@ -106,7 +59,7 @@ impl Gateway {
         let now = Instant::now();
         let connections = Connections::new(&mut link, u64::from_ne_bytes(sys::random()?), now);
         let mut gateway = Self {
-            poller: Poller::new()?,
+            poller,
             link,
             link_interest: Interest::default(),
             connections,
@@ -131,6 +84,11 @@ impl Gateway {
         self.connections.count()
     }
 
+    /// Notes an event of a connection's socket on the host.
+    pub fn note_connection(&mut self, number: u32, readable: bool, writable: bool) {
+        self.connections.with(number, |connection, _| connection.note(readable, writable));
+    }
+
     /// Puts a new policy in place of the old one. Connections that it denies are reset.
     pub fn set_policy(&mut self, policy: Policy) {
         self.policy = policy;
@@ -145,7 +103,8 @@ impl Gateway {
         denied.into_iter().for_each(|(attempt, denial)| self.deny(attempt, denial, now));
     }
 
-    fn timeout(&mut self, clients: Option<Instant>, now: Instant) -> Duration {
+    /// Returns how long nothing happens without an event. `clients` is the deadline of others.
+    pub fn timeout(&mut self, clients: Option<Instant>, now: Instant) -> Duration {
         if self.connections.has_more() && !self.link.is_blocked() {
             return Duration::ZERO;
         }
@@ -160,7 +119,7 @@ impl Gateway {
     }
 
     /// Does everything that can be done without waiting. Returns false if the link is gone.
-    fn turn(&mut self, link_ready: bool, now: Instant) -> io::Result<bool> {
+    pub fn turn(&mut self, link_ready: bool, now: Instant) -> io::Result<bool> {
         if link_ready && !self.read_frames(now) {
             return Ok(false);
         }
@@ -334,7 +293,8 @@ impl Gateway {
         None
     }
 
-    fn advance_question(&mut self, number: u32, now: Instant) {
+    /// Continues a question whose socket is ready.
+    pub fn advance_question(&mut self, number: u32, now: Instant) {
         if let Some((name, outcome)) = self.resolver.advance(number, &self.poller, now) {
             self.resolved(&name, &outcome, now);
         }

@@ -22,8 +22,9 @@
 //! | `dns.rs`, `resolver.rs` | DNS messages; questions to upstream resolvers |
 //! | `counters.rs`, `audit.rs`, `rate.rs` | what was used and denied, the log, and its rate |
 //! | `control.rs`, `control_server.rs` | the control protocol and its sockets |
-//! | `gateway.rs` | the event loop: what happens to each event |
-//! | `confine.rs` | what the process gives up before its first frame |
+//! | `gateway.rs` | what happens to each frame, question and connection |
+//! | `event_loop.rs` | the wait for the next event |
+//! | `confine.rs`, `seccomp.rs` | what the process gives up before its first frame |
 //! | `token.rs`, `sys.rs` | names of watched descriptors; system calls |
 
 pub mod arguments;
@@ -35,6 +36,7 @@ mod control;
 mod control_server;
 mod counters;
 mod dns;
+mod event_loop;
 mod frame;
 mod gateway;
 mod hello;
@@ -45,6 +47,7 @@ pub mod ranges;
 mod rate;
 mod reply;
 mod resolver;
+mod seccomp;
 mod sys;
 mod token;
 
@@ -58,10 +61,11 @@ use smoltcp::wire::EthernetAddress;
 pub use arguments::Options;
 pub use confine::ConfineError;
 use control_server::ControlServer;
+use event_loop::Parts;
 use frame::Ends;
-use gateway::Parts;
 use link::Link;
 use resolver::Resolver;
+pub use seccomp::SeccompError;
 
 /// The gateway's hardware address; the second bit of its first byte says that nobody was assigned
 /// it.
@@ -79,6 +83,8 @@ pub enum EgressError {
     Host { act: &'static str, source: io::Error },
     #[error("{0}: {cause}", cause = std::error::Error::source(.0).map(ToString::to_string).unwrap_or_default())]
     Confine(ConfineError),
+    #[error("cannot filter system calls: {0}")]
+    Seccomp(#[from] SeccompError),
 }
 
 /// Takes the descriptors, confines the process, and carries traffic until the guest's card is gone.
@@ -101,11 +107,14 @@ pub fn run(options: Options) -> Result<(), EgressError> {
     } else {
         options.resolvers
     };
+    let poller = sys::Poller::new().map_err(host("cannot watch descriptors"))?;
     confine::confine().map_err(EgressError::Confine)?;
+    // Last: the steps before use calls that the filter refuses.
+    seccomp::apply()?;
     let ends = Ends { guest_mac, guest_ip, gateway_mac: GATEWAY_MAC, gateway_ip };
     let link = Link::new(frames, ends);
     let (resolver, log) = (Resolver::new(resolvers), log.map(File::from));
-    gateway::run(Parts { link, policy, resolver, control, log })
+    event_loop::run(Parts { poller, link, policy, resolver, control, log })
         .map_err(host("cannot wait for events"))
 }
 

@@ -1,4 +1,4 @@
-//! What a sandbox may reach: rules, and the judgement of an address or a name against them.
+//! Rules for what a sandbox may reach, and the judgement of an address or a name against them.
 //!
 //! The file is pure: no clock, no socket, no cache. Without a rule nothing is allowed. A rule that
 //! denies comes before all that allow. Special ranges (`ranges.rs`) stay closed unless a rule names

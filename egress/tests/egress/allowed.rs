@@ -1,4 +1,4 @@
-//! What a rule allows arrives, whole and in order.
+//! Traffic that a rule allows arrives, whole and in order.
 
 use hickory_proto::op::ResponseCode;
 use hickory_proto::rr::RecordType;

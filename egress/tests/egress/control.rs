@@ -62,7 +62,7 @@ fn name_rule_that_is_taken_back_ends_its_connections() {
 }
 
 #[test]
-fn policy_that_does_not_parse_ends_the_process_with_status_2() {
+fn d13_policy_that_does_not_parse_ends_the_process_with_status_2() {
     for (flag, rule, fix) in [
         ("--allow", "10.0.0.1/8", "write 10.0.0.0/8"),
         ("--allow-host", "*", "*.example.com"),

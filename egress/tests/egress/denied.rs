@@ -1,6 +1,6 @@
-//! What no rule allows is refused at once, is recorded, and reaches nobody.
+//! Traffic that no rule allows is refused at once, is recorded, and reaches nobody.
 
-use std::net::SocketAddrV4;
+use std::net::{SocketAddr, SocketAddrV4, UdpSocket};
 use std::time::{Duration, Instant};
 
 use hickory_proto::op::ResponseCode;
@@ -22,7 +22,7 @@ fn refused(guest: &mut Guest, to: SocketAddrV4, bytes: &[u8]) {
 }
 
 #[test]
-fn name_without_a_rule_is_refused_and_not_asked_for() {
+fn d10_name_without_a_rule_is_refused_and_not_asked_for() {
     let dns = DnsServer::start(&[("evil.example", "127.0.0.1")]);
     let mut guest = Guest::start_with_dns(&dns, &["--allow-host", "good.example"]);
     let begin = Instant::now();
@@ -73,6 +73,25 @@ fn d8_metadata_private_and_loopback_stay_closed_with_allow_all() {
     }
     refused(&mut guest, upstream.address, b"x");
     assert!(upstream.heard().is_empty());
+}
+
+#[test]
+fn d9_address_of_the_host_is_closed_to_a_rule_for_its_network() {
+    // A datagram socket that is connected tells the host's address, and sends nothing.
+    let socket = UdpSocket::bind("0.0.0.0:0").unwrap();
+    let Ok(SocketAddr::V4(own)) = socket.connect("192.0.2.1:9").and_then(|()| socket.local_addr())
+    else {
+        // A host without a network has no address but loopback.
+        return;
+    };
+    let upstream = Upstream::start_at(&format!("{}:0", own.ip()), b"secret");
+    let [a, b, c, _] = own.ip().octets();
+    let mut guest = Guest::start(&["--allow", &format!("{a}.{b}.{c}.0/24")]);
+    refused(&mut guest, upstream.address, b"x");
+    assert!(upstream.heard().is_empty());
+    assert_eq!(guest.denials(), ["own-address"]);
+    assert_eq!(guest.control(&format!(r#"{{"allow": "{}"}}"#, own.ip()))["ok"], true);
+    assert_eq!(guest.exchange(upstream.address, b"x"), End::Closed(b"secret".to_vec()));
 }
 
 #[test]

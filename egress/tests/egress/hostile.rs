@@ -40,7 +40,7 @@ fn d6_tagged_frames_are_dropped() {
 }
 
 #[test]
-fn ipv6_and_fragments_are_dropped() {
+fn d7_ipv6_and_fragments_are_dropped() {
     let upstream = Upstream::start(b"secret");
     let mut guest = Guest::start(&["--allow", "127.0.0.0/8"]);
     let mut six = [&GATEWAY_MAC[..], &GUEST_MAC, &[0x86, 0xdd]].concat();
@@ -89,7 +89,7 @@ fn message_of_a_wrong_length_is_dropped() {
 }
 
 #[test]
-fn d10_flood_of_hostile_frames_reaches_nobody_and_ends_nothing() {
+fn flood_of_hostile_frames_reaches_nobody_and_ends_nothing() {
     let upstream = Upstream::start(b"secret");
     let mut guest = Guest::start(&["--allow-host", "good.example", "--allow", "127.0.0.9/32"]);
     guest.status();

@@ -8,6 +8,7 @@ mod control;
 mod denied;
 mod fixture;
 mod hostile;
+mod process;
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 
