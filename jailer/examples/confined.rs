@@ -11,8 +11,10 @@ use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
-use pvmm_jailer::confine::{self, Confinement, Limits, Side};
+use pvmm_jailer::confine::{self, Access, Confinement, Folder, Limits, Side};
 
+const FOLDER: &str = "/vm";
+const SCRATCH: &str = "/scratch";
 const LIMITS: Limits = Limits {
     open_files: 64,
     file_bytes: 1 << 30,
@@ -37,10 +39,15 @@ fn main() {
         Side::Parent(pid) => wait_for(pid),
         Side::Child(means) => {
             let user = user.parse().expect("a user");
-            let confinement = Confinement { folder, scratch, sockets: None, user, limits: LIMITS };
+            let (root, limits) = (folder.clone(), LIMITS);
+            let folders = vec![
+                Folder { from: folder, at: FOLDER, access: Access::Files },
+                Folder { from: scratch, at: SCRATCH, access: Access::NamelessFiles },
+            ];
+            let confinement = Confinement { root, folders, network: false, user, limits };
             let missing = confinement.enter(means).expect("enter the confinement");
             missing.iter().for_each(|it| println!("lacks {}", it.layer));
-            attempt(Path::new(confine::FOLDER), Path::new(confine::SCRATCH), port);
+            attempt(Path::new(FOLDER), Path::new(SCRATCH), port);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! The confinement of the process that runs one VM: layer by layer, once all that it needs is open.
 //!
 //! The process is forked by [`fork`] into namespaces of its own, opens its files, and calls
-//! [`Confinement::enter`]. From then on its file system is a read-only root with two folders, it has
+//! [`Confinement::enter`]. From then on its file system is a read-only root with the folders that it needs, it has
 //! no privilege that it could use or get back, and a fault in it reaches nothing else. Nothing of a
 //! confinement has a name on the host, so nothing of it can be left behind.
 //!
@@ -20,19 +20,13 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr,
     RulesetCreatedAttr, RulesetStatus, Scope,
 };
 
 use crate::error::JailError;
 use crate::sys::{self, Forked};
 
-/// The path of the VM's folder inside the confinement.
-pub const FOLDER: &str = "/vm";
-/// The path of the folder for nameless files inside the confinement.
-pub const SCRATCH: &str = "/scratch";
-/// The path of the folder with sockets of others inside the confinement.
-pub const SOCKETS: &str = "/sockets";
 /// Where descriptors are listed.
 const DESCRIPTORS: &str = "/proc/self/fd";
 
@@ -84,11 +78,8 @@ pub fn fork(group: Option<BorrowedFd<'_>>) -> Result<Side, JailError> {
 }
 
 const USER_AND_PIDS: i32 = libc::CLONE_NEWUSER | libc::CLONE_NEWPID;
-const OTHER_NAMESPACES: i32 = libc::CLONE_NEWNS
-    | libc::CLONE_NEWIPC
-    | libc::CLONE_NEWUTS
-    | libc::CLONE_NEWNET
-    | libc::CLONE_NEWCGROUP;
+const OTHER_NAMESPACES: i32 =
+    libc::CLONE_NEWNS | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_NEWCGROUP;
 
 /// The limits of a process on the host's resources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,17 +96,50 @@ pub struct Limits {
 /// The confinement that a process is to enter.
 #[derive(Clone, Debug)]
 pub struct Confinement {
-    /// The one folder that the process may make files in; [`FOLDER`] from then on. It must belong to
-    /// `user` where that is used.
-    pub folder: PathBuf,
-    /// Where the process may make files without a name; [`SCRATCH`] from then on.
-    pub scratch: PathBuf,
-    /// A folder whose sockets the process may connect to, as far as its user may; [`SOCKETS`] from
-    /// then on.
-    pub sockets: Option<PathBuf>,
+    /// Any folder of the host: the new root is mounted over it, where only this process sees that.
+    pub root: PathBuf,
+    /// The folders of the host that the process keeps.
+    pub folders: Vec<Folder>,
+    /// Keep the host's network; otherwise the process has none.
+    pub network: bool,
     /// The user and the group that the process becomes if it has root's privileges. Never 0.
     pub user: u32,
     pub limits: Limits,
+}
+
+/// A folder of the host inside a confinement.
+#[derive(Clone, Debug)]
+pub struct Folder {
+    pub from: PathBuf,
+    /// Its path inside, one level below the root.
+    pub at: &'static str,
+    pub access: Access,
+}
+
+/// How a process uses a folder, as far as its user may.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Access {
+    /// Makes, reads, writes, renames and removes files, and makes sockets.
+    Files,
+    /// Makes files without a name.
+    NamelessFiles,
+    /// Connects to sockets.
+    Sockets,
+}
+
+impl Access {
+    fn rights(self) -> BitFlags<AccessFs> {
+        let write = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
+        match self {
+            Self::Files => {
+                let make = AccessFs::MakeReg | AccessFs::MakeSock;
+                write | make | AccessFs::ReadDir | AccessFs::RemoveFile
+            }
+            Self::NamelessFiles => write,
+            // No right of Landlock is needed to connect.
+            Self::Sockets => AccessFs::ReadDir.into(),
+        }
+    }
 }
 
 /// A layer that this host does not allow, and why.
@@ -134,7 +158,9 @@ impl Confinement {
         refuse_open_folders()?;
         match means {
             Means::Root | Means::UserNamespace => {
-                sys::unshare(OTHER_NAMESPACES).map_err(JailError::io("cannot make namespaces"))?;
+                let network = if self.network { 0 } else { libc::CLONE_NEWNET };
+                sys::unshare(OTHER_NAMESPACES | network)
+                    .map_err(JailError::io("cannot make namespaces"))?;
                 self.enter_root()?;
             }
             Means::NoNamespace(errno) => {
@@ -149,35 +175,32 @@ impl Confinement {
         Ok(missing)
     }
 
-    /// Makes an empty file system the root, with nothing but the two folders mounted in it.
+    /// Makes an empty file system the root, with nothing but the folders mounted in it.
     fn enter_root(&self) -> Result<(), JailError> {
-        let step = |act: &'static str| {
-            let folder = self.folder.display().to_string();
-            move |error| JailError::new(format!("{folder}: cannot {act}"), error)
+        let failed = |act: &str, path: &Path, error| {
+            JailError::new(format!("{}: cannot {act}", path.display()), error)
         };
+        let step = |act: &'static str| move |error| failed(act, &self.root, error);
         sys::make_mounts_private().map_err(step("leave the mounts of the host"))?;
-        let folder = sys::clone_mount(&self.folder).map_err(step("clone its mount"))?;
-        let clone = |folder: &PathBuf| {
-            let act = || format!("{}: cannot clone its mount", folder.display());
-            sys::clone_mount(folder).map_err(|error| JailError::new(act(), error))
-        };
-        let scratch = clone(&self.scratch)?;
-        let sockets = self.sockets.as_ref().map(clone).transpose()?;
-        sys::mount_empty(&self.folder).map_err(step("mount the new root there"))?;
-        self.mount_inside(FOLDER, &folder, false).map_err(step("mount it in the new root"))?;
-        self.mount_inside(SCRATCH, &scratch, false).map_err(step("mount the scratch folder"))?;
-        if let Some(sockets) = &sockets {
-            self.mount_inside(SOCKETS, sockets, true).map_err(step("mount the sockets"))?;
+        let mut mounts = Vec::with_capacity(self.folders.len());
+        for folder in &self.folders {
+            let clone = sys::clone_mount(&folder.from);
+            mounts.push(clone.map_err(|error| failed("clone its mount", &folder.from, error))?);
         }
-        sys::restrict_mount(&self.folder, true).map_err(step("make the new root read-only"))?;
-        sys::change_root(&self.folder).map_err(step("make it the root"))
+        sys::mount_empty(&self.root).map_err(step("mount the new root there"))?;
+        for (folder, mount) in self.folders.iter().zip(&mounts) {
+            let mounted = self.mount_inside(folder, mount);
+            mounted.map_err(|error| failed("mount it in the new root", &folder.from, error))?;
+        }
+        sys::restrict_mount(&self.root, true).map_err(step("make the new root read-only"))?;
+        sys::change_root(&self.root).map_err(step("make it the root"))
     }
 
-    fn mount_inside(&self, name: &str, mount: &OwnedFd, read_only: bool) -> io::Result<()> {
-        let place = self.folder.join(name.trim_start_matches('/'));
+    fn mount_inside(&self, folder: &Folder, mount: &OwnedFd) -> io::Result<()> {
+        let place = self.root.join(folder.at.trim_start_matches('/'));
         fs::create_dir(&place)?;
         sys::attach_mount(mount.as_fd(), &place)?;
-        sys::restrict_mount(&place, read_only)
+        sys::restrict_mount(&place, folder.access == Access::Sockets)
     }
 
     fn limit(&self, means: Means) -> Result<(), JailError> {
@@ -222,32 +245,26 @@ impl Confinement {
         drop().map_err(failed)
     }
 
-    /// Allows no path but the two folders, and no network, to this process and its children.
+    /// Allows no path but the folders, and no network unless it is kept, to this process and its
+    /// children.
     fn restrict_files(
         &self,
         means: Means,
         missing: &mut Vec<MissingLayer>,
     ) -> Result<(), JailError> {
         let own_root = !matches!(means, Means::NoNamespace(_));
-        let folder = if own_root { Path::new(FOLDER) } else { &self.folder };
-        let scratch = if own_root { Path::new(SCRATCH) } else { &self.scratch };
         let abi = ABI::V6;
-        let in_folder: BitFlags<AccessFs> = AccessFs::ReadFile
-            | AccessFs::WriteFile
-            | AccessFs::Truncate
-            | AccessFs::ReadDir
-            | AccessFs::RemoveFile
-            | AccessFs::MakeReg
-            | AccessFs::MakeSock;
-        let in_scratch = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::Truncate;
         let restrict = || -> Result<_, Box<dyn std::error::Error>> {
-            let rules = Ruleset::default()
-                .handle_access(AccessFs::from_all(abi))?
-                .handle_access(AccessNet::from_all(abi))?
-                .scope(Scope::from_all(abi))?
-                .create()?
-                .add_rule(PathBeneath::new(PathFd::new(folder)?, in_folder))?
-                .add_rule(PathBeneath::new(PathFd::new(scratch)?, in_scratch))?;
+            let mut rules = Ruleset::default().handle_access(AccessFs::from_all(abi))?;
+            if !self.network {
+                rules = rules.handle_access(AccessNet::from_all(abi))?;
+            }
+            let mut rules = rules.scope(Scope::from_all(abi))?.create()?;
+            for folder in &self.folders {
+                let path = if own_root { Path::new(folder.at) } else { &folder.from };
+                let rights = folder.access.rights();
+                rules = rules.add_rule(PathBeneath::new(PathFd::new(path)?, rights))?;
+            }
             Ok(rules.restrict_self()?)
         };
         let status = restrict().map_err(|error| {

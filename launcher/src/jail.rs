@@ -9,7 +9,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use pvmm_jailer::confine::{Confinement, Limits};
+use pvmm_jailer::confine::{Access, Confinement, Folder, Limits};
 use pvmm_jailer::group::{Group, GroupLimits};
 
 use crate::args::{self, UidRange};
@@ -21,6 +21,13 @@ use crate::vm_dir::Record;
 /// The users of monitor processes: a range that no distribution and no tool assigns.
 pub const DEFAULT_USERS: &str = "1900000000-1900065535";
 
+/// The path of the VM's own folder inside its jail.
+pub const FOLDER: &str = "/vm";
+/// The path of the folder for nameless files inside the jail.
+pub const SCRATCH: &str = "/scratch";
+/// The path of the folder with the sockets that the guest connects to inside the jail.
+pub const SOCKETS: &str = "/sockets";
+
 /// The most open files: connections through vsock and ports take one or two each.
 const OPEN_FILES: u64 = 8192;
 /// Threads beside those of the vCPUs.
@@ -28,6 +35,8 @@ const OTHER_THREADS: u64 = 256;
 const LOCKED_BYTES: u64 = 8 << 20;
 /// Address space beside guest memory, which may be mapped twice for a moment.
 const OTHER_ADDRESS_SPACE: u64 = 16 << 30;
+/// The largest log of denied and allowed connections.
+const EGRESS_LOG_BYTES: u64 = 64 << 20;
 /// Memory of the host beside twice the guest's: a checkpoint or a fork keeps the old state beside
 /// the new one.
 const OTHER_MEMORY: u64 = 256 << 20;
@@ -76,21 +85,36 @@ pub fn around(
 ) -> Result<Confinement, Failure> {
     let Record { user, cpus, memory_mib, .. } = *record;
     let memory = memory_mib << 20;
-    Ok(Confinement {
-        folder: folder.to_owned(),
-        scratch: own_scratch(scratch, user.is_some()).map_err(|error| {
-            Failure::fault(format!("cannot make a folder in {}: {error}", scratch.display()))
-        })?,
-        sockets: vsock.and_then(Path::parent).map(Path::to_owned),
-        user: user.unwrap_or_default(),
-        limits: Limits {
-            open_files: OPEN_FILES,
-            file_bytes: memory.max(DISK_BYTES),
-            processes: u64::from(cpus) + OTHER_THREADS,
-            locked_bytes: LOCKED_BYTES,
-            address_space_bytes: 4 * memory + OTHER_ADDRESS_SPACE,
-        },
-    })
+    let scratch = own_scratch(scratch, user.is_some()).map_err(|error| {
+        Failure::fault(format!("cannot make a folder in {}: {error}", scratch.display()))
+    })?;
+    let keep = |from: &Path, at, access| Folder { from: from.to_owned(), at, access };
+    let mut folders =
+        vec![keep(folder, FOLDER, Access::Files), keep(&scratch, SCRATCH, Access::NamelessFiles)];
+    folders.extend(vsock.and_then(Path::parent).map(|it| keep(it, SOCKETS, Access::Sockets)));
+    let limits = Limits {
+        open_files: OPEN_FILES,
+        file_bytes: memory.max(DISK_BYTES),
+        processes: u64::from(cpus) + OTHER_THREADS,
+        locked_bytes: LOCKED_BYTES,
+        address_space_bytes: 4 * memory + OTHER_ADDRESS_SPACE,
+    };
+    let user = user.unwrap_or_default();
+    Ok(Confinement { root: folder.to_owned(), folders, network: false, user, limits })
+}
+
+/// Describes the confinement of the process through which a VM reaches the network. The new root is
+/// mounted over `folder`, of which the process sees nothing.
+pub fn around_egress(folder: &Path, record: &Record) -> Confinement {
+    let limits = Limits {
+        open_files: OPEN_FILES,
+        file_bytes: EGRESS_LOG_BYTES,
+        processes: 1,
+        locked_bytes: 0,
+        address_space_bytes: OTHER_ADDRESS_SPACE,
+    };
+    let user = record.user.unwrap_or_default();
+    Confinement { root: folder.to_owned(), folders: Vec::new(), network: true, user, limits }
 }
 
 /// Makes the control group of a VM.

@@ -34,10 +34,10 @@ use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use pvmm_jailer::confine;
 use pvmm_jailer::group::Group;
 
 use crate::exit::Failure;
+use crate::jail;
 use crate::sys::lock;
 
 const ID_LENGTH: usize = 12;
@@ -263,7 +263,7 @@ pub struct RunDir {
 impl RunDir {
     /// The folder as the process sees it in its jail.
     pub fn in_jail() -> Self {
-        Self { path: confine::FOLDER.into() }
+        Self { path: jail::FOLDER.into() }
     }
 
     pub fn path(&self) -> &Path {

@@ -15,12 +15,13 @@ use pvmm::exec::ExitStatus;
 use pvmm::{
     Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, Template, Vm, VmConfig, Vsock,
 };
-use pvmm_jailer::confine::{self, Confinement, Means};
+use pvmm_jailer::confine::{Confinement, Means};
 
 use super::control::{Control, Effect};
 use super::main_command::MainCommand;
 use super::{Mode, Plan, Report, Reporter, Start, console, control};
 use crate::exit::{FAULT, Failure, USAGE};
+use crate::jail;
 use crate::machine;
 use crate::overrides::GUEST_CID;
 use crate::ports::{self, BoundPort};
@@ -98,7 +99,7 @@ impl Surroundings {
     /// Returns the path at which the process sees the sockets beside `vsock`.
     fn seen(&self, vsock: &Path) -> PathBuf {
         match vsock.file_name() {
-            Some(name) if self.own_root => Path::new(confine::SOCKETS).join(name),
+            Some(name) if self.own_root => Path::new(jail::SOCKETS).join(name),
             _ => vsock.to_owned(),
         }
     }
@@ -114,7 +115,7 @@ impl Surroundings {
         if !matches!(means, Means::NoNamespace(_)) {
             self.own_root = true;
             self.run_dir = RunDir::in_jail();
-            self.scratch.dir = confine::SCRATCH.into();
+            self.scratch.dir = jail::SCRATCH.into();
         }
         // The change of user has cancelled it.
         process::die_with_parent(self.supervisor.as_fd()).map_err(fault)?;
