@@ -63,7 +63,7 @@ pub struct Options {
     pub guest_ip: Ipv4Addr,
     pub guest_mac: Option<EthernetAddress>,
     pub gateway_ip: Ipv4Addr,
-    /// Those of /etc/resolv.conf if empty.
+    /// Upstream resolvers; if there are none, /etc/resolv.conf names them.
     pub resolvers: Vec<SocketAddr>,
     pub policy: Policy,
 }

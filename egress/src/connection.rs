@@ -206,6 +206,9 @@ impl Connection {
             return Need::Nothing;
         }
         if self.deadline.is_some_and(|deadline| deadline <= now) {
+            if matches!(self.stage, Stage::Dialing) && !self.addresses.is_empty() {
+                return self.dial_next(socket, context);
+            }
             let nameless = self.held && self.must_show_name;
             self.reset(socket);
             return if nameless { Need::Record(Denial::NoName) } else { Need::Nothing };
@@ -402,7 +405,9 @@ impl Connection {
             // The host may have closed already; then there is nobody to tell.
             let _ = host.shutdown(Shutdown::Write);
         }
-        counters.add_bytes(self.basis.rule(), out, into);
+        if out + into > 0 {
+            counters.add_bytes(self.basis.rule(), out, into);
+        }
         if broken {
             self.reset(socket);
         }

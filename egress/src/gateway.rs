@@ -260,13 +260,20 @@ impl Gateway {
             Some(name) => self.policy.judge_name(name, None),
             None => Verdict::Denied(Denial::NameNotAllowed),
         };
+        let attempt = dns_attempt(question.name.clone());
         let answer = match verdict {
             Verdict::Denied(denial) => {
-                self.deny(dns_attempt(question.name.clone()), denial, now);
+                self.deny(attempt, denial, now);
                 question.refuse()
             }
-            Verdict::Allowed(_) if !question.asks_addresses() => question.answer(&[], 60),
-            Verdict::Allowed(_) => self.answer_or_ask(source_port, question, now),
+            Verdict::Allowed(rule) => {
+                self.audit.allowed(&attempt, &rule, now);
+                if question.asks_addresses() {
+                    self.answer_or_ask(source_port, question, now)
+                } else {
+                    question.answer(&[], 0)
+                }
+            }
         };
         self.send_answer(source_port, answer);
     }

@@ -53,10 +53,11 @@ mod token;
 
 use std::fs::File;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, RawFd};
 use std::os::unix::net::UnixListener;
 
-use smoltcp::wire::EthernetAddress;
+pub use smoltcp::wire::EthernetAddress;
 
 pub use arguments::Options;
 pub use confine::ConfineError;
@@ -101,12 +102,7 @@ pub fn run(options: Options) -> Result<(), EgressError> {
     if let Some(log) = &log {
         sys::set_nonblocking(log.as_fd()).map_err(host("cannot use --log-fd"))?;
     }
-    let resolvers = if options.resolvers.is_empty() {
-        // Without the file names cannot be resolved; addresses can still be reached.
-        resolver::upstreams_of(&std::fs::read_to_string(RESOLV_CONF).unwrap_or_default())
-    } else {
-        options.resolvers
-    };
+    let resolvers = if options.resolvers.is_empty() { host_resolvers() } else { options.resolvers };
     let poller = sys::Poller::new().map_err(host("cannot watch descriptors"))?;
     confine::confine().map_err(EgressError::Confine)?;
     // Last: the steps before use calls that the filter refuses.
@@ -116,6 +112,12 @@ pub fn run(options: Options) -> Result<(), EgressError> {
     let (resolver, log) = (Resolver::new(resolvers), log.map(File::from));
     event_loop::run(Parts { poller, link, policy, resolver, control, log })
         .map_err(host("cannot wait for events"))
+}
+
+/// Returns the resolvers of this host. Without any, names cannot be resolved; addresses can still be
+/// reached.
+pub fn host_resolvers() -> Vec<SocketAddr> {
+    resolver::upstreams_of(&std::fs::read_to_string(RESOLV_CONF).unwrap_or_default())
 }
 
 fn inherit(flag: &'static str, number: RawFd) -> Result<std::os::fd::OwnedFd, EgressError> {

@@ -8,6 +8,7 @@ mod code;
 mod copies;
 mod host;
 mod look;
+mod net;
 mod run;
 mod watch;
 
@@ -26,6 +27,7 @@ pub use host::{
     Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, Template, TemplateVerb,
 };
 pub use look::{Kill, KillSignal, Logs, Ps, Rm, Stats};
+pub use net::NetArgs;
 pub use run::{Attach, CommandFlags, Exec, Run};
 pub use watch::Watch;
 
@@ -115,6 +117,7 @@ Examples:
     Ps(Ps),
     Stats(Stats),
     Balloon(Balloon),
+    Net(NetArgs),
     Logs(Logs),
     Kill(Kill),
     Rm(Rm),

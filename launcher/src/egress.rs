@@ -4,7 +4,7 @@
 //! The supervisor starts the process, keeps its end of the socket, and starts it again if it dies;
 //! meanwhile nothing passes. The policy is in the VM's directory, where `pvmm net` changes it.
 
-use std::fs::{self, OpenOptions};
+use std::fs::OpenOptions;
 use std::io::{self, PipeReader, PipeWriter, Read};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -83,10 +83,16 @@ impl EgressFlags {
     /// Says aloud that the guest may reach everything, if that was asked for.
     pub fn warn(&self, quiet: bool) {
         if self.allow.iter().any(|rule| rule == "all") {
-            output::remark(quiet, "warning: the guest may reach every public address (--allow all)");
+            output::remark(
+                quiet,
+                "warning: the guest may reach every public address (--allow all)",
+            );
         }
     }
 }
+
+/// The name that a VM gives in place of a tap to a card behind an egress process.
+pub const LINK_NAME: &str = pvmm::config::SOCKET_NAME;
 
 /// Returns a card behind an egress process, with a new address of its own.
 pub fn card() -> Result<NetCard, Failure> {
@@ -151,7 +157,7 @@ impl EgressProcess {
     fn spawn(&mut self) -> Result<(), Failure> {
         let failed =
             |error: io::Error| Failure::fault(format!("cannot start pvmm-egress: {error}"));
-        let egress = self.dir.read_egress()?;
+        let egress = self.dir.read_egress().unwrap_or_default();
         let policy = Policy::new(&egress.policy)
             .map_err(|error| Failure::fault(format!("policy of the VM: {error}")))?;
         let mut options = OpenOptions::new();
@@ -254,15 +260,3 @@ impl AsFd for EgressProcess {
         self.life.as_fd()
     }
 }
-
-impl VmDir {
-    /// Returns the network of the VM.
-    pub fn read_egress(&self) -> Result<Egress, Failure> {
-        let path = self.path().join("egress.json");
-        let text = fs::read(&path)
-            .map_err(|error| Failure::fault(format!("cannot read {}: {error}", path.display())))?;
-        serde_json::from_slice(&text)
-            .map_err(|error| Failure::fault(format!("{}: {error}", path.display())))
-    }
-}
-

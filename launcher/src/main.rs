@@ -9,6 +9,7 @@ mod cli;
 mod commands;
 mod control;
 mod drive;
+mod egress;
 mod exit;
 mod firecracker;
 mod guest_agent;

@@ -12,6 +12,9 @@ use pvmm::{Mac, Net, TapSource};
 
 use crate::drive::per_second;
 
+/// The value of `--net` without a tap.
+pub const EGRESS: &str = "egress";
+
 /// The value of one `--net` flag.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NetCard {
@@ -35,11 +38,16 @@ pub enum TapWish {
     /// A new tap, named by the kernel.
     Auto,
     Name(String),
+    /// No tap: a process of its own carries what the policy allows.
+    Egress,
 }
 
 /// Parses
 /// `tap=NAME|auto[,mac=MAC|random][,mtu=N][,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,bps=SIZE][,pps=N]`.
 pub fn parse(text: &str) -> Result<NetCard, String> {
+    if text == EGRESS {
+        return Ok(NetCard { tap: TapWish::Egress, ..NetCard::default() });
+    }
     match parse_copy(text)? {
         NetCard { tap: TapWish::Unsaid, .. } => {
             Err("the tap is missing; write tap=NAME, or tap=auto".to_owned())
@@ -110,6 +118,8 @@ impl NetCard {
             TapWish::Unsaid => TapSource::Name(same.to_owned()),
             TapWish::Auto => TapSource::Auto,
             TapWish::Name(name) => TapSource::Name(name.clone()),
+            // The supervisor puts its socket in this place.
+            TapWish::Egress => TapSource::Auto,
         };
         let (rx_limit, tx_limit) = (self.limits, self.limits);
         Net { mac: self.mac, mtu: self.mtu, rx_limit, tx_limit, ..Net::new(tap) }

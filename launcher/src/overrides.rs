@@ -4,13 +4,15 @@
 //! the forks of one command differ: each has its own number and its own random MAC address.
 
 use std::ffi::OsString;
+use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, ValueHint};
 use pvmm::agent::Refresh;
-use pvmm::{Overrides, Template};
+use pvmm::{Mac, Overrides, TapSource, Template};
 
 use crate::drive::{self, DriveFlag};
+use crate::egress;
 use crate::exit::Failure;
 use crate::net_card::{self, NetCard, TapWish};
 
@@ -112,8 +114,9 @@ impl CopyParts {
         self.cid.unwrap_or(GUEST_CID)
     }
 
-    /// Builds the library's overrides, all but the vsock device.
-    pub fn overrides(&self, template: &Template) -> Overrides {
+    /// Builds the library's overrides, all but the vsock device. `frames` is the socket of the card
+    /// without a tap.
+    pub fn overrides(&self, template: &Template, mut frames: Option<OwnedFd>) -> Overrides {
         let nets = self.cards(template.taps()).into_iter().enumerate();
         let same = |place: usize| template.taps().get(place).map_or("", String::as_str);
         Overrides {
@@ -122,8 +125,33 @@ impl CopyParts {
                 .iter()
                 .map(|(place, drive)| (*place, drive.clone().into_drive()))
                 .collect(),
-            nets: nets.map(|(place, card)| (place, card.config(same(place)))).collect(),
+            nets: nets
+                .map(|(place, card)| {
+                    let mut config = card.config(same(place));
+                    if card.tap == TapWish::Egress
+                        && let Some(frames) = frames.take()
+                    {
+                        config.tap = TapSource::Socket(frames);
+                    }
+                    (place, config)
+                })
+                .collect(),
             ..Overrides::default()
+        }
+    }
+
+    /// Gives the card without a tap, if the template has one, its settings.
+    pub fn complete(&mut self, template: &Template) -> Result<Option<Mac>, Failure> {
+        let Some(place) = template.taps().iter().position(|tap| tap == egress::LINK_NAME) else {
+            return Ok(None);
+        };
+        self.nets.resize_with(self.nets.len().max(place + 1), NetCard::default);
+        match self.nets.get_mut(place) {
+            Some(card) if card.tap == TapWish::Unsaid => {
+                *card = egress::card()?;
+                Ok(card.mac)
+            }
+            _ => Ok(None),
         }
     }
 
@@ -137,6 +165,13 @@ impl CopyParts {
     fn cards(&self, taps: &[String]) -> Vec<NetCard> {
         let mut cards = self.nets.clone();
         cards.resize_with(cards.len().max(taps.len()), NetCard::default);
+        for (card, _) in cards
+            .iter_mut()
+            .zip(taps)
+            .filter(|(card, tap)| card.tap == TapWish::Unsaid && tap.as_str() == egress::LINK_NAME)
+        {
+            card.tap = TapWish::Egress;
+        }
         for card in cards.iter_mut().filter(|card| self.makes_taps && card.tap == TapWish::Unsaid) {
             card.tap = TapWish::Auto;
         }

@@ -13,6 +13,7 @@ mod compat;
 mod copies;
 mod detached;
 mod drives;
+mod egress;
 mod examples;
 mod exec;
 mod files;

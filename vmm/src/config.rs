@@ -18,7 +18,7 @@ pub use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
 use pvmm_devices::virtio::balloon::{BalloonConfig, pages_of_mib};
 pub use pvmm_devices::virtio::block::{CacheMode, EngineKind};
 pub use pvmm_devices::virtio::net::{
-    Mac, MacError, MmdsConfig, MmdsVersion, NetConfig as Net, TapSource,
+    Mac, MacError, MmdsConfig, MmdsVersion, NetConfig as Net, SOCKET_NAME, TapSource,
 };
 use pvmm_devices::virtio::registry::{DeviceConfig, DeviceKind};
 use pvmm_devices::virtio::rng::RngConfig;

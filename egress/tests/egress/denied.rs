@@ -157,6 +157,27 @@ fn shown_name_without_a_rule_is_reset_before_a_byte_arrives() {
 }
 
 #[test]
+fn shown_name_in_two_parts_is_held_back_until_it_is_judged() {
+    let upstream = Upstream::start(b"secret");
+    let dns = DnsServer::start(&[("good.example", "127.0.0.1")]);
+    let flags = ["--allow-host", "good.example", "--names-into", "127.0.0.0/8"];
+    let mut guest = Guest::start_with_dns(&dns, &flags);
+    guest.resolve("good.example.").unwrap();
+    let handle = guest.connect(upstream.address);
+    let dialled = |guest: &mut Guest| guest.status()["totals"]["connections"] == 1;
+    assert_eq!(guest.until(|guest| dialled(guest).then_some(())), Some(()));
+    let hello = tls_hello("evil.example");
+    let (first, rest) = hello.split_at(20);
+    guest.socket(handle).send_slice(first).unwrap();
+    // The part is with the gateway as soon as it is acknowledged.
+    let taken = |guest: &mut Guest| guest.socket(handle).send_queue() == 0;
+    assert_eq!(guest.until(|guest| taken(guest).then_some(())), Some(()));
+    assert_eq!(guest.talk(handle, rest), End::Reset);
+    assert_eq!(guest.status()["totals"]["bytes_out"], 0);
+    assert!(upstream.heard().iter().all(Vec::is_empty));
+}
+
+#[test]
 fn connection_at_port_443_without_a_name_is_reset_and_never_dialled() {
     let dns = DnsServer::start(&[("good.example", "127.0.0.1")]);
     let flags = ["--allow-host", "good.example", "--names-into", "127.0.0.0/8"];

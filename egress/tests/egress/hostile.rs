@@ -76,6 +76,19 @@ fn d10_dns_to_another_server_is_refused() {
 }
 
 #[test]
+fn segment_of_an_unknown_connection_is_reset() {
+    // A restored guest has connections that a new gateway never saw.
+    let mut guest = Guest::start(&["--allow", "all"]);
+    let mut frame = syn(GUEST_IP, "1.1.1.1:443".parse().unwrap(), 5000);
+    (frame[45], frame[47]) = (9, 0x10);
+    super::fill_tcp_checksum(&mut frame);
+    guest.send_frame(&frame);
+    let reset = guest.wait_frame().unwrap();
+    assert_eq!((reset[23], reset[47], reset[41]), (6, 4, 9), "TCP, RST, at the number expected");
+    assert!(guest.denials().is_empty());
+}
+
+#[test]
 fn message_of_a_wrong_length_is_dropped() {
     let mut guest = Guest::start(&["--allow", "all"]);
     guest.send_message(&[0; 5]);

@@ -6,6 +6,7 @@ use clap::{Args, Subcommand};
 
 use super::TEMPLATE;
 use crate::args;
+use crate::egress::EgressFlags;
 use crate::jail::JailFlags;
 use crate::overrides::CopyFlags;
 
@@ -34,6 +35,8 @@ pub struct Fork {
     pub name: Option<String>,
     #[command(flatten)]
     pub copy: CopyFlags,
+    #[command(flatten)]
+    pub egress: EgressFlags,
     #[command(flatten)]
     pub jail: JailFlags,
 }
@@ -138,6 +141,8 @@ pub struct Restore {
     pub verify: bool,
     #[command(flatten)]
     pub copy: CopyFlags,
+    #[command(flatten)]
+    pub egress: EgressFlags,
     #[command(flatten)]
     pub jail: JailFlags,
     /// Only a snapshot that was written with the same key

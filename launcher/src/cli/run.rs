@@ -10,6 +10,7 @@ use clap::{Args, ValueHint};
 use super::TEMPLATE;
 use crate::args::{self, EnvVar, ProcessName};
 use crate::drive::{self, DriveFlag};
+use crate::egress::EgressFlags;
 use crate::jail::JailFlags;
 use crate::net_card::{self, NetCard};
 use crate::ports::{self, PortSpec};
@@ -24,6 +25,7 @@ Examples:
   pvmm run -it                         a shell; so does: pvmm run -it -- bash
   pvmm run --timeout 30s -e TOKEN=x -w /tmp -- sh -c 'echo $TOKEN; pwd'
   pvmm run -d --name web -p 8080:8000 -- python3 -m http.server
+  pvmm run --allow-host pypi.org --allow-host '*.pythonhosted.org' -- pip install requests
   pvmm run --kernel vmlinux --rootfs rootfs.ext4 -- /bin/ls
 ")]
 pub struct Run {
@@ -52,10 +54,14 @@ pub struct Run {
     /// PATH[,ro][,direct][,cache=writeback|unsafe][,engine=plain|io_uring|auto][,bps=SIZE][,iops=N]
     #[arg(long, value_name = "DRIVE", value_parser = drive::parse)]
     pub drive: Vec<DriveFlag>,
-    /// Network card on a tap of this host [default: none]:
+    /// Network card that reaches what --allow and --allow-host say, and nothing else [default: no
+    /// card]; with a value, a card on a tap of this host, past that policy:
     /// tap=NAME|auto[,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC|random][,mtu=N][,bps=SIZE][,pps=N]
-    #[arg(long, value_name = "CARD", value_parser = net_card::parse)]
+    #[arg(long, value_name = "CARD", value_parser = net_card::parse, num_args = 0..=1,
+          default_missing_value = net_card::EGRESS)]
     pub net: Option<NetCard>,
+    #[command(flatten)]
+    pub egress: EgressFlags,
     /// Let the guest give memory back: what it frees, and more when `pvmm balloon` asks
     #[arg(long)]
     pub balloon: bool,

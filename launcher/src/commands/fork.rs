@@ -12,6 +12,7 @@ use pvmm::{Kvm, Template};
 use crate::cli::{Fork, Restore};
 use crate::control;
 use crate::control::HandedOver;
+use crate::egress::Egress;
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::jail::{self, JailFlags};
 use crate::output;
@@ -31,8 +32,10 @@ pub fn fork(args: Fork) -> Outcome {
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
     scratch::place(false)?;
+    let mut parent = None;
     let (machine, record) = match base.find(&args.source) {
         Ok(vm) => {
+            parent = vm.dir.read_egress();
             let record =
                 Record { template: format!("fork of {}", vm.label()), ..vm.record.clone() };
             (control::hand_over(&vm)?, record)
@@ -47,7 +50,8 @@ pub fn fork(args: Fork) -> Outcome {
         },
         Err(error) => return Err(error.into()),
     };
-    Copies { machine, like: record, flags: &args.copy, makes_taps: true, jail: &args.jail }
+    let egress = args.egress.egress(parent.as_ref())?;
+    Copies { machine, like: record, flags: &args.copy, makes_taps: true, jail: &args.jail, egress }
         .start(&base, names)
 }
 
@@ -69,7 +73,9 @@ pub fn restore(args: Restore) -> Outcome {
     let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
     // Several VMs cannot share one tap.
     let makes_taps = names.len() > 1;
-    Copies { machine, like, flags: &args.copy, makes_taps, jail: &args.jail }.start(&base, names)
+    let egress = args.egress.egress(None)?;
+    Copies { machine, like, flags: &args.copy, makes_taps, jail: &args.jail, egress }
+        .start(&base, names)
 }
 
 fn sized(record: Record, template: &Template) -> Record {
@@ -83,6 +89,8 @@ struct Copies<'a> {
     flags: &'a CopyFlags,
     makes_taps: bool,
     jail: &'a JailFlags,
+    /// The policy of a network card without a tap, if the template has one.
+    egress: Egress,
 }
 
 impl Copies<'_> {
@@ -123,6 +131,7 @@ impl Copies<'_> {
             ..Record::default()
         };
         let mut claim = base.create(record, self.jail.users())?;
+        claim.dir().write_egress(&self.egress)?;
         let order = Order {
             machine: &self.machine,
             record: claim.dir().read_record().unwrap_or_default(),

@@ -15,6 +15,7 @@ mod kill;
 mod logs;
 mod man;
 mod migrate_templates;
+mod net;
 mod port;
 mod ps;
 mod ps_commands;
@@ -53,6 +54,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Stats(args) => stats::stats(args),
         Verb::Balloon(args) => balloon::balloon(args),
+        Verb::Net(args) => net::net(args),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
         // Usually handled in `main` already, because its exit codes are Firecracker's.

@@ -17,10 +17,12 @@ use pvmm::exec::{ExecError, ExecRequest};
 
 use crate::attach::{self, Names};
 use crate::cli::Run;
+use crate::egress::{self, Egress};
 use crate::exit::{self, Failure, Outcome};
 use crate::guest_agent;
 use crate::jail;
 use crate::machine::Extras;
+use crate::net_card::{NetCard, TapWish};
 use crate::output;
 use crate::overrides::CopyParts;
 use crate::ports::{self, BoundPort};
@@ -46,10 +48,12 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     if let Some(name) = &args.name {
         base.refuse_taken(name)?;
     }
+    let (net, egress) = network(&args)?;
     let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
     args.jail.warn(quiet);
+    args.egress.warn(quiet);
     scratch::place(quiet)?;
     let start = start(&args, sources, quiet)?;
     // From here on signals are for the guest; one that came just before is still handled.
@@ -60,6 +64,9 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let names = Names::of(&argv, &args.command);
     let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
     let claim = base.create(record(&args, &argv, &start, &ports), args.jail.users())?;
+    if let Some(egress) = &egress {
+        claim.dir().write_egress(egress)?;
+    }
     let record = claim.dir().read_record().unwrap_or_default();
     let id = record.id.clone();
     let mode = if args.detach {
@@ -78,7 +85,8 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         jailed: !args.jail.no_jail,
         ports: detached_ports,
         copy: CopyParts::default(),
-        extras: Extras { drives: args.drive.clone(), net: args.net.clone(), balloon: args.balloon },
+        frames: None,
+        extras: Extras { drives: args.drive.clone(), net, balloon: args.balloon },
     };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm { process, claim, kept: false };
@@ -106,6 +114,21 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     }
 }
 
+/// Returns the network card of the VM, if it has one, and the policy of one without a tap.
+fn network(args: &Run) -> Result<(Option<NetCard>, Option<Egress>), Failure> {
+    match &args.net {
+        Some(card) if card.tap != TapWish::Egress => {
+            if args.egress.is_given() {
+                return Err(Failure::usage("--allow: a card on a tap of this host has no policy")
+                    .hint("write --net without a tap, or leave --allow out"));
+            }
+            Ok((Some(card.clone()), None))
+        }
+        None if !args.egress.is_given() => Ok((None, None)),
+        _ => Ok((Some(egress::card()?), Some(args.egress.egress(None)?))),
+    }
+}
+
 /// The initial state of the VM, and the name of its kernel.
 struct Begin {
     with: Start,
@@ -119,6 +142,7 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
     let special = args.kernel.is_some()
         || args.rootfs.is_some()
         || args.net.is_some()
+        || args.egress.is_given()
         || args.balloon
         || args.console.is_some()
         || !args.drive.is_empty();

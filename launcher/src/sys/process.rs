@@ -172,6 +172,38 @@ pub fn leave_now(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
+/// Makes two ends of a Unix socket that keeps messages apart.
+pub fn packet_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let mut ends = [-1; 2];
+    let kind = libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
+    // SAFETY: the kernel writes two descriptors, which have no other owner.
+    unsafe {
+        check(libc::socketpair(libc::AF_UNIX, kind, 0, ends.as_mut_ptr()))?;
+        Ok((OwnedFd::from_raw_fd(ends[0]), OwnedFd::from_raw_fd(ends[1])))
+    }
+}
+
+/// Puts descriptors at these numbers, which follow the standard ones, and closes all others. For a
+/// forked process that no value of its parent's is dropped in any more.
+pub fn keep_only(places: &[(BorrowedFd<'_>, i32)]) -> io::Result<()> {
+    // Out of the way first: a number may be that of a descriptor that comes later.
+    let mut aside = Vec::with_capacity(places.len());
+    for (fd, number) in places {
+        // SAFETY: no pointers.
+        let moved = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD, 64) };
+        check(moved)?;
+        aside.push((moved, *number));
+    }
+    let mut last = 2;
+    for (fd, number) in aside {
+        // SAFETY: no pointers; the old target belongs to a value that is never dropped.
+        check(unsafe { libc::dup2(fd, number) })?;
+        last = last.max(number);
+    }
+    // SAFETY: no pointers; as above.
+    check(unsafe { libc::syscall(libc::SYS_close_range, last as u32 + 1, u32::MAX, 0) } as i32)
+}
+
 /// A handle (pidfd) of a process that another launcher started; it cannot come to mean another one.
 #[derive(Debug)]
 pub struct Other {

@@ -10,6 +10,7 @@
 //! | `lock` | held by supervisor and monitor process for as long as they live |
 //! | `outcome.json` | how the VM ended: [`Ending`] |
 //! | `vmm.log` | messages of the monitor process |
+//! | `egress.json`, `.sock`, `.log` | policy, control socket and log of the VM's egress process |
 //! | `vsock.sock` | a link to the vsock socket, if it was asked for elsewhere |
 //! | `run/` | the files of the monitor process, [`RunDir`]: all that it can reach in its jail |
 //! | `run/vsock.sock` | the socket of the guest's vsock device, through which the agent is reached |
@@ -36,6 +37,7 @@ use std::time::Duration;
 
 use pvmm_jailer::group::Group;
 
+use crate::egress::Egress;
 use crate::exit::Failure;
 use crate::jail;
 use crate::sys::lock;
@@ -172,6 +174,25 @@ impl VmDir {
         symlink(path, self.path.join("vsock.sock")).map_err(at("make a link in", &self.path))
     }
 
+    /// Returns the path of the control socket of the VM's egress process.
+    pub fn egress_socket(&self) -> PathBuf {
+        self.path.join("egress.sock")
+    }
+
+    /// Returns the path of the log of what the guest reached and was denied.
+    pub fn egress_log(&self) -> PathBuf {
+        self.path.join("egress.log")
+    }
+
+    /// Returns the network of the VM; `None` if it has none, or one on a tap.
+    pub fn read_egress(&self) -> Option<Egress> {
+        record::read(&self.path.join("egress.json"))
+    }
+
+    pub fn write_egress(&self, egress: &Egress) -> Result<(), VmDirError> {
+        record::write(&self.path.join("egress.json"), egress).map_err(at("write", &self.path))
+    }
+
     /// Returns the path of the monitor process's own log.
     pub fn vmm_log(&self) -> PathBuf {
         self.path.join("vmm.log")
@@ -180,6 +201,7 @@ impl VmDir {
     /// Removes the sockets of a VM that has ended, so that no client tries to connect.
     pub fn remove_sockets(&self) {
         self.remove_shown_vsock();
+        let _ = fs::remove_file(self.egress_socket());
         for entry in fs::read_dir(self.run().path).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let name = name.as_encoded_bytes();

@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, Refresh, ShutdownHow};
 use pvmm::exec::ExitStatus;
 use pvmm::{
-    Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, Template, Vm, VmConfig, Vsock,
+    Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, TapSource, Template, Vm, VmConfig,
+    Vsock,
 };
 use pvmm_jailer::confine::{Confinement, Means};
 
@@ -141,7 +142,7 @@ fn watch(
     let boot_patience = plan.boot_patience;
     let memory_mib = plan.record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let Plan { start, console_copy, mode, ports, extras, copy, record, .. } = plan;
+    let Plan { start, console_copy, mode, ports, extras, copy, record, frames, .. } = plan;
     let template = match &start {
         Start::Boot(_) => None,
         Start::Template(template) => Some(template.clone()),
@@ -153,11 +154,14 @@ fn watch(
         Start::Boot(parts) => {
             let mut config = machine::config(*parts, &record, console_copy.is_some());
             extras.add_to(&mut config);
+            if let (Some(frames), Some(card)) = (frames, config.nets.first_mut()) {
+                card.tap = TapSource::Socket(frames);
+            }
             config.open_files().map_err(refuse)?;
             Prepared::Boot(Kvm::open().map_err(refuse)?, Box::new(config))
         }
         Start::Template(template) => {
-            let mut overrides = copy.overrides(&template);
+            let mut overrides = copy.overrides(&template, frames);
             template.open_files(&mut overrides).map_err(refuse)?;
             Prepared::Fork(template, Box::new(overrides))
         }

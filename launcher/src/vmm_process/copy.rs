@@ -180,6 +180,7 @@ impl Message {
             mode: Mode::Detached { command: None },
             ports: Vec::new(),
             extras: Extras::default(),
+            frames: None,
         })
     }
 }

@@ -14,7 +14,7 @@ mod supervisor;
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -59,6 +59,8 @@ pub struct Plan {
     pub extras: Extras,
     /// Overrides for a VM that is forked.
     pub copy: CopyParts,
+    /// The socket of a network card without a tap, once its egress process runs.
+    pub frames: Option<OwnedFd>,
 }
 
 /// The initial state of a VM.

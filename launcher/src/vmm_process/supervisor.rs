@@ -12,10 +12,12 @@ use std::os::unix::fs::OpenOptionsExt;
 use pvmm_jailer::confine::{self, Means};
 use pvmm_jailer::group::Group;
 
-use super::{Mode, Plan, Report, Reporter, Reports, child};
+use super::{Mode, Plan, Report, Reporter, Reports, Start, child};
+use crate::egress::EgressProcess;
 use crate::exit::{FAULT, Failure};
 use crate::jail;
 use crate::log_file;
+use crate::net_card::TapWish;
 use crate::scratch;
 use crate::sys::process::{self, Child, Ended, Side};
 use crate::sys::{poll, signals};
@@ -30,10 +32,11 @@ pub fn run(plan: Plan, claim: &Claim, launcher: PipeWriter, lifeline: PipeReader
     let ephemeral = matches!(plan.mode, Mode::Foreground);
     let record = plan.record.clone();
     match start(plan, claim.dir()) {
-        Ok(Started::Supervisor { monitor, group, reports, held }) => {
+        Ok(Started::Supervisor { monitor, group, egress, reports, held }) => {
             let mut supervisor = Supervisor {
                 monitor,
                 group,
+                egress,
                 _held: held,
                 reports,
                 record,
@@ -57,12 +60,18 @@ pub fn run(plan: Plan, claim: &Claim, launcher: PipeWriter, lifeline: PipeReader
 
 /// The process that [`start`] returns in.
 enum Started {
-    Supervisor { monitor: Child, group: Option<Group>, reports: Reports, held: PipeWriter },
+    Supervisor {
+        monitor: Child,
+        group: Option<Group>,
+        egress: Option<Box<EgressProcess>>,
+        reports: Reports,
+        held: PipeWriter,
+    },
     Monitor(Box<child::Begin>),
 }
 
 /// Detaches this process from its launcher and forks the monitor process.
-fn start(plan: Plan, dir: &VmDir) -> Result<Started, Failure> {
+fn start(mut plan: Plan, dir: &VmDir) -> Result<Started, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot set the supervisor up: {error}"));
     detach(dir).map_err(failed)?;
@@ -81,15 +90,19 @@ fn start(plan: Plan, dir: &VmDir) -> Result<Started, Failure> {
         Some(Err(error)) => (None, Some(format!("control group ({error})"))),
         None => (None, None),
     };
+    let egress = start_egress(&mut plan, dir, group.as_ref()).inspect_err(|_| {
+        group.iter().for_each(Group::remove);
+    })?;
     let (side, means) = fork(confinement.is_some(), group.as_ref()).inspect_err(|_| {
         group.iter().for_each(Group::remove);
     })?;
     match side {
         Side::Parent(monitor) => {
-            Ok(Started::Supervisor { monitor, group, reports: Reports::new(reports), held })
+            let reports = Reports::new(reports);
+            Ok(Started::Supervisor { monitor, group, egress, reports, held })
         }
         Side::Child => {
-            drop((reports, held));
+            drop((reports, held, egress));
             let jail = confinement.map(|confinement| (confinement, means));
             let (reporter, missing) = (Reporter { pipe: reporter }, no_group.into_iter().collect());
             let begin =
@@ -97,6 +110,25 @@ fn start(plan: Plan, dir: &VmDir) -> Result<Started, Failure> {
             Ok(Started::Monitor(Box::new(begin)))
         }
     }
+}
+
+/// Starts the egress process of a VM that has a network card without a tap.
+fn start_egress(
+    plan: &mut Plan,
+    dir: &VmDir,
+    group: Option<&Group>,
+) -> Result<Option<Box<EgressProcess>>, Failure> {
+    let mac = match &plan.start {
+        Start::Boot(_) => {
+            let card = plan.extras.net.as_ref().filter(|card| card.tap == TapWish::Egress);
+            card.and_then(|card| card.mac)
+        }
+        Start::Template(template) => plan.copy.complete(template)?,
+    };
+    let Some(mac) = mac else { return Ok(None) };
+    let (egress, frames) = EgressProcess::start(dir, &plan.record, group, plan.jailed, mac)?;
+    plan.frames = Some(frames);
+    Ok(Some(Box::new(egress)))
 }
 
 /// Forks the monitor process, into namespaces of its own if it is to be in a jail.
@@ -134,6 +166,7 @@ fn detach(dir: &VmDir) -> io::Result<()> {
 struct Supervisor {
     monitor: Child,
     group: Option<Group>,
+    egress: Option<Box<EgressProcess>>,
     /// Closed when this process ends; the monitor process has the other end.
     _held: PipeWriter,
     reports: Reports,
@@ -155,8 +188,21 @@ impl Supervisor {
         // Without the record only `pvmm kill` cannot find the process, and reports that.
         let _ = self.dir.write_record(&self.record);
         loop {
-            let sources = [Some(self.reports.as_fd()), self.lifeline.as_ref().map(AsFd::as_fd)];
-            let Ok([reported, launcher]) = poll::readable_of(sources, None) else { break };
+            let sources = [
+                Some(self.reports.as_fd()),
+                self.lifeline.as_ref().map(AsFd::as_fd),
+                self.egress.as_deref().map(AsFd::as_fd),
+            ];
+            let Ok([reported, launcher, network]) = poll::readable_of(sources, None) else { break };
+            if network
+                && let Some(egress) = &mut self.egress
+                && egress.has_ended()
+                && let Err(Failure { code, message, hint, .. }) = egress.restart()
+            {
+                // Nothing passes without the process, and a VM that was given a network has one.
+                self.take(Report::Failed { code, message, hint });
+                break;
+            }
             if reported {
                 match self.reports.next() {
                     Ok(Some(report)) => self.take(report),
@@ -208,6 +254,9 @@ impl Supervisor {
     /// Waits for the end of the monitor process and leaves only what other commands need.
     fn clean_up(mut self, claim: &Claim, ephemeral: bool) {
         let ended = self.monitor.wait();
+        if let Some(egress) = &mut self.egress {
+            egress.end();
+        }
         let out_of_memory = self.group.as_ref().is_some_and(Group::ran_out_of_memory);
         self.group.iter().for_each(Group::remove);
         if out_of_memory {

@@ -1,0 +1,162 @@
+//! `pvmm net`: shows and changes what a VM's guest may reach, by asking its egress process.
+
+use std::fs::File;
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use pvmm_egress::policy::PolicyDocument;
+use serde_json::{Value, json};
+
+use crate::cli::NetArgs;
+use crate::exit::{Failure, Outcome};
+use crate::output::{self, Table};
+use crate::sys::lock;
+use crate::vm_dir::{Base, VmEntry};
+
+/// How long the process may take to answer.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The longest answer.
+const ANSWER_MAX: u64 = 4 << 20;
+/// The exit code of a check whose target is denied.
+const DENIED: u8 = 1;
+
+pub fn net(args: NetArgs) -> Outcome {
+    let words: Vec<&str> = args.words.iter().map(String::as_str).collect();
+    match words.as_slice() {
+        ["check", vm, target] => check(&find(vm)?, target, args.json),
+        [vm] => {
+            let vm = find(vm)?;
+            if !(args.allow.is_empty() && args.allow_host.is_empty() && args.deny.is_empty()) {
+                return change(&vm, &args);
+            }
+            show(&vm, args.json)
+        }
+        _ => Err(Failure::usage("one VM at a time, or: pvmm net check VM NAME:PORT")),
+    }
+}
+
+fn find(name: &str) -> Result<VmEntry, Failure> {
+    let vm = Base::open()?.find(name)?;
+    vm.require_running()?;
+    if !vm.dir.egress_socket().exists() {
+        let message = format!("'{}' has no network with a policy", vm.label());
+        return Err(Failure::usage(message).hint("start it with: pvmm run --net"));
+    }
+    Ok(vm)
+}
+
+/// Replaces the policy as a whole, in the process and in the VM's directory.
+fn change(vm: &VmEntry, args: &NetArgs) -> Outcome {
+    // Two changes at once would lose one of them.
+    let folder = File::open(vm.dir.path())?;
+    if !lock::exclusive(&folder, PATIENCE)? {
+        return Err(Failure::fault(format!(
+            "'{}' is being changed by another command",
+            vm.label()
+        )));
+    }
+    let mut egress = vm.dir.read_egress().unwrap_or_default();
+    for rule in &args.allow {
+        put(&mut egress.policy, rule, |policy| &mut policy.allow);
+    }
+    for rule in &args.allow_host {
+        put(&mut egress.policy, rule, |policy| &mut policy.allow_host);
+    }
+    for rule in &args.deny {
+        put(&mut egress.policy, rule, |policy| &mut policy.deny);
+    }
+    let policy = serde_json::to_value(&egress.policy).map_err(io::Error::other)?;
+    ask(vm, &json!({ "set": policy }))?;
+    vm.dir.write_egress(&egress)?;
+    Ok(0)
+}
+
+/// Puts a rule into one list of a policy, and out of the others.
+fn put(
+    policy: &mut PolicyDocument,
+    rule: &str,
+    list: impl Fn(&mut PolicyDocument) -> &mut Vec<String>,
+) {
+    for list in [&mut policy.allow, &mut policy.allow_host, &mut policy.deny] {
+        list.retain(|old| old != rule);
+    }
+    list(policy).push(rule.to_owned());
+}
+
+fn check(vm: &VmEntry, target: &str, json: bool) -> Outcome {
+    let verdict = ask(vm, &json!({ "check": target }))?;
+    let allowed = verdict["allowed"] == true;
+    if json {
+        output::json(&verdict)?;
+    } else if allowed {
+        output::line(&format!("allowed by {}", text(&verdict["rule"])))?;
+    } else {
+        output::line(&format!("denied: {}", text(&verdict["message"])))?;
+    }
+    Ok(if allowed { 0 } else { DENIED })
+}
+
+fn show(vm: &VmEntry, json: bool) -> Outcome {
+    let status = ask(vm, &json!({ "status": {} }))?;
+    if json {
+        output::json(&status)?;
+        return Ok(0);
+    }
+    let bytes = |value: &Value| output::bytes(value.as_u64().unwrap_or_default());
+    let mut rules = Table::new(&["RULE", "", "CONNECTIONS", "OUT", "IN"]);
+    for rule in rows(&status["rules"]) {
+        rules.row(vec![
+            text(&rule["rule"]),
+            text(&rule["action"]),
+            rule["connections"].to_string(),
+            bytes(&rule["bytes_out"]),
+            bytes(&rule["bytes_in"]),
+        ]);
+    }
+    rules.print()?;
+    let mut denied = Table::new(&["DENIED", "ADDRESS", "PORT", "TIMES", "WHY"]);
+    for attempt in rows(&status["denied"]) {
+        denied.row(vec![
+            text(&attempt["name"]),
+            text(&attempt["address"]),
+            attempt["port"].to_string(),
+            attempt["count"].to_string(),
+            text(&attempt["reason"]),
+        ]);
+    }
+    if !rows(&status["denied"]).is_empty() {
+        output::line("")?;
+        denied.print()?;
+    }
+    Ok(0)
+}
+
+fn rows(value: &Value) -> &[Value] {
+    value.as_array().map(Vec::as_slice).unwrap_or_default()
+}
+
+fn text(value: &Value) -> String {
+    value.as_str().unwrap_or("-").to_owned()
+}
+
+/// Sends a request to the VM's egress process and returns the answer.
+fn ask(vm: &VmEntry, request: &Value) -> Result<Value, Failure> {
+    let failed = |error: io::Error| {
+        Failure::fault(format!("cannot ask the network process of '{}': {error}", vm.label()))
+    };
+    let exchange = || -> io::Result<Value> {
+        let mut socket = UnixStream::connect(vm.dir.egress_socket())?;
+        socket.set_read_timeout(Some(PATIENCE))?;
+        socket.set_write_timeout(Some(PATIENCE))?;
+        socket.write_all(format!("{request}\n").as_bytes())?;
+        let mut line = String::new();
+        BufReader::new(socket.take(ANSWER_MAX)).read_line(&mut line)?;
+        Ok(serde_json::from_str(&line)?)
+    };
+    let answer = exchange().map_err(failed)?;
+    match answer["error"].as_str() {
+        Some(error) => Err(Failure::usage(error)),
+        None => Ok(answer),
+    }
+}

@@ -1,0 +1,185 @@
+//! The network of a VM that needs nothing prepared: what its policy names is reached, everything
+//! else is refused at once and listed.
+
+use std::time::{Duration, Instant};
+
+use pvmm_tests::cli::{Said, User};
+use pvmm_tests::internet::{Internet, OTHER, RESOLVER, SERVER};
+use pvmm_tests::network;
+use serde_json::Value;
+
+/// The time within which a refusal reaches the guest.
+const AT_ONCE: Duration = Duration::from_secs(1);
+
+/// Fetches a page in the guest and prints it, or the error and how long it took.
+const FETCH: &str = r#"
+import sys, time, urllib.request
+begun = time.time()
+try:
+    print(urllib.request.urlopen(sys.argv[1], timeout=20).read().decode())
+except Exception as error:
+    print(type(getattr(error, "reason", error)).__name__, round(time.time() - begun, 2))
+"#;
+
+fn internet() -> Internet {
+    Internet::new(&[
+        ("example.test", SERVER),
+        ("other.test", OTHER),
+        ("metadata.test", "169.254.169.254"),
+        ("loop.test", "127.0.0.1"),
+    ])
+}
+
+fn ok(said: Said) -> Said {
+    assert_eq!(said.code, Some(0), "{said:?}");
+    said
+}
+
+fn fetch(user: &User, vm: &str, url: &str) -> String {
+    ok(user.pvmm(["exec", vm, "--", "python3", "-c", FETCH, url])).text().to_owned()
+}
+
+/// Checks that a page is refused, and within the time.
+fn refused(user: &User, vm: &str, url: &str) {
+    let said = fetch(user, vm, url);
+    let took = said.rsplit(' ').next().and_then(|took| took.parse::<f64>().ok());
+    assert!(took.is_some_and(|took| took < AT_ONCE.as_secs_f64()), "{url}: {said}");
+}
+
+fn status(user: &User, vm: &str) -> Value {
+    serde_json::from_slice(&ok(user.pvmm(["net", vm, "--json"])).stdout).unwrap()
+}
+
+#[test]
+fn guest_reaches_the_names_of_its_policy_and_no_other() {
+    network::isolated(|| {
+        let (user, internet) = (User::new(), internet());
+        let allowed = ["--allow-host", "example.test:80", "--resolver", RESOLVER];
+        let vm = user.detached(&allowed);
+        assert_eq!(fetch(&user, &vm, "http://example.test/"), format!("{SERVER} example.test"));
+        refused(&user, &vm, "http://other.test/");
+        refused(&user, &vm, &format!("http://{OTHER}/"));
+        refused(&user, &vm, "http://169.254.169.254/latest/meta-data/");
+        refused(&user, &vm, "http://127.0.0.1:1/");
+        let denied = status(&user, &vm)["denied"].to_string();
+        assert!(denied.contains("other.test") && denied.contains("169.254.169.254"), "{denied}");
+        let seen = internet.seen();
+        assert_eq!(seen, ["dns example.test", &format!("http {SERVER} example.test")]);
+        ok(user.pvmm(["kill", &vm]));
+    });
+}
+
+#[test]
+fn guest_is_not_led_into_closed_ranges_by_a_name_nor_past_the_policy_by_a_header() {
+    network::isolated(|| {
+        let (user, internet) = (User::new(), internet());
+        let names = ["metadata.test", "loop.test", "example.test"];
+        let mut args = vec!["--resolver", RESOLVER];
+        names.iter().for_each(|name| args.extend(["--allow-host", name]));
+        let vm = user.detached(&args);
+        refused(&user, &vm, "http://metadata.test/");
+        refused(&user, &vm, "http://loop.test/");
+        // An allowed name in the header, at an address that is not the name's.
+        let forged = format!(
+            "import urllib.request as u; r = u.Request('http://{OTHER}/', headers={{'Host': 'example.test'}})\n\
+             try: print(u.urlopen(r, timeout=20).read().decode())\n\
+             except Exception as e: print('refused')"
+        );
+        let said = ok(user.pvmm(["exec", &vm, "--", "python3", "-c", &forged]));
+        assert!(said.text() == "refused" || said.text().starts_with(SERVER), "{said:?}");
+        let seen = internet.seen().join("\n");
+        assert!(!seen.contains(OTHER) && !seen.contains("http 169.254"), "{seen}");
+        ok(user.pvmm(["kill", &vm]));
+    });
+}
+
+#[test]
+fn policy_of_a_running_vm_is_asked_and_changed_at_once() {
+    network::isolated(|| {
+        let (user, _internet) = (User::new(), internet());
+        let vm = user.detached(&["--net", "--resolver", RESOLVER]);
+        refused(&user, &vm, "http://example.test/");
+        assert_eq!(user.pvmm(["net", "check", &vm, "example.test:80"]).code, Some(1));
+        ok(user.pvmm(["net", &vm, "--allow-host", "example.test"]));
+        assert!(ok(user.pvmm(["net", "check", &vm, "example.test:80"])).text().contains("allowed"));
+        assert_eq!(fetch(&user, &vm, "http://example.test/"), format!("{SERVER} example.test"));
+        assert_eq!(status(&user, &vm)["rules"][0]["connections"], 1);
+        ok(user.pvmm(["net", &vm, "--deny", "example.test"]));
+        refused(&user, &vm, "http://example.test/");
+        let wrong = user.pvmm(["net", &vm, "--allow", "300.0.0.0/8"]);
+        assert_eq!(
+            (wrong.code, wrong.stderr.contains("300.0.0.0/8")),
+            (Some(2), true),
+            "{wrong:?}"
+        );
+        ok(user.pvmm(["kill", &vm]));
+    });
+}
+
+#[test]
+fn forks_and_restores_have_networks_of_their_own_with_the_policy_of_their_parent() {
+    network::isolated(|| {
+        let (user, _internet) = (User::new(), internet());
+        let place = tempfile::tempdir().unwrap();
+        let snapshot = place.path().join("snap").to_str().unwrap().to_owned();
+        let allowed = ["--name", "a", "--allow-host", "example.test", "--resolver", RESOLVER];
+        user.detached(&allowed);
+        ok(user.pvmm(["fork", "a", "--name", "b"]));
+        let page = format!("{SERVER} example.test");
+        for vm in ["a", "b"] {
+            assert_eq!(fetch(&user, vm, "http://example.test/"), page);
+        }
+        let mac = |vm: &str| {
+            ok(user.pvmm(["exec", vm, "--", "cat", "/sys/class/net/eth0/address"]))
+                .text()
+                .to_owned()
+        };
+        assert_ne!(mac("a"), mac("b"));
+        ok(user.pvmm(["snapshot", "a", &snapshot]));
+        // A snapshot has no policy: nothing is allowed unless it is said.
+        ok(user.pvmm(["restore", &snapshot, "--name", "c", "--resolver", RESOLVER]));
+        refused(&user, "c", "http://example.test/");
+        let name = ["--allow-host", "example.test", "--resolver", RESOLVER];
+        ok(user.pvmm([&["restore", &snapshot, "--name", "d"], &name[..]].concat()));
+        assert_eq!(fetch(&user, "d", "http://example.test/"), page);
+        ok(user.pvmm(["kill", "a", "b", "c", "d"]));
+    });
+}
+
+#[test]
+fn network_process_that_is_killed_lets_nothing_pass_and_is_started_again() {
+    network::isolated(|| {
+        let (user, _internet) = (User::new(), internet());
+        let vm = user.detached(&["--allow-host", "example.test", "--resolver", RESOLVER]);
+        let killed = std::process::Command::new("pkill").args(["-9", "-x", "pvmm-egress"]).status();
+        assert!(killed.unwrap().success());
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while fetch(&user, &vm, "http://example.test/") != format!("{SERVER} example.test") {
+            assert!(Instant::now() < deadline, "it is not started again");
+        }
+        ok(user.pvmm(["kill", &vm]));
+    });
+}
+
+#[test]
+fn network_process_is_confined_as_the_vm_is() {
+    network::isolated(|| {
+        let (user, _internet) = (User::new(), internet());
+        let vm = user.detached(&["--net", "--resolver", RESOLVER]);
+        let found = std::process::Command::new("pgrep").args(["-x", "pvmm-egress"]).output();
+        let pid = String::from_utf8(found.unwrap().stdout).unwrap().trim().to_owned();
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap();
+            line.split_whitespace().next().unwrap_or_default().to_owned()
+        };
+        for set in ["CapInh:", "CapPrm:", "CapEff:", "CapBnd:", "CapAmb:"] {
+            assert_eq!(field(set), "0000000000000000", "{set}");
+        }
+        assert!(field("Uid:").starts_with("19000"), "{status}");
+        assert_eq!((field("NoNewPrivs:"), field("Seccomp:")), ("1".into(), "2".into()));
+        let mounts = std::fs::read_to_string(format!("/proc/{pid}/mountinfo")).unwrap();
+        assert_eq!(mounts.lines().count(), 1, "{mounts}");
+        ok(user.pvmm(["kill", &vm]));
+    });
+}
