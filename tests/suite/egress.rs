@@ -53,7 +53,7 @@ fn status(user: &User, vm: &str) -> Value {
 #[test]
 fn guest_reaches_the_names_of_its_policy_and_no_other() {
     network::isolated(|| {
-        let (user, internet) = (User::new(), internet());
+        let (internet, user) = (internet(), User::new());
         let allowed = ["--allow-host", "example.test:80", "--resolver", RESOLVER];
         let vm = user.detached(&allowed);
         assert_eq!(fetch(&user, &vm, "http://example.test/"), format!("{SERVER} example.test"));
@@ -72,7 +72,7 @@ fn guest_reaches_the_names_of_its_policy_and_no_other() {
 #[test]
 fn guest_is_not_led_into_closed_ranges_by_a_name_nor_past_the_policy_by_a_header() {
     network::isolated(|| {
-        let (user, internet) = (User::new(), internet());
+        let (internet, user) = (internet(), User::new());
         let names = ["metadata.test", "loop.test", "example.test"];
         let mut args = vec!["--resolver", RESOLVER];
         names.iter().for_each(|name| args.extend(["--allow-host", name]));
@@ -96,7 +96,7 @@ fn guest_is_not_led_into_closed_ranges_by_a_name_nor_past_the_policy_by_a_header
 #[test]
 fn policy_of_a_running_vm_is_asked_and_changed_at_once() {
     network::isolated(|| {
-        let (user, _internet) = (User::new(), internet());
+        let (_internet, user) = (internet(), User::new());
         let vm = user.detached(&["--net", "--resolver", RESOLVER]);
         refused(&user, &vm, "http://example.test/");
         assert_eq!(user.pvmm(["net", "check", &vm, "example.test:80"]).code, Some(1));
@@ -119,7 +119,7 @@ fn policy_of_a_running_vm_is_asked_and_changed_at_once() {
 #[test]
 fn forks_and_restores_have_networks_of_their_own_with_the_policy_of_their_parent() {
     network::isolated(|| {
-        let (user, _internet) = (User::new(), internet());
+        let (_internet, user) = (internet(), User::new());
         let place = tempfile::tempdir().unwrap();
         let snapshot = place.path().join("snap").to_str().unwrap().to_owned();
         let allowed = ["--name", "a", "--allow-host", "example.test", "--resolver", RESOLVER];
@@ -149,7 +149,7 @@ fn forks_and_restores_have_networks_of_their_own_with_the_policy_of_their_parent
 #[test]
 fn network_process_that_is_killed_lets_nothing_pass_and_is_started_again() {
     network::isolated(|| {
-        let (user, _internet) = (User::new(), internet());
+        let (_internet, user) = (internet(), User::new());
         let vm = user.detached(&["--allow-host", "example.test", "--resolver", RESOLVER]);
         let killed = std::process::Command::new("pkill").args(["-9", "-x", "pvmm-egress"]).status();
         assert!(killed.unwrap().success());
@@ -164,7 +164,7 @@ fn network_process_that_is_killed_lets_nothing_pass_and_is_started_again() {
 #[test]
 fn network_process_is_confined_as_the_vm_is() {
     network::isolated(|| {
-        let (user, _internet) = (User::new(), internet());
+        let (_internet, user) = (internet(), User::new());
         let vm = user.detached(&["--net", "--resolver", RESOLVER]);
         let found = std::process::Command::new("pgrep").args(["-x", "pvmm-egress"]).output();
         let pid = String::from_utf8(found.unwrap().stdout).unwrap().trim().to_owned();
