@@ -14,6 +14,9 @@
 //! | [`rate_limiter`] | limits on bytes and operations per time |
 //! | [`mod@open`], [`sparse`] | host files: opened without blocking, copied without filling holes |
 
+use std::io;
+use std::sync::Arc;
+
 pub mod bus;
 pub mod ioapic;
 pub mod legacy;
@@ -30,6 +33,10 @@ pub use sys::listen_privately;
 /// The stack size of a machine's threads and of the threads that serve it. They call nothing deep,
 /// and stacks that lie close together share the host's page tables.
 pub const STACK_BYTES: usize = 512 << 10;
+
+/// The first step of a thread, such as a system call filter. A thread whose first step fails does
+/// not run.
+pub type ThreadEntry = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
 
 /// Guest memory as every device sees it.
 pub type GuestMemory = vm_memory::GuestMemoryMmap;

@@ -90,6 +90,7 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
         memory_sums: None,
         clock_khz: None,
         vcpu_thread_prefix: config.host.vcpu_thread_prefix,
+        thread_filters: config.host.thread_filters,
     };
     builder.start(vcpus, kvm, memory, resources)
 }

@@ -56,7 +56,9 @@ fn in_place(memory: &mut Memory) -> Result<FrozenMemory, MemoryError> {
 /// Freezes the machine. Returns as soon as it runs on, if it ran before; the memory may still be
 /// copied then.
 pub fn begin_freeze(machine: &mut Machine) -> Result<Unfinished, Error> {
-    freeze_by(machine, |memory| match memory.begin_freeze()? {
+    let filters = machine.resources.thread_filters.clone();
+    let copier = filters.as_ref().map(|all| &all.copier);
+    freeze_by(machine, |memory| match memory.begin_freeze(copier)? {
         Some(freezing) => Ok(FrozenMemory::Begun(freezing)),
         None => in_place(memory),
     })

@@ -113,6 +113,7 @@
 //! | `memory/` | guest memory: images, dirty pages, working sets |
 //! | `kvm/`, `vcpu/`, `arch/` | KVM's VM and registers, the vCPU threads, what a processor wants |
 //! | `storage.rs`, `scratch.rs` | the drives of a machine, and where their top layers are |
+//! | `thread_filters.rs` | which system calls the threads of a VM may use |
 //! | `ablation.rs` | what a benchmark can leave out |
 
 #![deny(missing_docs)]
@@ -141,6 +142,7 @@ mod storage;
 mod sys;
 #[cfg(feature = "testing")]
 pub mod testing;
+mod thread_filters;
 pub mod trace;
 mod vcpu;
 mod vm;
@@ -157,6 +159,7 @@ pub use outcome::Outcome;
 pub use pvmm_devices::virtio::balloon::BalloonStats;
 pub use pvmm_devices::{listen_privately, open};
 pub use snapshot::{NOTE_MAX, SaveKind};
+pub use thread_filters::{FILTER_MAX, FilterError, SystemCallFilter, ThreadFilters};
 pub use vm::{
     CounterValues, DeviceCounters, Forked, Template, Touched, UnfinishedTemplate, Vm, next_trim,
 };

@@ -89,11 +89,11 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
     let (base, ready) = (template.base.clone(), None);
     let memory_sums = template.memory_sums.clone();
     let clock_khz = saved.vcpus.first().map(|vcpu| vcpu.tsc_khz);
-    let HostOptions { track_changes, vcpu_thread_prefix, .. } = overrides.host;
+    let HostOptions { track_changes, vcpu_thread_prefix, thread_filters, .. } = overrides.host;
     #[rustfmt::skip]
     let resources = VmResources {
         drives, taps, scratch, vsock_path, ready, base, working_set, track_changes, memory_sums, clock_khz,
-        vcpu_thread_prefix,
+        vcpu_thread_prefix, thread_filters,
     };
     let mut machine = builder.start(vcpus, kvm, memory, resources)?;
     machine.page_server = page_server;
@@ -132,7 +132,10 @@ fn connect_page_server(
             let what = "page server: the template has its memory; load it without";
             Err(Error::plain(ErrorKind::InvalidConfig, what))
         }
-        Some(path) => Ok(Some(PageServer::connect(path, &memory.guest)?)),
+        Some(path) => {
+            let filters = overrides.host.thread_filters.clone();
+            Ok(Some(PageServer::connect(path, &memory.guest, filters)?))
+        }
         None => Ok(None),
     }
 }

@@ -11,6 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
+use crate::ThreadEntry;
 use crate::rate_limiter::{BucketConfig, Cost, RateLimiter, RateLimiterConfig};
 
 // How long dropping a console waits for a target that accepts nothing.
@@ -82,6 +83,25 @@ impl Console {
         ConsoleInput { pipe: self.pipe.clone() }
     }
 
+    /// Starts the thread now, with `entry` as its first step. A thread would otherwise be started by
+    /// the vCPU that prints the first byte, which a confined vCPU may not do. Does nothing if the
+    /// thread was started before.
+    pub fn start(&self, entry: ThreadEntry) -> io::Result<()> {
+        let mut state = self.pipe.lock();
+        if let Some(target) = state.target.take() {
+            state.bytes.reserve_exact(self.pipe.config.capacity_bytes);
+            let pipe = self.pipe.clone();
+            state.thread = Some(spawn(move || match entry() {
+                Ok(()) => pipe.drain(target),
+                Err(error) => {
+                    log::error!("console thread ends: {error}");
+                    pipe.end();
+                }
+            })?);
+        }
+        Ok(())
+    }
+
     /// Returns the number of bytes that never reached the target.
     pub fn dropped_bytes(&self) -> u64 {
         self.pipe.dropped.load(Ordering::Relaxed)
@@ -141,10 +161,12 @@ impl ConsoleInput {
 
     fn drain_to(&self, target: Box<dyn Write + Send>) -> io::Result<JoinHandle<()>> {
         let pipe = self.pipe.clone();
-        let thread =
-            thread::Builder::new().name("pvmm-console".into()).stack_size(crate::STACK_BYTES);
-        thread.spawn(move || pipe.drain(target))
+        spawn(move || pipe.drain(target))
     }
+}
+
+fn spawn(live: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
+    thread::Builder::new().name("pvmm-console".into()).stack_size(crate::STACK_BYTES).spawn(live)
 }
 
 /// Always succeeds: a serial port cannot report that its output goes nowhere.
@@ -189,7 +211,13 @@ impl Pipe {
         // An error cannot be reported from here.
         let _ = target.flush();
         drop(target);
-        self.lock().ended = true;
+        self.end();
+    }
+
+    /// Notes that the thread ends. Output that comes later is dropped.
+    fn end(&self) {
+        let mut state = self.lock();
+        (state.closed, state.ended) = (true, true);
         self.changed.notify_all();
     }
 

@@ -18,6 +18,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use super::device_loop::{Command, DeviceError, DeviceId, DeviceLoop, Reply, SavedDevice};
 use super::registry::{DeviceState, DeviceUpdate};
 use super::{Activation, Updated, VirtioDevice};
+use crate::ThreadEntry;
 
 // Longer than any single request that a worker serves; only a broken host disk takes more.
 pub const CALL_DEADLINE: Duration = Duration::from_secs(30);
@@ -191,6 +192,7 @@ impl CallQueue {
 pub struct DeviceThread {
     handle: DeviceHandle,
     call_queue: Arc<CallQueue>,
+    entry: Option<ThreadEntry>,
     running: Option<Running>,
 }
 
@@ -201,9 +203,13 @@ struct Running {
 }
 
 impl Running {
-    fn start(call_queue: Arc<CallQueue>) -> io::Result<Self> {
+    fn start(call_queue: Arc<CallQueue>, entry: Option<ThreadEntry>) -> io::Result<Self> {
         let (back, again) = mpsc::sync_channel::<Inner>(1);
         let live = move || {
+            if let Some(Err(error)) = entry.map(|enter| enter()) {
+                log::error!("device thread ends: {error}");
+                return;
+            }
             while let Ok(inner) = again.recv() {
                 if serve(inner, &call_queue).is_none() {
                     return;
@@ -226,7 +232,13 @@ impl DeviceThread {
         let (calls, inbox) = mpsc::sync_channel(CALL_SLOTS);
         let inner = Mutex::new(Some(Inner { devices, inbox }));
         let call_queue = Arc::new(CallQueue { inner, calls, wake });
-        Ok(Self { handle: DeviceHandle::new(call_queue.clone()), call_queue, running: None })
+        let handle = DeviceHandle::new(call_queue.clone());
+        Ok(Self { handle, call_queue, entry: None, running: None })
+    }
+
+    /// Sets the first step of the thread. It must not have been started.
+    pub fn enter_with(&mut self, entry: Option<ThreadEntry>) {
+        self.entry = entry;
     }
 
     /// Gives the devices to the thread, and starts it if there is none. Does nothing if the thread
@@ -237,7 +249,7 @@ impl DeviceThread {
         let running = match self.running.take() {
             Some(running) => running,
             None => {
-                let running = Running::start(self.call_queue.clone())?;
+                let running = Running::start(self.call_queue.clone(), self.entry.clone())?;
                 inner.devices.watch(self.call_queue.wake.clone());
                 running
             }

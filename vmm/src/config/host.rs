@@ -12,6 +12,8 @@ use std::sync::Arc;
 use pvmm_devices::bus::BusDevice;
 use pvmm_devices::rate_limiter::{BucketConfig, RateLimiterConfig};
 
+use crate::thread_filters::ThreadFilters;
+
 /// The host's side of a VM, whether it is booted or forked: what the guest cannot see, or sees as
 /// speed only.
 #[derive(Debug)]
@@ -43,6 +45,9 @@ pub struct HostOptions {
     /// The beginning of the names of the vCPU threads; the number of the vCPU follows. `pvmm-vcpu-`
     /// by default.
     pub vcpu_thread_prefix: Cow<'static, str>,
+    /// The system call filter of each thread of the VM. The caller's own threads are its own
+    /// matter. Nothing is installed by default.
+    pub thread_filters: Option<Arc<ThreadFilters>>,
 }
 
 impl Default for HostOptions {
@@ -57,6 +62,7 @@ impl Default for HostOptions {
             track_changes: false,
             huge_pages: false,
             vcpu_thread_prefix: "pvmm-vcpu-".into(),
+            thread_filters: None,
         }
     }
 }

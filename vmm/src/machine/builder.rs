@@ -26,6 +26,7 @@ use crate::error::Error;
 use crate::kvm::vm::KvmVm;
 use crate::memory::Memory;
 use crate::storage::{AttachedDrive, Storage};
+use crate::thread_filters;
 use crate::vcpu::run::Buses;
 use crate::vcpu::thread::VcpuThread;
 
@@ -149,9 +150,13 @@ impl MachineBuilder {
         }
         let buses = Arc::new(self.buses);
         let report = self.ending.report();
+        let filters = resources.thread_filters.as_ref();
+        self.devices.enter_with(thread_filters::entry(filters, |all| &all.devices, &report));
+        let entry = thread_filters::entry(filters, |all| &all.vcpu, &report);
         let thread = |(id, vcpu)| {
             let name = format!("{}{id}", resources.vcpu_thread_prefix);
-            VcpuThread::new(id, name, vcpu, kvm.shape().clone(), buses.clone(), report.clone())
+            let (shape, buses) = (kvm.shape().clone(), buses.clone());
+            VcpuThread::new(id, name, vcpu, shape, buses, report.clone(), entry.clone())
         };
         let mut vcpus = (0..).zip(vcpus).map(thread).collect::<Result<Vec<_>, _>>()?;
         if !Mechanism::LateThreads.in_use() {

@@ -41,6 +41,7 @@ use crate::kvm::vm::{KvmError, KvmVm};
 use crate::memory::{Memory, PageServer, WorkingSet};
 use crate::scratch::Scratch;
 use crate::storage::AttachedDrive;
+use crate::thread_filters::{self, ThreadFilters};
 use crate::trace;
 use crate::vcpu::run::Buses;
 use crate::vcpu::thread::{Preparation, VcpuThread};
@@ -110,6 +111,7 @@ pub struct VmResources {
     /// The rate of the clock that the guest was booted with, if that was before this machine.
     pub clock_khz: Option<u32>,
     pub vcpu_thread_prefix: Cow<'static, str>,
+    pub thread_filters: Option<Arc<ThreadFilters>>,
 }
 
 /// A machine and everything that belongs to it. Dropping it stops its vCPUs and then its devices.
@@ -151,6 +153,7 @@ impl Machine {
             self.mark_clock();
             // All of them before any runs: a machine runs as a whole or not at all.
             self.vcpus.iter_mut().try_for_each(VcpuThread::start)?;
+            self.start_console()?;
             trace::step("vCPU threads");
             drives::open_deferred(self)?;
             self.devices.handle().resume_all()?;
@@ -166,6 +169,13 @@ impl Machine {
             self.running = true;
         }
         Ok(())
+    }
+
+    /// Starts the thread of the console if the VM is confined: its vCPUs cannot start one.
+    fn start_console(&self) -> Result<(), MachineError> {
+        let filters = self.resources.thread_filters.as_ref();
+        let entry = thread_filters::entry(filters, |all| &all.console, &self.ending.report());
+        entry.map_or(Ok(()), |entry| self.console.start(entry)).map_err(MachineError::Serial)
     }
 
     fn run_vcpus(&mut self, mut prefault: Option<Preparation>) -> Result<(), Error> {

@@ -12,6 +12,7 @@ use std::time::Duration;
 use pvmm_devices::GuestMemory;
 
 use super::{PAGE, PageRanges, pages, sys};
+use crate::thread_filters::SystemCallFilter;
 
 /// The time limit of a copy: a disk writes 64 GiB in that time.
 const COPY_TIME: Duration = Duration::from_secs(600);
@@ -32,8 +33,13 @@ struct Part {
 
 impl BackgroundCopy {
     /// Begins to copy `runs` of guest memory as it is now to the same places of `file`. The guest
-    /// must be paused during this call, and only during it.
-    pub fn start(guest: &GuestMemory, runs: &PageRanges, file: &File) -> io::Result<Self> {
+    /// must be paused during this call, and only during it. The child copies under `filter`.
+    pub fn start(
+        guest: &GuestMemory,
+        runs: &PageRanges,
+        file: &File,
+        filter: Option<&SystemCallFilter>,
+    ) -> io::Result<Self> {
         // The child must not allocate: another thread may hold the allocator's lock.
         let mut parts = Vec::new();
         for run in runs.iter() {
@@ -47,7 +53,9 @@ impl BackgroundCopy {
         each(libc::MADV_DOFORK)?;
         let forked = fork();
         if let Ok(Forked::Child) = forked {
-            let copied = copy(&parts, file.as_raw_fd());
+            leave_the_rest(file.as_raw_fd());
+            let confined = filter.map_or(Ok(()), SystemCallFilter::install);
+            let copied = confined.map_err(drop).and_then(|()| copy(&parts, file.as_raw_fd()));
             // SAFETY: ends the child at once, without running anything that this process has set
             // up.
             unsafe { libc::_exit(i32::from(copied.is_err())) };
@@ -120,8 +128,8 @@ fn fork() -> io::Result<Forked> {
     }
 }
 
-/// Copies the parts, in the child: system calls and reads, no allocation, no lock, no panic.
-fn copy(parts: &[Part], file: i32) -> Result<(), ()> {
+/// Closes everything but `file`, in the child: system calls only.
+fn leave_the_rest(file: i32) {
     // SAFETY: descriptors of the child alone; it must not keep a guest's KVM, sockets or locks
     // alive. Dying with the parent's thread is only asked for.
     unsafe {
@@ -138,6 +146,10 @@ fn copy(parts: &[Part], file: i32) -> Result<(), ()> {
             libc::close(adjust);
         }
     }
+}
+
+/// Copies the parts, in the child: system calls and reads, no allocation, no lock, no panic.
+fn copy(parts: &[Part], file: i32) -> Result<(), ()> {
     for part in parts {
         let at = |page: u64| part.address.wrapping_add((page * PAGE) as usize);
         let mut begin = 0;

@@ -174,7 +174,7 @@ mod tests {
         let image = template(16 * MIB, [SAME].into_iter());
         let mut parent = used(&image);
         (8 * MIB..16 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, 5));
-        let freezing = parent.begin_freeze().unwrap().expect("much was changed");
+        let freezing = parent.begin_freeze(None).unwrap().expect("much was changed");
         put(&parent, SAME, 6);
         let child = Memory::map(freezing.finish().unwrap(), Mode::Tracked, None).unwrap();
         assert_eq!([SAME, OTHER, 8 * MIB].map(|at| get(&child, at)), [2, 3, 5]);

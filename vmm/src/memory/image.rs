@@ -16,6 +16,7 @@ use vm_memory::{Bytes, GuestAddress, GuestRegionMmap, MmapRegion};
 use super::background_copy::BackgroundCopy;
 use super::{PAGE, PageRanges, TRIM_MAX, pages, sys};
 use crate::error::{Error, ErrorKind};
+use crate::thread_filters::SystemCallFilter;
 
 /// The most page ranges of one layer: each is a mapping, and a process may have 65,530 in all.
 pub const MAX_RUNS: usize = 2048;
@@ -271,13 +272,14 @@ impl MemoryImage {
         &self,
         guest: &GuestMemory,
         written: &PageRanges,
+        filter: Option<&SystemCallFilter>,
     ) -> io::Result<Option<Freezing>> {
         if self.layers.len() >= MAX_LAYERS {
             return Ok(None);
         }
         let runs = written.joined(GAP).at_most(MAX_RUNS);
         let file = sys::memfd(c"pvmm-memory", self.size())?;
-        match BackgroundCopy::start(guest, &runs, &file) {
+        match BackgroundCopy::start(guest, &runs, &file, filter) {
             Ok(background_copy) => {
                 let (written, below) = (written.clone(), self.clone());
                 Ok(Some(Freezing {

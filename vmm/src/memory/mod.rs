@@ -37,6 +37,7 @@ use std::fs::File;
 use std::sync::Arc;
 
 use crate::ablation::Mechanism;
+use crate::thread_filters::SystemCallFilter;
 use dedup::DedupedPages;
 use flat::SaveBaseline;
 use image::HUGE_PAGE;
@@ -154,13 +155,17 @@ impl Memory {
 
     /// Begins to copy the changed pages into a layer over the image, while the guest goes on over
     /// its old one. Returns `None` if there is little to copy, or no way to do it: then
-    /// [`Self::freeze`] is the way. The guest must be paused during this call.
-    pub fn begin_freeze(&mut self) -> Result<Option<Freezing>, MemoryError> {
+    /// [`Self::freeze`] is the way. The guest must be paused during this call. `filter` is that of
+    /// the copying process.
+    pub fn begin_freeze(
+        &mut self,
+        filter: Option<&SystemCallFilter>,
+    ) -> Result<Option<Freezing>, MemoryError> {
         let private = self.dirty_pages()?;
         if private.bytes() < BACKGROUND_COPY_MIN {
             return Ok(None);
         }
-        self.image.begin_freeze(&self.guest, &private).map_err(MemoryError::Keep)
+        self.image.begin_freeze(&self.guest, &private, filter).map_err(MemoryError::Keep)
     }
 
     /// Drops private pages that equal the image, as prefaulted pages do that were not written, and

@@ -23,6 +23,7 @@ use super::{PAGE, pages};
 use crate::error::{Error, ErrorKind};
 use crate::outcome::{Outcome, Report};
 use crate::sys;
+use crate::thread_filters::ThreadFilters;
 
 /// The time limit for making a machine whose pages must be requested.
 const START_TIME: Duration = Duration::from_secs(30);
@@ -98,8 +99,13 @@ enum Phase {
 }
 
 impl PageServer {
-    /// Hands the faults of `guest`, of which no page is present, to the server at `path`.
-    pub fn connect(path: &Path, guest: &GuestMemory) -> Result<Self, PageServerError> {
+    /// Hands the faults of `guest`, of which no page is present, to the server at `path`. A thread
+    /// that watches the server starts under its filter, if there are filters.
+    pub fn connect(
+        path: &Path,
+        guest: &GuestMemory,
+        filters: Option<Arc<ThreadFilters>>,
+    ) -> Result<Self, PageServerError> {
         let socket = UnixStream::connect(path).map_err(|source| PageServerError::Connect {
             path: path.display().to_string(),
             source,
@@ -121,7 +127,13 @@ impl PageServer {
         let watched = shared.clone();
         let watcher = std::thread::Builder::new()
             .name("pvmm-pages".into())
-            .spawn(move || watched.watch(&socket))
+            .spawn(move || match filters.map_or(Ok(()), |all| all.pages.install()) {
+                Ok(()) => watched.watch(&socket),
+                Err(error) => {
+                    log::error!("page server: {error}");
+                    watched.lost();
+                }
+            })
             .map_err(PageServerError::Watch)?;
         Ok(Self { shared, watcher: Some(watcher), devices: None })
     }

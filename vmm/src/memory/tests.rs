@@ -246,7 +246,8 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     put(&memory, 0x9000, 4);
     put(&memory, HIGH + 0x3000, 5);
     let runs = memory.dirty_pages().unwrap();
-    let freezing = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
+    let freezing =
+        memory.image.begin_freeze(&memory.guest, &runs, None).unwrap().expect("a process");
     // The guest goes on while it is copied.
     put(&memory, 0x5000, 9);
     put(&memory, 0xa000, 9);
@@ -257,7 +258,7 @@ fn memory_frozen_beside_a_running_guest_is_as_it_was_then() {
     // A second freeze knows all changes since the layer below, also those that the first has
     // copied.
     let runs = memory.dirty_pages().unwrap();
-    let again = memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process");
+    let again = memory.image.begin_freeze(&memory.guest, &runs, None).unwrap().expect("a process");
     let child = Memory::map(again.finish().unwrap(), Mode::Tracked, None).unwrap();
     let seen = [0x5000, 0x6000, 0x9000, 0xa000, HIGH + 0x3000].map(|at| get(&child, at));
     assert_eq!(seen, [9, 2, 4, 9, 5]);
@@ -268,7 +269,7 @@ fn freeze_beside_that_is_given_up_leaves_no_process() {
     let memory = small();
     put(&memory, 0x5000, 1);
     let runs = memory.dirty_pages().unwrap();
-    drop(memory.image.begin_freeze(&memory.guest, &runs).unwrap().expect("a process"));
+    drop(memory.image.begin_freeze(&memory.guest, &runs, None).unwrap().expect("a process"));
     assert_eq!(get(&memory, 0x5000), 1);
 }
 
@@ -517,7 +518,7 @@ fn memory_that_was_new_stays_as_it_was_while_the_guest_runs_on() {
         let new = u64::from(generation) * 8 * MIB;
         (0..8 * MIB).step_by(PAGE as usize).for_each(|at| put(&parent, at, generation));
         put(&parent, new, generation);
-        let freezing = parent.begin_freeze().unwrap().expect("much was changed");
+        let freezing = parent.begin_freeze(None).unwrap().expect("much was changed");
         // The guest goes on while it is copied.
         for at in [0, new, new + MIB] {
             put(&parent, at, 99);

@@ -65,7 +65,12 @@ pub fn kick_signal() -> i32 {
     libc::SIGRTMIN() + 1
 }
 
-/// Blocks every signal in the calling thread, and in threads that it starts, until this is dropped.
+/// Signals for what a thread itself has done. Blocked ones would end the process without a handler.
+const OWN_FAULTS: [i32; 5] =
+    [libc::SIGSYS, libc::SIGSEGV, libc::SIGBUS, libc::SIGILL, libc::SIGFPE];
+
+/// Blocks every signal that comes from elsewhere in the calling thread, and in threads that it
+/// starts, until this is dropped.
 pub struct BlockedSignals {
     before: libc::sigset_t,
     /// Not `Send`: the mask belongs to one thread.
@@ -79,6 +84,9 @@ impl BlockedSignals {
         let (result, before) = unsafe {
             let (mut all, mut before) = (std::mem::zeroed(), std::mem::zeroed());
             libc::sigfillset(&mut all);
+            for signal in OWN_FAULTS {
+                libc::sigdelset(&mut all, signal);
+            }
             (libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before), before)
         };
         match result {

@@ -16,6 +16,7 @@ use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use kvm_ioctls::VcpuFd;
+use pvmm_devices::ThreadEntry;
 
 use super::run::{self, Buses, Stop};
 use crate::error::{Error, ErrorKind};
@@ -88,10 +89,12 @@ struct UnstartedVcpu {
     name: String,
     buses: Arc<Buses>,
     report: Report,
+    entry: Option<ThreadEntry>,
 }
 
 impl VcpuThread {
-    /// Creates a vCPU without a thread, which starts when the guest first runs.
+    /// Creates a vCPU without a thread, which starts when the guest first runs, with `entry` as its
+    /// first step.
     pub fn new(
         id: u32,
         name: String,
@@ -99,14 +102,16 @@ impl VcpuThread {
         shape: Arc<StateShape>,
         buses: Arc<Buses>,
         report: Report,
+        entry: Option<ThreadEntry>,
     ) -> Result<Self, ThreadError> {
         unblock_while_running(&vcpu, sys::kick_signal()).map_err(ThreadError::Start)?;
-        let unstarted = UnstartedVcpu { own: OwnedVcpu { id, vcpu, shape }, name, buses, report };
+        let own = OwnedVcpu { id, vcpu, shape };
+        let unstarted = UnstartedVcpu { own, name, buses, report, entry };
         Ok(Self { unstarted: Some(unstarted), commands: None, thread: None })
     }
 
-    /// Starts the thread, parked, if there is none. It starts with all signals blocked, which are
-    /// left to the other threads of the process: a kick that comes before it runs stays pending.
+    /// Starts the thread, parked, if there is none. It starts with the signals of others blocked,
+    /// which are left to the other threads of the process: a kick that comes before it runs stays pending.
     pub fn start(&mut self) -> Result<(), ThreadError> {
         let Some(unstarted) = self.unstarted.take() else { return Ok(()) };
         let (commands, mailbox) = mpsc::channel();
@@ -268,7 +273,11 @@ impl OwnedVcpu {
 }
 
 fn work(unstarted: UnstartedVcpu, mailbox: &Receiver<Command>) {
-    let UnstartedVcpu { mut own, buses, report, .. } = unstarted;
+    let UnstartedVcpu { mut own, buses, report, entry, .. } = unstarted;
+    if let Some(Err(error)) = entry.map(|enter| enter()) {
+        log::error!("vCPU {} ends: {error}", own.id);
+        return;
+    }
     let mut running = false;
     loop {
         // A parked thread sleeps here; a running one only polls for commands.

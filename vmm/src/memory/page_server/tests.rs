@@ -26,7 +26,7 @@ fn listen() -> (tempfile::TempDir, std::path::PathBuf, UnixListener) {
 #[test]
 fn hand_over_is_one_short_json_array_with_one_descriptor() {
     let (memory, (_dir, path, listener)) = (memory(), listen());
-    let server = PageServer::connect(&path, &memory.guest).unwrap();
+    let server = PageServer::connect(&path, &memory.guest, None).unwrap();
     let (socket, _) = listener.accept().unwrap();
     let mut bytes = [0; 1024];
     let (len, file) = socket.recv_with_fd(&mut bytes).unwrap();
@@ -45,14 +45,15 @@ fn hand_over_is_one_short_json_array_with_one_descriptor() {
 #[test]
 fn server_that_is_not_there_is_an_error_that_names_it() {
     let memory = memory();
-    let error = PageServer::connect(Path::new("/nowhere/pages"), &memory.guest).err().unwrap();
+    let error =
+        PageServer::connect(Path::new("/nowhere/pages"), &memory.guest, None).err().unwrap();
     assert!(error.to_string().contains("/nowhere/pages"), "{error}");
 }
 
 #[test]
 fn owner_that_waits_for_a_page_goes_on_when_the_server_ends_and_is_told() {
     let (memory, (_dir, path, listener)) = (memory(), listen());
-    let mut server = PageServer::connect(&path, &memory.guest).unwrap();
+    let mut server = PageServer::connect(&path, &memory.guest, None).unwrap();
     let ending = std::thread::spawn(move || {
         let (socket, _) = listener.accept().unwrap();
         std::thread::sleep(Duration::from_millis(50));
@@ -71,7 +72,7 @@ fn owner_that_waits_for_a_page_goes_on_when_the_server_ends_and_is_told() {
 #[test]
 fn end_of_the_server_is_the_end_of_the_machine_and_dropping_wakes_who_waits() {
     let (memory, (_dir, path, listener)) = (memory(), listen());
-    let mut server = PageServer::connect(&path, &memory.guest).unwrap();
+    let mut server = PageServer::connect(&path, &memory.guest, None).unwrap();
     let (mut socket, _) = listener.accept().unwrap();
     let mut devices = DeviceThread::new().unwrap();
     devices.start().unwrap();
