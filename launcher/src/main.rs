@@ -27,6 +27,7 @@ mod progress;
 mod rootfs;
 mod scratch;
 mod screen;
+mod seccomp;
 mod snapshots;
 mod sys;
 mod vm_dir;

@@ -10,9 +10,9 @@ use std::path::PathBuf;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use pvmm::Outcome;
+use pvmm::{FilterError, Outcome};
 
-use super::args::{Args, VERSION, code};
+use super::args::{Args, SeccompChoice, VERSION, code};
 use super::before_boot::BeforeBoot;
 use super::bodies;
 use super::config_file;
@@ -26,6 +26,8 @@ use super::mmds::Mmds;
 use super::routes;
 use super::rules::Done;
 use super::running::Running;
+use super::seccomp_file;
+use crate::seccomp::Filters;
 use crate::sys::poll::{self, Want};
 use crate::sys::signals::{self, Signals};
 
@@ -67,6 +69,9 @@ pub struct ApiServer {
     pub(super) execs: Execs,
     pub(super) boot_timer: bool,
     pub(super) drive_root: Option<PathBuf>,
+    pub(super) filters: Option<Filters>,
+    /// Whether this thread's own filter is in force.
+    confined: bool,
     pub(super) state: MachineStage,
 }
 
@@ -156,6 +161,7 @@ impl ApiServer {
             log::info!("Successfully added metadata to mmds from file");
         }
         let description = args.config_file.as_deref().map(read).transpose()?;
+        let filters = filters(&args.seccomp).map_err(generic)?;
         let server = if args.no_api { None } else { Some(listen(&args)?) };
         metrics.note_start(args.start_time_us, args.start_time_cpu_us, args.parent_cpu_time_us);
         let mut api_server = Self {
@@ -169,6 +175,8 @@ impl ApiServer {
             state: MachineStage::Before(Box::default()),
             boot_timer: args.boot_timer,
             drive_root: args.drive_root.clone(),
+            filters,
+            confined: false,
         };
         if let Some(text) = description {
             let refused = |code| move |refusal: Refusal| (code, refusal.message);
@@ -190,12 +198,28 @@ impl ApiServer {
             self.flush_metrics_quietly();
         }
         loop {
+            if let Err(error) = self.confine() {
+                return End::Failed(format!("Seccomp error: {error}"));
+            }
             match self.turn() {
                 Ok(None) => {}
                 Ok(Some(end)) => return end,
                 Err(error) => return End::Failed(format!("cannot wait: {error}")),
             }
         }
+    }
+
+    /// Installs this thread's filter once the guest has run. The threads of the VM exist then, and
+    /// do not inherit it.
+    fn confine(&mut self) -> Result<(), FilterError> {
+        let MachineStage::Running(running) = &self.state else { return Ok(()) };
+        if let Some(filters) = self.filters.as_ref().filter(|_| !self.confined)
+            && !running.is_paused()
+        {
+            filters.owner.install()?;
+            self.confined = true;
+        }
+        Ok(())
     }
 
     fn turn(&mut self) -> io::Result<Option<End>> {
@@ -346,6 +370,17 @@ impl ApiServer {
         if stopping.is_ok() {
             let _ = stopped.recv_timeout(STOP_PATIENCE);
         }
+    }
+}
+
+fn filters(choice: &SeccompChoice) -> Result<Option<Filters>, String> {
+    let failed = |error: String| format!("Seccomp error: {error}");
+    match choice {
+        SeccompChoice::BuiltIn => {
+            Filters::of_api_server().map(Some).map_err(|error| failed(error.to_string()))
+        }
+        SeccompChoice::File(path) => seccomp_file::read(path).map(Some).map_err(failed),
+        SeccompChoice::Off => Ok(None),
     }
 }
 

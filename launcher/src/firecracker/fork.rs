@@ -12,11 +12,12 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use pvmm::agent::FreezeOptions;
-use pvmm::{Kvm, Overrides, Template};
+use pvmm::{Kvm, Overrides, Template, ThreadFilters};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -140,7 +141,11 @@ impl Offer {
 }
 
 /// Makes a paused VM from the state that another process serves on the socket of `wish`.
-pub fn load(wish: &ForkLoad, serial: &Serial) -> Result<Running, Refusal> {
+pub fn load(
+    wish: &ForkLoad,
+    serial: &Serial,
+    filters: Option<Arc<ThreadFilters>>,
+) -> Result<Running, Refusal> {
     let (config, template) = receive(&wish.socket).map_err(|error| {
         Refusal::bad(format!("Load fork error: socket {:?}: {error}", wish.socket))
     })?;
@@ -158,7 +163,7 @@ pub fn load(wish: &ForkLoad, serial: &Serial) -> Result<Running, Refusal> {
     for (index, drive) in config.drives.iter().enumerate().filter(|(_, d)| named(&d.drive_id)) {
         drives.push((index, drive_config(drive, pvmm::DriveSource::Path)?));
     }
-    let overrides = Overrides { drives, ..snapshot::overrides(&config, serial)? };
+    let overrides = Overrides { drives, ..snapshot::overrides(&config, serial, filters)? };
     let forked = template.fork(overrides).map_err(refuse("Load fork error"))?;
     let running = Running::new(forked.without_refresh(), config);
     Ok(match wish.refresh {
@@ -216,7 +221,7 @@ mod tests {
             vsock_override: None,
             drive_overrides: Vec::new(),
         };
-        assert!(super::load(&load, &Serial::default()).is_err());
+        assert!(super::load(&load, &Serial::default(), None).is_err());
         let huge = br#"{"config_bytes":18446744073709551615,"template_bytes":2}"#;
         let words: [&[u8]; 5] = [
             b"",
@@ -232,7 +237,7 @@ mod tests {
                 let (mut child, _) = listener.accept().unwrap();
                 let _ = child.write_all(&word);
             });
-            assert!(super::load(&load, &Serial::default()).is_err());
+            assert!(super::load(&load, &Serial::default(), None).is_err());
             server.join().unwrap();
             fs::remove_file(&path).unwrap();
         }

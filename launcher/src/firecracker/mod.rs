@@ -12,6 +12,7 @@
 //! | `api_server.rs` | the thread that owns the VM and the API socket |
 //! | `snapshot.rs`, `fork.rs` | writing and loading snapshots, and forks between processes |
 //! | `snapshot_editor.rs` | editing the two files of a snapshot |
+//! | `seccomp_file.rs` | system call filters of the caller's own |
 //! | `exec.rs` | commands in the guest, run in the background |
 //! | `logger.rs`, `metrics.rs`, `metric_names.rs`, `mmds.rs`, `keyboard.rs` | log, metrics, metadata and serial input |
 
@@ -34,6 +35,7 @@ mod mmds;
 mod routes;
 mod rules;
 mod running;
+mod seccomp_file;
 mod snapshot;
 mod snapshot_editor;
 

@@ -205,6 +205,7 @@ impl ApiServer {
     pub(super) fn start(&mut self) -> Result<(), Refusal> {
         let MachineStage::Before(before) = &self.state else { return Err(after_boot()) };
         let mut machine = before.machine()?;
+        machine.host.thread_filters = self.filters.as_ref().map(|all| all.threads.clone());
         machine.registers.extend(self.boot_timer.then(BootTimer::registers));
         let vm = Kvm::open()
             .and_then(|kvm| Vm::boot(&kvm, machine))
@@ -220,12 +221,13 @@ impl ApiServer {
     fn load(&mut self, request: &ApiCall) -> Done {
         let MachineStage::Before(before) = &self.state else { return after_boot().into() };
         let begun = Instant::now();
+        let filters = self.filters.as_ref().map(|all| all.threads.clone());
         let (loaded, resume) = match request {
             ApiCall::LoadSnapshot(with) => {
                 let roots = self.drive_root.clone().map(|root| vec![root]);
-                (snapshot::load(with, &before.serial, &roots), with.load.resume_vm)
+                (snapshot::load(with, &before.serial, &roots, filters), with.load.resume_vm)
             }
-            ApiCall::LoadFork(wish) => (fork::load(wish, &before.serial), wish.resume_vm),
+            ApiCall::LoadFork(wish) => (fork::load(wish, &before.serial, filters), wish.resume_vm),
             _ => return after_boot().into(),
         };
         let resumed = loaded.and_then(|mut running| {

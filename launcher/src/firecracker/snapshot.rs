@@ -7,9 +7,10 @@ use std::fs;
 use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::sync::Arc;
 
 use pvmm::snapshot::{Roots, is_allowed};
-use pvmm::{DriveSource, HostOptions, Kvm, Overrides, SaveKind, Template, open};
+use pvmm::{DriveSource, HostOptions, Kvm, Overrides, SaveKind, Template, ThreadFilters, open};
 use serde_json::Value;
 
 use super::before_boot::{
@@ -67,7 +68,12 @@ pub struct Changes<'a> {
 /// The state file names the drives by paths that may come from another client. A drive that this
 /// request overrides is trusted; the others are opened only below `roots`, and not through a
 /// symbolic link of another user.
-pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Running, Refusal> {
+pub fn load(
+    with: &LoadWithDrives,
+    serial: &Serial,
+    roots: &Roots,
+    filters: Option<Arc<ThreadFilters>>,
+) -> Result<Running, Refusal> {
     let load = &with.load;
     let memory =
         load.memory().map_err(|error| Refusal::bad(format!("Load snapshot error: {error}")))?;
@@ -110,7 +116,7 @@ pub fn load(with: &LoadWithDrives, serial: &Serial, roots: &Roots) -> Result<Run
         drives: drives.into_iter().enumerate().collect(),
         page_server,
         catch_up: load.clock_realtime,
-        ..overrides(&config, serial)?
+        ..overrides(&config, serial, filters)?
     };
     let forked = template.fork(overrides).map_err(refuse("Load snapshot error"))?;
     // As in Firecracker, a refresh after a load is up to the client.
@@ -140,7 +146,11 @@ fn check_saved_drive(drive: &Drive, roots: &Roots) -> Result<(), Refusal> {
 }
 
 /// Builds the parts of a loaded VM that are new: network backends, vsock, console, thread names.
-pub fn overrides(config: &Config, serial: &Serial) -> Result<Overrides, Refusal> {
+pub fn overrides(
+    config: &Config,
+    serial: &Serial,
+    thread_filters: Option<Arc<ThreadFilters>>,
+) -> Result<Overrides, Refusal> {
     let nets = config.network_interfaces.iter().map(net_config).collect::<Result<Vec<_>, _>>()?;
     Ok(Overrides {
         nets: nets.into_iter().enumerate().collect(),
@@ -152,6 +162,7 @@ pub fn overrides(config: &Config, serial: &Serial) -> Result<Overrides, Refusal>
             track_changes: config.machine_config.track_dirty_pages,
             huge_pages: config.machine_config.huge_pages != HugePages::None,
             vcpu_thread_prefix: VCPU_THREADS.into(),
+            thread_filters,
             ..HostOptions::default()
         },
         ..Overrides::default()

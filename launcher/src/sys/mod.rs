@@ -7,6 +7,8 @@ pub mod host;
 pub mod lock;
 pub mod passing;
 pub mod poll;
+#[cfg(test)]
+pub mod probe;
 pub mod process;
 pub mod signals;
 pub mod terminal;

@@ -63,7 +63,11 @@ pub fn caught() -> Option<i32> {
 /// a fault of the process itself, after which it cannot continue.
 pub fn end_with(codes: &'static [(i32, u8)]) {
     static CODES: OnceLock<&'static [(i32, u8)]> = OnceLock::new();
-    extern "C" fn end(signal: libc::c_int) {
+    extern "C" fn end(signal: libc::c_int, facts: *const libc::siginfo_t, _: *const libc::c_void) {
+        if signal == libc::SIGSYS {
+            // SAFETY: the kernel passes the facts of this signal.
+            report_call(unsafe { call_number(facts) });
+        }
         let codes = CODES.get().copied().unwrap_or_default();
         let code = codes.iter().find(|(of, _)| *of == signal).map_or(1, |(_, code)| *code);
         super::process::leave_now(code.into())
@@ -71,14 +75,39 @@ pub fn end_with(codes: &'static [(i32, u8)]) {
     // Only the first table counts, and there is only one.
     let _ = CODES.set(codes);
     for (signal, _) in codes {
-        // SAFETY: all zero is a valid sigaction; the handler only reads a table that was written
-        // before and exits, which is async-signal-safe.
+        // SAFETY: all zero is a valid sigaction, and the handler has the form that SA_SIGINFO asks
+        // for; it only reads a table that was written before, writes and exits, which is
+        // async-signal-safe.
         unsafe {
             let mut action: libc::sigaction = std::mem::zeroed();
-            action.sa_sigaction = end as extern "C" fn(libc::c_int) as libc::sighandler_t;
+            action.sa_sigaction = end as *const () as libc::sighandler_t;
+            action.sa_flags = libc::SA_SIGINFO;
             libc::sigaction(*signal, &action, std::ptr::null_mut());
         }
     }
+}
+
+/// Returns the system call that a filter has refused.
+///
+/// # Safety
+/// `facts` must be those of a SIGSYS.
+unsafe fn call_number(facts: *const libc::siginfo_t) -> u32 {
+    /// Where the kernel puts `si_syscall`, for which libc has no name.
+    const OFFSET: usize = 24;
+    // SAFETY: inside of the structure, and aligned; the caller has promised the rest.
+    unsafe { facts.cast::<u8>().add(OFFSET).cast::<u32>().read() }
+}
+
+/// Says on standard error which call a filter has refused, without an allocation.
+fn report_call(number: u32) {
+    use std::io::Write;
+    let mut line = [0u8; 80];
+    let mut rest = &mut line[..];
+    let _ = writeln!(rest, "Shutting down: the filter of a thread forbids system call {number}.");
+    let left = rest.len();
+    let length = line.len() - left;
+    // SAFETY: the kernel reads the bytes of the line.
+    unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), length) };
 }
 
 /// A set of signals that are blocked and read from a descriptor instead.

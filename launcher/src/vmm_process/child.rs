@@ -27,6 +27,7 @@ use crate::machine;
 use crate::overrides::GUEST_CID;
 use crate::ports::{self, BoundPort};
 use crate::scratch::Place;
+use crate::seccomp::Filters;
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
 use crate::vm_dir::RunDir;
@@ -142,7 +143,7 @@ fn watch(
     let boot_patience = plan.boot_patience;
     let memory_mib = plan.record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let Plan { start, console_copy, mode, ports, extras, copy, record, frames, .. } = plan;
+    let Plan { start, console_copy, mode, ports, extras, copy, record, frames, jailed, .. } = plan;
     let template = match &start {
         Start::Boot(_) => None,
         Start::Template(template) => Some(template.clone()),
@@ -168,12 +169,16 @@ fn watch(
     };
     let missing = place.enter_jail()?;
     let dir = &place.run_dir;
-    let console = console::start(&dir.console_log(), console_copy.as_ref()).map_err(fault)?;
+    let filters = jailed.then(Filters::of_monitor).transpose().map_err(fault)?;
+    let log_filter = filters.as_ref().map(|all| all.log.clone());
+    let console = console::start(&dir.console_log(), console_copy.as_ref(), log_filter);
+    let console = console.map_err(fault)?;
     let control = Control::bind(&dir.control()).map_err(fault)?;
     let host = |options: &mut HostOptions| {
         options.console = Console::File(console);
         options.scratch_dir = Some(place.scratch.dir.clone());
         options.scratch_in_memory = place.scratch.in_memory;
+        options.thread_filters = filters.as_ref().map(|all| all.threads.clone());
     };
     let mut vm = match prepared {
         Prepared::Boot(kvm, mut config) => {
@@ -194,6 +199,10 @@ fn watch(
     let taps = vm.taps().to_vec();
     let listener = vm.take_ready();
     vm.resume().map_err(refuse)?;
+    if let Some(filters) = &filters {
+        // The VM's threads exist and have filters of their own; threads from here on inherit this.
+        filters.owner.install().map_err(fault)?;
+    }
 
     let mut machine = Watched::new(vm, dir, signals, reporter, control);
     match &listener {

@@ -8,14 +8,25 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 
+use pvmm::SystemCallFilter;
+
 use crate::log_file::LogWriter;
 
-/// Starts the thread and returns the pipe end that the VM writes to.
-pub fn start(log: &Path, copy: Option<&File>) -> io::Result<File> {
+/// Starts the thread, under its filter if there is one, and returns the pipe end that the VM writes
+/// to.
+pub fn start(
+    log: &Path,
+    copy: Option<&File>,
+    filter: Option<SystemCallFilter>,
+) -> io::Result<File> {
     let (mut reader, writer) = io::pipe()?;
     let mut log = LogWriter::create(log)?;
     let mut copy = copy.map(File::try_clone).transpose()?;
     std::thread::Builder::new().name("console-log".to_owned()).spawn(move || {
+        if let Some(Err(error)) = filter.map(|filter| filter.install()) {
+            log::error!("the console is not kept: {error}");
+            return;
+        }
         let mut buffer = vec![0; 16 << 10];
         while let Ok(count @ 1..) = reader.read(&mut buffer) {
             // A full disk loses console output, but never stops the VM.

@@ -295,6 +295,9 @@ impl Supervisor {
     fn crash(&self, ended: io::Result<Ended>) -> String {
         let how = match ended {
             Ok(Ended::Code(code)) => format!("with code {code}"),
+            Ok(Ended::Signal(libc::SIGSYS)) => {
+                "because it used a system call that its filter forbids".to_owned()
+            }
             Ok(Ended::Signal(signal)) => format!("by signal {signal}"),
             Err(error) => format!("({error})"),
         };
