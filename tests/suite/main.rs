@@ -42,6 +42,7 @@ mod reboot;
 mod refresh;
 mod run;
 mod runtimes;
+mod seccomp;
 mod snapshot;
 mod snapshot_files;
 mod soak;

@@ -1,0 +1,168 @@
+//! The policy of system calls against what the threads of real guests ask for.
+//!
+//! Tests of the suite run once more with every monitor process under strace. Each call of a
+//! confined thread must have a rule, and each rule must have been needed, unless it is marked as
+//! rare.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::process::Command;
+
+use policy::{Policy, Rule};
+use pvmm_tests::cli;
+
+#[path = "../../launcher/seccomp/policy.rs"]
+mod policy;
+
+const POLICY: &str = include_str!("../../launcher/seccomp/x86_64.policy");
+
+/// Tests that together use everything that the policy permits.
+const TRACED: &[&str] = &["detached::detached_vm_is_listed_executes_and_is_killed"];
+
+#[test]
+#[ignore = "make soak"]
+fn soak_policy_has_a_rule_for_every_traced_call_and_no_rule_that_nothing_needs() {
+    let dir = tempfile::tempdir().unwrap();
+    let strace = dir.path().join("pvmm");
+    // A tracer that is no ancestor of the program, so that a detached VM can outlive its launcher.
+    let script = format!(
+        "#!/bin/sh\nexec strace -DDD -ff -qq -X raw -s 16 -o {} {} \"$@\"\n",
+        dir.path().join("t").display(),
+        cli::binary().display()
+    );
+    fs::write(&strace, script).unwrap();
+    fs::set_permissions(&strace, fs::Permissions::from_mode(0o755)).unwrap();
+    let ran = Command::new(std::env::current_exe().unwrap())
+        .args(TRACED)
+        .args(["--exact", "--test-threads=1"])
+        .envs([("PVMM_BIN", strace.as_os_str()), ("PVMM_BOOT_TIMEOUT", "300s".as_ref())])
+        .status();
+    assert!(ran.unwrap().success());
+
+    let policy = Policy::parse(POLICY).unwrap();
+    let mut missing = BTreeSet::new();
+    let mut needed = BTreeSet::new();
+    for (kind, calls) in traced(dir.path()) {
+        let thread = policy.threads.iter().find(|thread| thread.name == kind).unwrap();
+        for call in calls {
+            match thread.rules.iter().find(|rule| call.is_permitted_by(rule)) {
+                Some(rule) => drop(needed.insert(rule.line)),
+                None => drop(missing.insert(format!("{kind}: {}", call.text))),
+            }
+        }
+    }
+    let rules = || policy.threads.iter().flat_map(|thread| &thread.rules);
+    let idle = |rule: &&Rule| !rule.rare && !needed.contains(&rule.line);
+    let unneeded: BTreeSet<_> =
+        rules().filter(idle).map(|rule| format!("{}: {}", rule.line, rule.call)).collect();
+    assert_eq!((missing, unneeded), Default::default());
+}
+
+/// A traced system call.
+struct Call {
+    text: String,
+    name: String,
+    /// Numbers only; anything else is none.
+    arguments: Vec<Option<u64>>,
+}
+
+impl Call {
+    /// Reads a line of strace, such as `ioctl(17, 0xae80, 0) = 0`.
+    fn parse(line: &str) -> Option<Self> {
+        let (name, rest) = line.split_once('(')?;
+        name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_').then_some(())?;
+        let mut arguments: Vec<_> = split(rest).into_iter().map(number).collect();
+        if name == "clone" {
+            // The only call whose arguments strace prints with names, in another order.
+            let flags = rest.split("flags=").nth(1)?;
+            arguments = vec![number(flags.split([',', ')']).next()?)];
+        }
+        Some(Self { text: line.to_owned(), name: name.to_owned(), arguments })
+    }
+
+    fn is_permitted_by(&self, rule: &Rule) -> bool {
+        let argument = |index: u8| self.arguments.get(usize::from(index)).copied().flatten();
+        rule.call == self.name
+            && rule.conditions.iter().all(|it| argument(it.argument).is_some_and(|a| it.holds(a)))
+    }
+}
+
+/// Splits arguments at commas that are in no string, structure or list.
+fn split(text: &str) -> Vec<&str> {
+    let (mut depth, mut quoted, mut begin, mut parts) = (0, false, 0, Vec::new());
+    for (at, c) in text.char_indices() {
+        match c {
+            '"' => quoted = !quoted,
+            _ if quoted => {}
+            '{' | '[' | '(' => depth += 1,
+            ')' if depth == 0 => {
+                parts.push(text[begin..at].trim());
+                return parts;
+            }
+            '}' | ']' | ')' => depth -= 1,
+            ',' if depth == 0 => {
+                parts.push(text[begin..at].trim());
+                begin = at + 1;
+            }
+            _ => {}
+        }
+    }
+    parts.push(text[begin..].trim());
+    parts
+}
+
+fn number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x") {
+        Some(hex) => u64::from_str_radix(hex, 16).ok(),
+        None if text == "NULL" => Some(0),
+        None => text.parse::<i64>().ok().map(|number| number as u64),
+    }
+}
+
+/// Returns the calls of confined threads by the kind of the thread, from one file for each thread.
+fn traced(dir: &Path) -> BTreeMap<&'static str, Vec<Call>> {
+    let mut threads = BTreeMap::new();
+    for entry in fs::read_dir(dir).unwrap().map(Result::unwrap) {
+        let name = entry.file_name().into_string().unwrap();
+        if let Some(id) = name.strip_prefix("t.").and_then(|id| id.parse::<u64>().ok()) {
+            let text = String::from_utf8_lossy(&fs::read(entry.path()).unwrap()).into_owned();
+            threads.insert(id, text.lines().map(str::to_owned).collect::<Vec<_>>());
+        }
+    }
+    let installs = |line: &String| line.starts_with("seccomp(0x1, ");
+    let mut calls: BTreeMap<&'static str, Vec<Call>> = BTreeMap::new();
+    for lines in threads.values() {
+        let Some(at) = lines.iter().position(installs) else { continue };
+        let Some(kind) = kind(&lines[..at]) else { continue };
+        let confined = &lines[at + 1..];
+        calls.entry(kind).or_default().extend(confined.iter().filter_map(|l| Call::parse(l)));
+        // Threads that a confined one starts inherit its filter; the copier adds its own.
+        for started in confined.iter().filter(|line| line.starts_with("clone(")) {
+            let id = started.rsplit("= ").next().and_then(|id| id.parse::<u64>().ok());
+            let Some(lines) = id.and_then(|id| threads.get(&id)) else { continue };
+            let at = lines.iter().position(installs).map_or(lines.len(), |at| at + 1);
+            let inherited = lines[..at].iter().filter_map(|line| Call::parse(line));
+            calls.entry(kind).or_default().extend(inherited);
+            let copier = lines[at..].iter().filter_map(|line| Call::parse(line));
+            calls.entry("copier").or_default().extend(copier);
+        }
+    }
+    calls
+}
+
+/// Returns the kind of a thread by the name that it has given itself.
+fn kind(lines: &[String]) -> Option<&'static str> {
+    let named = lines.iter().rev().find_map(|line| line.strip_prefix("prctl(0xf, \""));
+    match named.unwrap_or("api") {
+        name if name.starts_with("pvmm-vcpu") || name.starts_with("fc_vcpu") => Some("vcpu"),
+        name if name.starts_with("pvmm-devices") => Some("devices"),
+        name if name.starts_with("pvmm-console") => Some("console"),
+        name if name.starts_with("pvmm-pages") => Some("pages"),
+        name if name.starts_with("console-log") => Some("log"),
+        name if name.starts_with("pvmm-vmm") => Some("control"),
+        "api" => Some("api"),
+        _ => None,
+    }
+}
