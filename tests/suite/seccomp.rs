@@ -6,12 +6,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::Command;
 
 use policy::{Policy, Rule};
-use pvmm_tests::cli;
+use pvmm_tests::cli::{self, User};
+use pvmm_tests::firecracker::Firecracker;
 
 #[path = "../../launcher/seccomp/policy.rs"]
 mod policy;
@@ -21,6 +23,79 @@ const POLICY: &str = include_str!("../../launcher/seccomp/x86_64.policy");
 /// Tests that together use everything that the policy permits.
 const TRACED: &[&str] = &["detached::detached_vm_is_listed_executes_and_is_killed"];
 
+/// `return` in classic BPF, with what a filter returns to allow a call and to send SIGSYS.
+const RETURN: u64 = 0x06;
+const ALLOW: u64 = 0x7fff_0000 << 32 | RETURN;
+const TRAP: u64 = 0x0003_0000 << 32 | RETURN;
+
+/// Returns how many threads of a process have a filter, and how many have none.
+fn filtered(pid: u32) -> (usize, usize) {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    let status = |task: std::io::Result<fs::DirEntry>| {
+        fs::read_to_string(task.unwrap().path().join("status")).unwrap()
+    };
+    let (with, without): (Vec<_>, Vec<_>) =
+        tasks.map(status).partition(|status| status.contains("Seccomp:\t2\n"));
+    (with.len(), without.len())
+}
+
+/// Writes a file of filters, in the format of Firecracker's compiler.
+fn filter_file(path: &Path, vcpu: u64) {
+    let mut bytes = 3u64.to_le_bytes().to_vec();
+    for (name, program) in [("vmm", ALLOW), ("api", ALLOW), ("vcpu", vcpu)] {
+        bytes.extend((name.len() as u64).to_le_bytes());
+        bytes.extend(name.as_bytes());
+        bytes.extend([1u64.to_le_bytes(), program.to_le_bytes()].concat());
+    }
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn every_thread_of_a_running_vm_has_a_filter() {
+    let user = User::new();
+    let id = user.detached(&[]);
+    let record = fs::read(user.runtime().join(&id).join("vm.json")).unwrap();
+    let record: serde_json::Value = serde_json::from_slice(&record).unwrap();
+    let (with, without) = filtered(record["pid"].as_u64().unwrap() as u32);
+    assert!(with >= 5 && without == 0, "{with} threads with a filter, {without} without");
+    assert_eq!(user.pvmm(["kill", &id]).code, Some(0));
+}
+
+#[test]
+fn filters_of_the_api_server_are_ours_or_none_or_those_of_a_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("filters").display().to_string();
+    filter_file(Path::new(&file), ALLOW);
+    for (flags, expected) in
+        [(vec![], true), (vec!["--no-seccomp"], false), (vec!["--seccomp-filter", &file], true)]
+    {
+        let vm = Firecracker::with(&flags);
+        vm.describe();
+        vm.start();
+        let (with, without) = filtered(vm.pid());
+        assert_eq!((with == 0, without == 0), (!expected, expected), "{flags:?}");
+    }
+}
+
+#[test]
+fn filter_that_forbids_what_a_vcpu_needs_ends_the_process_with_code_148() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("filters").display().to_string();
+    filter_file(Path::new(&file), TRAP);
+    let mut vm = Firecracker::with(&["--seccomp-filter", &file]);
+    vm.describe();
+    let body = r#"{"action_type":"InstanceStart"}"#;
+    let head = format!("PUT /actions HTTP/1.1\r\nContent-Length: {}\r\n\r\n", body.len());
+    // The process may end before it answers.
+    let mut client = vm.connect();
+    client.write_all([head.as_bytes(), body.as_bytes()].concat().as_slice()).unwrap();
+    assert_eq!(vm.ends(), Some(148));
+
+    fs::write(&file, "no filters").unwrap();
+    let flags = ["--config-file", &file, "--seccomp-filter", &file];
+    assert_eq!(Firecracker::with_no_api(&flags).ends(), Some(1));
+}
+
 #[test]
 #[ignore = "make soak"]
 fn soak_policy_has_a_rule_for_every_traced_call_and_no_rule_that_nothing_needs() {
@@ -28,7 +103,8 @@ fn soak_policy_has_a_rule_for_every_traced_call_and_no_rule_that_nothing_needs()
     let strace = dir.path().join("pvmm");
     // A tracer that is no ancestor of the program, so that a detached VM can outlive its launcher.
     let script = format!(
-        "#!/bin/sh\nexec strace -DDD -ff -qq -X raw -s 16 -o {} {} \"$@\"\n",
+        "#!/bin/sh\ncase $0 in *firecracker) set -- firecracker \"$@\";; esac\n\
+         exec strace -DDD -ff -qq -X raw -s 16 -o {} {} \"$@\"\n",
         dir.path().join("t").display(),
         cli::binary().display()
     );

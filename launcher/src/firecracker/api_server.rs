@@ -148,6 +148,7 @@ impl ApiServer {
         log::info!("Running Firecracker v{VERSION}");
         signals::end_with(BROKEN);
         let signals = Signals::hold(&HELD).map_err(failed("signals"))?;
+        let filters = filters(&args.seccomp).map_err(generic)?;
         let mut metrics = Metrics::new(&args.id);
         if let Some(metrics_path) = args.metrics_path.clone() {
             let wish = bodies::Metrics { metrics_path, emit_id: false, properties: None };
@@ -161,7 +162,6 @@ impl ApiServer {
             log::info!("Successfully added metadata to mmds from file");
         }
         let description = args.config_file.as_deref().map(read).transpose()?;
-        let filters = filters(&args.seccomp).map_err(generic)?;
         let server = if args.no_api { None } else { Some(listen(&args)?) };
         metrics.note_start(args.start_time_us, args.start_time_cpu_us, args.parent_cpu_time_us);
         let mut api_server = Self {
