@@ -25,6 +25,7 @@ const TRACED: &[&str] = &[
     "detached::detached_vm_is_listed_executes_and_is_killed",
     "detached::logs_of_a_detached_command_show_what_it_printed",
     "firecracker::drive_is_replaced_and_grown_while_the_guest_runs_and_while_it_is_paused",
+    "firecracker::first_load_keeps_its_working_set_and_later_loads_prefault_it",
     "firecracker::machine_in_a_file_starts_by_itself_and_ends_by_a_signal",
     "firecracker::machine_is_forked_while_it_runs_and_rolled_back",
     "firecracker::snapshot_goes_on_with_memory_from_a_page_server",
