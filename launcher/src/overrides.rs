@@ -30,7 +30,8 @@ pub struct CopyFlags {
     /// vdc=PATH[,ro][,direct][,cache=…][,engine=…][,bps=SIZE][,iops=N]
     #[arg(long, value_name = "vdX=DRIVE", value_parser = drive_text)]
     pub drive: Vec<String>,
-    /// Where the socket of its vsock device is made [default: in the VM's directory]
+    /// Where the socket of its vsock device is shown; the guest connects to PATH_PORT beside it
+    /// [default: in the VM's directory]
     #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
     pub vsock: Option<PathBuf>,
     /// Its address on its vsock device, from 3 to 4294967294 [default: 3]

@@ -151,7 +151,7 @@ pub struct Restore {
     /// Let the snapshot name files in this folder: images that it did not copy, or the snapshot
     /// that it goes on from. Without this, or a key, it may name only those in pvmm's own folders
     #[arg(long, value_name = "DIR")]
-    pub allow: Vec<PathBuf>,
+    pub allow_files: Vec<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -64,7 +64,7 @@ pub fn restore(args: Restore) -> Outcome {
     // A snapshot written by a holder of the key is trusted to name any file.
     let roots = match &key {
         Some(_) => None,
-        None => Some(snapshots::roots(args.allow)),
+        None => Some(snapshots::roots(args.allow_files)),
     };
     let options = LoadOptions { verify: args.verify, roots, key, ..LoadOptions::default() };
     let kvm = Kvm::open().map_err(refuse)?;
