@@ -1,7 +1,7 @@
 //! Takes from this process what it does not need, once its descriptors are open.
 //!
-//! The order matters: privileges first, because dropping them may clear the signal that is asked for
-//! last. The filter of system calls (`seccomp.rs`) comes after these steps.
+//! The order matters: privileges first, because dropping them may clear the signal that is asked
+//! for last. The filter of system calls (`seccomp.rs`) comes after these steps.
 
 use std::io;
 

@@ -1,7 +1,7 @@
 //! The name that a client shows in its first bytes: SNI of a TLS hello, or Host of an HTTP request.
 //!
-//! The file is pure and reads hostile bytes. A message that two readers could understand differently
-//! (two names, two Host lines) shows no name.
+//! The file is pure and reads hostile bytes. A message that two readers could understand
+//! differently (two names, two Host lines) shows no name.
 
 use crate::policy::normal_name;
 

@@ -114,8 +114,8 @@ pub fn run(options: Options) -> Result<(), EgressError> {
         .map_err(host("cannot wait for events"))
 }
 
-/// Returns the resolvers of this host. Without any, names cannot be resolved; addresses can still be
-/// reached.
+/// Returns the resolvers of this host. Without any, names cannot be resolved; addresses can still
+/// be reached.
 pub fn host_resolvers() -> Vec<SocketAddr> {
     resolver::upstreams_of(&std::fs::read_to_string(RESOLV_CONF).unwrap_or_default())
 }

@@ -35,8 +35,8 @@ const fn v4(a: u8, b: u8, c: u8, d: u8, prefix_len: u8, name: &'static str) -> S
     SpecialRange { name, cidr: Cidr { address, prefix_len } }
 }
 
-/// The special ranges of IPv4, from IANA's registry, and the address under which Azure's hosts serve
-/// their guests. The first range that contains an address counts.
+/// The special ranges of IPv4, from IANA's registry, and the address under which Azure's hosts
+/// serve their guests. The first range that contains an address counts.
 const SPECIAL_V4: [SpecialRange; 16] = [
     v4(169, 254, 169, 254, 32, "cloud metadata"),
     v4(168, 63, 129, 16, 32, "cloud metadata"),

@@ -1,9 +1,9 @@
 //! The confinement of the process that runs one VM: layer by layer, once all that it needs is open.
 //!
 //! The process is forked by [`fork`] into namespaces of its own, opens its files, and calls
-//! [`Confinement::enter`]. From then on its file system is a read-only root with the folders that it needs, it has
-//! no privilege that it could use or get back, and a fault in it reaches nothing else. Nothing of a
-//! confinement has a name on the host, so nothing of it can be left behind.
+//! [`Confinement::enter`]. From then on its file system is a read-only root with the folders that
+//! it needs, it has no privilege that it could use or get back, and a fault in it reaches nothing
+//! else. Nothing of a confinement has a name on the host, so nothing of it can be left behind.
 //!
 //! | layer | with root | without |
 //! | --- | --- | --- |
@@ -30,12 +30,12 @@ use crate::sys::{self, Forked};
 /// Where descriptors are listed.
 const DESCRIPTORS: &str = "/proc/self/fd";
 
-/// What a process may use to confine itself.
+/// The means by which a process confines itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Means {
     /// The privileges of root, in a PID namespace of its own.
     Root,
-    /// Those that a user has in a user namespace of its own, and a PID namespace.
+    /// The privileges of a user in a user namespace of its own, and a PID namespace.
     UserNamespace,
     /// No namespace could be made; this is the error number of the attempt.
     NoNamespace(i32),
@@ -49,8 +49,8 @@ pub enum Side {
 }
 
 /// Forks a child into a PID namespace of its own, and a user namespace where that takes one. Where
-/// neither can be had, the child is an ordinary one. With a `group` the child begins in that control
-/// group. This process must have a single thread.
+/// neither can be had, the child is an ordinary one. With a `group` the child begins in that
+/// control group. This process must have a single thread.
 pub fn fork(group: Option<BorrowedFd<'_>>) -> Result<Side, JailError> {
     let attempts = [(Means::Root, libc::CLONE_NEWPID), (Means::UserNamespace, USER_AND_PIDS)];
     let (user, primary_group) = sys::own_ids();

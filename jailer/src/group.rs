@@ -1,8 +1,9 @@
 //! The control group of one VM: limits on memory, processes and processor time, and its end.
 //!
-//! Version 2 only, in a group named `pvmm` below the root of the hierarchy, or below the caller's own
-//! group where that was delegated. A group is a folder of the kernel: the one thing of a jail that
-//! has a name, removed by whoever supervises the VM, or by the next command if that one was killed.
+//! Version 2 only, in a group named `pvmm` below the root of the hierarchy, or below the caller's
+//! own group where that was delegated. A group is a folder of the kernel: the one thing of a jail
+//! that has a name, removed by whoever supervises the VM, or by the next command if that one was
+//! killed.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};

@@ -4,13 +4,14 @@
 //! before anything is created.
 
 use std::ffi::{OsStr, OsString};
-use std::ops::RangeInclusive;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
 use pvmm_sandbox::overlay;
+
+use crate::vm_dir::UidRange;
 
 /// The longest `--timeout`: thirty days.
 const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -74,10 +75,6 @@ pub fn cpus(text: &str) -> Result<u32, String> {
         _ => Err(format!("use a number from 1 to {MAX_VCPUS}")),
     }
 }
-
-/// Numbers of users, none of them root.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UidRange(pub RangeInclusive<u32>);
 
 /// Parses `--uid-range`: `FIRST-LAST`.
 pub fn uid_range(text: &str) -> Result<UidRange, String> {

@@ -14,17 +14,16 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use pvmm::Mac;
-use pvmm_egress::policy::{Policy, PolicyDocument};
+use pvmm_egress::policy::Policy;
 use pvmm_jailer::confine;
 use pvmm_jailer::group::Group;
-use serde::{Deserialize, Serialize};
 
 use crate::exit::Failure;
 use crate::jail;
 use crate::net_card::{NetCard, TapWish};
 use crate::output;
 use crate::sys::process::{self, Child};
-use crate::vm_dir::{Record, VmDir};
+use crate::vm_dir::{Egress, Record, VmDir};
 
 /// The guest's address, its gateway and its resolver: the same in every VM, for none can see
 /// another's network.
@@ -52,14 +51,6 @@ pub struct EgressFlags {
     /// DNS server that names are looked up at, as ADDRESS:PORT [default: those of this host]
     #[arg(long, value_name = "ADDRESS")]
     pub resolver: Vec<SocketAddr>,
-}
-
-/// The network of one VM behind its egress process.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Egress {
-    pub policy: PolicyDocument,
-    #[serde(default)]
-    pub resolvers: Vec<SocketAddr>,
 }
 
 impl EgressFlags {

@@ -12,11 +12,11 @@ use clap::Args;
 use pvmm_jailer::confine::{Access, Confinement, Folder, Limits};
 use pvmm_jailer::group::{Group, GroupLimits};
 
-use crate::args::{self, UidRange};
+use crate::args;
 use crate::exit::Failure;
 use crate::output;
 use crate::sys::process;
-use crate::vm_dir::Record;
+use crate::vm_dir::{Record, UidRange};
 
 /// The users of monitor processes: a range that no distribution and no tool assigns.
 pub const DEFAULT_USERS: &str = "1900000000-1900065535";
@@ -127,8 +127,8 @@ pub fn group(record: &Record) -> io::Result<Group> {
 }
 
 /// Returns the folder for nameless files of VMs in `dir`, which may have other files that a VM's
-/// process must not reach. A process with a user of its own needs one where everybody may make files
-/// and nobody may list them.
+/// process must not reach. A process with a user of its own needs one where everybody may make
+/// files and nobody may list them.
 fn own_scratch(dir: &Path, other_user: bool) -> io::Result<PathBuf> {
     let mode = if other_user { 0o1733 } else { 0o700 };
     let own = dir.join(format!("pvmm-scratch-{}", process::effective_uid()));

@@ -83,9 +83,9 @@ impl Console {
         ConsoleInput { pipe: self.pipe.clone() }
     }
 
-    /// Starts the thread now, with `entry` as its first step. A thread would otherwise be started by
-    /// the vCPU that prints the first byte, which a confined vCPU may not do. Does nothing if the
-    /// thread was started before.
+    /// Starts the thread now, with `entry` as its first step. A thread would otherwise be started
+    /// by the vCPU that prints the first byte, which a confined vCPU may not do. Does nothing if
+    /// the thread was started before.
     pub fn start(&self, entry: ThreadEntry) -> io::Result<()> {
         let mut state = self.pipe.lock();
         if let Some(target) = state.target.take() {

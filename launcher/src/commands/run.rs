@@ -17,7 +17,7 @@ use pvmm::exec::{ExecError, ExecRequest};
 
 use crate::attach::{self, Names};
 use crate::cli::Run;
-use crate::egress::{self, Egress};
+use crate::egress;
 use crate::exit::{self, Failure, Outcome};
 use crate::guest_agent;
 use crate::jail;
@@ -29,7 +29,7 @@ use crate::ports::{self, BoundPort};
 use crate::prepare::{self, Sources};
 use crate::scratch;
 use crate::sys::signals::Signals;
-use crate::vm_dir::{Base, Claim, Record, VmDir, now};
+use crate::vm_dir::{Base, Claim, Egress, Record, VmDir, now};
 use crate::vmm_process::{self, Mode, Plan, Start, VmmProcess};
 use crate::warm::{self, Shape};
 

@@ -71,10 +71,10 @@ pub struct Args {
 /// The system call filters of the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum SeccompChoice {
-    /// Those of pvmm.
+    /// The filters of pvmm.
     #[default]
     BuiltIn,
-    /// Those of a file.
+    /// The filters of a file.
     File(PathBuf),
     /// None.
     Off,

@@ -10,8 +10,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::{Claim, ID_LENGTH, Record, VmDir, VmDirError, VmEntry, at, is_id};
-use crate::args::UidRange;
+use super::{Claim, ID_LENGTH, Record, UidRange, VmDir, VmDirError, VmEntry, at, is_id};
 use crate::sys::{lock, process};
 
 /// The longest path that fits in the address of a Unix socket.

@@ -26,10 +26,11 @@ mod record;
 mod tests;
 
 pub use base::Base;
-pub use record::{Ending, Record, VmStatus, now};
+pub use record::{Egress, Ending, Record, VmStatus, now};
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
+use std::ops::RangeInclusive;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -37,9 +38,7 @@ use std::time::Duration;
 
 use pvmm_jailer::group::Group;
 
-use crate::egress::Egress;
 use crate::exit::Failure;
-use crate::jail;
 use crate::sys::lock;
 
 const ID_LENGTH: usize = 12;
@@ -95,6 +94,10 @@ fn at(act: &'static str, path: &Path) -> impl FnOnce(io::Error) -> VmDirError {
     let path = path.to_owned();
     move |source| VmDirError::Io { act, path, source }
 }
+
+/// Numbers of users, none of them root.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct UidRange(pub RangeInclusive<u32>);
 
 /// Whether `text` has the form of an id.
 pub fn is_id(text: &str) -> bool {
@@ -283,9 +286,9 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// The folder as the process sees it in its jail.
-    pub fn in_jail() -> Self {
-        Self { path: jail::FOLDER.into() }
+    /// The folder at the path at which the process sees it.
+    pub fn at(path: impl Into<PathBuf>) -> Self {
+        Self { path: path.into() }
     }
 
     pub fn path(&self) -> &Path {

@@ -1,4 +1,4 @@
-//! The two JSON documents in a VM's directory: its description, and how it ended.
+//! The JSON documents in a VM's directory: its description, its network, and how it ended.
 //!
 //! One process writes them and others may read them at any moment, so they are always replaced as a
 //! whole.
@@ -6,10 +6,12 @@
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
+use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use pvmm_egress::policy::PolicyDocument;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -49,6 +51,15 @@ pub struct Record {
     pub paused: bool,
     /// Whether it is a foreground run, whose directory is removed at its end.
     pub ephemeral: bool,
+}
+
+/// The network of a VM behind its egress process.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Egress {
+    pub policy: PolicyDocument,
+    /// DNS servers that names are looked up at; those of the host if empty.
+    #[serde(default)]
+    pub resolvers: Vec<SocketAddr>,
 }
 
 /// How a VM ended.

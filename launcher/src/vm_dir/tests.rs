@@ -3,7 +3,6 @@
 use std::os::unix::fs::PermissionsExt;
 
 use super::*;
-use crate::args::UidRange;
 
 struct Fixture {
     base: Base,

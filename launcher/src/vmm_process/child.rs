@@ -106,8 +106,8 @@ impl Surroundings {
         }
     }
 
-    /// Enters the jail, if there is one: from here on the folders have other paths, and nothing else
-    /// can be opened. Returns the layers that the jail lacks.
+    /// Enters the jail, if there is one: from here on the folders have other paths, and nothing
+    /// else can be opened. Returns the layers that the jail lacks.
     fn enter_jail(&mut self) -> Result<Vec<String>, Failure> {
         let Some((confinement, means)) = self.jail.take() else { return Ok(Vec::new()) };
         let missing = confinement.enter(means).map_err(|error| {
@@ -116,7 +116,7 @@ impl Surroundings {
         })?;
         if !matches!(means, Means::NoNamespace(_)) {
             self.own_root = true;
-            self.run_dir = RunDir::in_jail();
+            self.run_dir = RunDir::at(jail::FOLDER);
             self.scratch.dir = jail::SCRATCH.into();
         }
         // The change of user has cancelled it.

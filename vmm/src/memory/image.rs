@@ -199,9 +199,9 @@ impl MemoryImage {
         self.layers.iter().try_for_each(|layer| layer.map_into(guest))
     }
 
-    /// Reverts the `private` pages of `guest`, which is mapped over this image. Short ranges, which its
-    /// kernel and agent write all the time, are rewritten in place, which saves the guest a fault
-    /// on each page; the others are discarded. The guest must be paused.
+    /// Reverts the `private` pages of `guest`, which is mapped over this image. Short ranges, which
+    /// its kernel and agent write all the time, are rewritten in place, which saves the guest a
+    /// fault on each page; the others are discarded. The guest must be paused.
     pub fn revert_dirty_pages(&self, guest: &GuestMemory, private: &PageRanges) -> io::Result<()> {
         let (mut kept, _) = private.shortest(REWRITTEN_MAX);
         pages::discard(guest, &private.difference(&kept).at_most(MAX_RUNS))?;

@@ -111,7 +111,8 @@ impl VcpuThread {
     }
 
     /// Starts the thread, parked, if there is none. It starts with the signals of others blocked,
-    /// which are left to the other threads of the process: a kick that comes before it runs stays pending.
+    /// which are left to the other threads of the process: a kick that comes before it runs stays
+    /// pending.
     pub fn start(&mut self) -> Result<(), ThreadError> {
         let Some(unstarted) = self.unstarted.take() else { return Ok(()) };
         let (commands, mailbox) = mpsc::channel();

@@ -67,8 +67,8 @@ pub enum TapSource {
     Auto,
     /// A tap that the caller has opened, without packet information and with virtio headers.
     File(File),
-    /// A connected SOCK_SEQPACKET Unix socket whose peer handles the frames, each one message with a
-    /// virtio header. The card then has no offloads.
+    /// A connected SOCK_SEQPACKET Unix socket whose peer handles the frames, each one message with
+    /// a virtio header. The card then has no offloads.
     Socket(OwnedFd),
 }
 

@@ -14,9 +14,9 @@
 //! | `testing.rs` | a card on a socket instead of a tap |
 //!
 //! There is one pair of queues and no control queue. Checksums and TCP segmentation are left to the
-//! host's kernel in both directions, unless the card is on a socket; UDP fragmentation is obsolete, and USO would tie a snapshot to
-//! new hosts. A frame that cannot be sent or received is dropped and counted, as on any network:
-//! nothing that happens to a tap ends or blocks the machine.
+//! host's kernel in both directions, unless the card is on a socket; UDP fragmentation is obsolete,
+//! and USO would tie a snapshot to new hosts. A frame that cannot be sent or received is dropped
+//! and counted, as on any network: nothing that happens to a tap ends or blocks the machine.
 
 mod config;
 mod device;

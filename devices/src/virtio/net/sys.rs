@@ -147,8 +147,8 @@ pub fn write_frame(
     check(unsafe { libc::writev(fd.as_raw_fd(), pieces.as_ptr(), pieces.len() as c_int) })
 }
 
-/// Sends one frame as a message: `first`, then guest memory. A peer that is gone is an error and not
-/// a signal, which would end the process.
+/// Sends one frame as a message: `first`, then guest memory. A peer that is gone is an error and
+/// not a signal, which would end the process.
 pub fn send_frame(
     fd: BorrowedFd,
     first: &[u8],
