@@ -7,6 +7,7 @@ use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use clap::Args;
 use pvmm_jailer::confine::{Access, Confinement, Folder, Limits};
@@ -49,6 +50,9 @@ pub struct JailFlags {
     /// Run the process of the VM without a jail: a fault in it can then reach all that you can
     #[arg(long)]
     pub no_jail: bool,
+    /// End the VM this long after its start, whatever it does: 30s, 5m, 2h
+    #[arg(long, value_name = "TIME", value_parser = args::duration)]
+    pub ttl: Option<Duration>,
     /// With root: the users of which each VM gets one for its own
     #[arg(long, value_name = "FIRST-LAST", value_parser = args::uid_range, default_value = DEFAULT_USERS,
           env = "PVMM_UID_RANGE", hide_env_values = true)]

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use pvmm_tests::cli::{self, User};
 use serde_json::Value;
 
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(40);
 /// The first and the last user that VMs get.
 const USERS: std::ops::RangeInclusive<u32> = 1_900_000_000..=1_900_065_535;
 const NOBODY: u32 = 65534;
@@ -185,6 +185,23 @@ fn vm_of_a_foreground_run_whose_launcher_is_killed_leaves_nothing() {
     run.wait().unwrap();
     // No command is needed for that.
     soon("the end of everything", || !user.runtime().exists());
+}
+
+#[test]
+fn vm_with_a_time_to_live_ends_when_it_has_passed_even_if_its_process_hangs() {
+    let user = User::new();
+    let vm = user.detached(&["--ttl", "15s"]);
+    let ended = || user.pvmm(["ps", "--json"]).text().contains("(ttl)");
+    soon("the end", ended);
+    user.pvmm(["rm", &vm]);
+    // The supervisor has the last word over a process that does not end the VM itself.
+    let vm = user.detached(&["--ttl", "15s"]);
+    let process = Process::of(&user, &vm);
+    let stopped = Command::new("kill").args(["-STOP", &process.pid.to_string()]).status();
+    assert!(stopped.unwrap().success());
+    soon("the end", ended);
+    assert!(!process.is_there());
+    user.pvmm(["rm", &vm]);
 }
 
 #[test]

@@ -139,6 +139,7 @@ impl Copies<'_> {
             makes_taps: self.makes_taps,
             boot_patience: PATIENCE,
             jailed: !self.jail.no_jail,
+            ttl: self.jail.ttl,
         };
         let process = copy::spawn(&order, &claim)?;
         claim.hand_over_lock();

@@ -83,6 +83,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         boot_patience,
         mode,
         jailed: !args.jail.no_jail,
+        ttl: args.jail.ttl,
         ports: detached_ports,
         copy: CopyParts::default(),
         frames: None,

@@ -42,6 +42,9 @@ const STOP_PATIENCE: Duration = Duration::from_secs(3);
 /// A kernel that does not load into less memory than this may simply lack memory.
 const COMFORT_MIB: u64 = 128;
 
+/// The reason of a VM that has lived as long as it may.
+pub const TTL_PASSED: &str = "its time to live has passed (ttl)";
+
 /// Why the process ends.
 enum End {
     /// The guest ended.
@@ -50,6 +53,8 @@ enum End {
     Command(ExitStatus),
     /// A shutdown was requested, and the guest did not end in time.
     Forced,
+    /// The time to live has passed.
+    Ttl,
     Failed(Failure),
 }
 
@@ -140,6 +145,7 @@ fn watch(
     reporter: &mut Reporter,
 ) -> Result<End, Failure> {
     let boot_deadline = Instant::now() + plan.boot_patience;
+    let end_at = plan.ttl.map(|ttl| Instant::now() + ttl);
     let boot_patience = plan.boot_patience;
     let memory_mib = plan.record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
@@ -205,6 +211,7 @@ fn watch(
     }
 
     let mut machine = Watched::new(vm, dir, signals, reporter, control);
+    machine.end_at = end_at;
     match &listener {
         Some(listener) => match machine.wait_for(Some(listener.as_fd()), Some(boot_deadline)) {
             Event::Readable => listener.wait(boot_deadline).map(drop).map_err(fault)?,
@@ -317,6 +324,8 @@ struct Watched<'a> {
     control: Control,
     /// When the guest is stopped by force; set when a shutdown begins.
     stop_at: Option<Instant>,
+    /// When the time to live has passed.
+    end_at: Option<Instant>,
     made: Instant,
     trim_at: Option<Instant>,
     rolled_back: bool,
@@ -331,13 +340,25 @@ impl<'a> Watched<'a> {
         control: Control,
     ) -> Self {
         let (made, stop_at, trim_at, rolled_back) = (Instant::now(), None, None, false);
-        Self { vm, dir, signals, reporter, control, stop_at, made, trim_at, rolled_back }
+        Self {
+            vm,
+            dir,
+            signals,
+            reporter,
+            control,
+            stop_at,
+            end_at: None,
+            made,
+            trim_at,
+            rolled_back,
+        }
     }
 
     /// Runs the event loop until `own` is readable, `deadline` passes, or the VM must end.
     fn wait_for(&mut self, own: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> Event {
         loop {
-            let until = [deadline, self.stop_at, self.trim_at].into_iter().flatten().min();
+            let all = [deadline, self.stop_at, self.end_at, self.trim_at];
+            let until = all.into_iter().flatten().min();
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let sources = [
                 Some(self.vm.outcome_fd()),
@@ -376,6 +397,9 @@ impl<'a> Watched<'a> {
                     Err(error) => log::warn!("trim: {error:#}"),
                 }
                 process::trim_heap();
+            }
+            if self.end_at.is_some_and(|at| at <= now) {
+                return Event::End(End::Ttl);
             }
             if self.stop_at.is_some_and(|at| at <= now) {
                 return Event::End(End::Forced);
@@ -430,6 +454,7 @@ fn finish(end: End, reporter: &mut Reporter) {
     let (exit_code, reason) = match end {
         End::Guest(outcome) => (None, describe(&outcome)),
         End::Command(status) => (Some(status.shell_code()), "the command ended".to_owned()),
+        End::Ttl => (None, TTL_PASSED.to_owned()),
         End::Forced => (None, "it was told to end and did not in time".to_owned()),
         End::Failed(failure) => return reporter.failed(failure),
     };

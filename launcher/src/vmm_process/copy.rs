@@ -44,6 +44,7 @@ pub struct Order<'a> {
     pub makes_taps: bool,
     pub boot_patience: Duration,
     pub jailed: bool,
+    pub ttl: Option<Duration>,
 }
 
 /// The order as one line of JSON, followed by the template's bytes.
@@ -62,6 +63,7 @@ struct Message {
     makes_taps: bool,
     boot_patience_ms: u64,
     jailed: bool,
+    ttl_ms: Option<u64>,
     template_bytes: u64,
 }
 
@@ -102,6 +104,7 @@ fn send(
         makes_taps: order.makes_taps,
         boot_patience_ms: order.boot_patience.as_millis() as u64,
         jailed: order.jailed,
+        ttl_ms: order.ttl.map(|ttl| ttl.as_millis() as u64),
         template_bytes: order.machine.bytes.len() as u64,
     };
     let mut line = serde_json::to_vec(&message)?;
@@ -177,6 +180,7 @@ impl Message {
             console_copy: None,
             boot_patience: Duration::from_millis(self.boot_patience_ms),
             jailed: self.jailed,
+            ttl: self.ttl_ms.map(Duration::from_millis),
             mode: Mode::Detached { command: None },
             ports: Vec::new(),
             extras: Extras::default(),

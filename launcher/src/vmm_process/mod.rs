@@ -53,6 +53,8 @@ pub struct Plan {
     pub mode: Mode,
     /// Whether the monitor process is put into a jail.
     pub jailed: bool,
+    /// How long the VM may live.
+    pub ttl: Option<Duration>,
     /// Ports of the host that are forwarded into a detached VM.
     pub ports: Vec<BoundPort>,
     /// Extra devices of a VM that is booted.
@@ -205,7 +207,8 @@ impl VmmProcess {
                 self.with_console(Failure { code, hint, ..Failure::fault(message) })
             }
             Some(Report::Ended { reason, hint, .. }) => {
-                self.with_console(Failure { hint, ..Failure::fault(reason) })
+                let message = format!("the VM has ended: {reason}");
+                self.with_console(Failure { hint, ..Failure::fault(message) })
             }
             Some(Report::Ready { .. } | Report::Paused(_)) => {
                 Failure::fault("the guest no longer answers")

@@ -8,6 +8,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, PipeReader, PipeWriter, Read};
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
+use std::time::{Duration, Instant};
 
 use pvmm_jailer::confine::{self, Means};
 use pvmm_jailer::group::Group;
@@ -23,6 +24,8 @@ use crate::sys::process::{self, Child, Ended, Side};
 use crate::sys::{poll, signals};
 use crate::vm_dir::{Claim, Ending, Record, VmDir, now};
 
+/// How much longer than its time to live a VM's own process may take to end it.
+const TTL_GRACE: Duration = Duration::from_secs(2);
 /// The byte that a launcher sends when the VM is to live on without it.
 pub const KEEP: u8 = b'k';
 
@@ -30,6 +33,7 @@ pub const KEEP: u8 = b'k';
 pub fn run(plan: Plan, claim: &Claim, launcher: PipeWriter, lifeline: PipeReader) -> ! {
     let mut launcher = Reporter { pipe: launcher };
     let ephemeral = matches!(plan.mode, Mode::Foreground);
+    let end_at = plan.ttl.map(|ttl| Instant::now() + ttl + TTL_GRACE);
     let record = plan.record.clone();
     match start(plan, claim.dir()) {
         Ok(Started::Supervisor { monitor, group, egress, reports, held }) => {
@@ -45,6 +49,7 @@ pub fn run(plan: Plan, claim: &Claim, launcher: PipeWriter, lifeline: PipeReader
                 lifeline: Some(lifeline),
                 kept: false,
                 last: None,
+                end_at,
             };
             supervisor.watch();
             supervisor.clean_up(claim, ephemeral);
@@ -179,6 +184,8 @@ struct Supervisor {
     kept: bool,
     /// The report of the VM's end.
     last: Option<Report>,
+    /// When a VM whose monitor process did not end it in time is killed.
+    end_at: Option<Instant>,
 }
 
 impl Supervisor {
@@ -193,7 +200,13 @@ impl Supervisor {
                 self.lifeline.as_ref().map(AsFd::as_fd),
                 self.egress.as_deref().map(AsFd::as_fd),
             ];
-            let Ok([reported, launcher, network]) = poll::readable_of(sources, None) else { break };
+            let left = self.end_at.map(|at| at.saturating_duration_since(Instant::now()));
+            let Ok([reported, launcher, network]) = poll::readable_of(sources, left) else { break };
+            if left.is_some_and(|left| left.is_zero()) {
+                let reason = child::TTL_PASSED.to_owned();
+                self.take(Report::Ended { exit_code: None, reason, hint: None });
+                break;
+            }
             if network
                 && let Some(egress) = &mut self.egress
                 && egress.has_ended()
