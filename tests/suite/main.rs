@@ -48,5 +48,6 @@ mod snapshot_files;
 mod soak;
 mod terminal;
 mod tools;
+mod traces;
 mod vsock;
 mod working_set;

@@ -1,0 +1,125 @@
+//! VMs with a jail and a network leave nothing behind: after many of them, and after each of their
+//! processes was killed at any of its system calls.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use pvmm_tests::cli::{self, User};
+use pvmm_tests::internet::{Internet, RESOLVER, SERVER};
+use pvmm_tests::network;
+
+/// How long something that ends in the background may take.
+const SOON: Duration = Duration::from_secs(20);
+
+/// What the host has of namespaces, interfaces, mounts, control groups and processes of pvmm.
+fn census() -> BTreeSet<String> {
+    let mut all = BTreeSet::new();
+    for process in fs::read_dir("/proc").unwrap().flatten() {
+        let comm = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+        if comm.starts_with("pvmm") {
+            all.insert(format!("process {}", comm.trim_end()));
+        }
+        for namespace in fs::read_dir(process.path().join("ns")).into_iter().flatten().flatten() {
+            let link = fs::read_link(namespace.path()).unwrap_or_default();
+            all.insert(format!("namespace {}", link.display()));
+        }
+    }
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap();
+    all.extend(mounts.lines().map(|line| format!("mount {line}")));
+    for (kind, folder) in [("interface", "/sys/class/net"), ("group", "/sys/fs/cgroup/pvmm")] {
+        for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+            all.insert(format!("{kind} {}", entry.file_name().display()));
+        }
+    }
+    all
+}
+
+/// Waits until nothing is there that was not there before.
+fn is_clean(before: &BTreeSet<String>, what: &str) {
+    let deadline = Instant::now() + SOON;
+    loop {
+        let left: Vec<_> = census().difference(before).cloned().collect();
+        if left.is_empty() {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{what}: {left:?}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+/// Forks a VM, runs a command that uses the network in the fork, and ends it, `count` times.
+fn cycles(count: usize) {
+    network::isolated(|| {
+        let internet = Internet::new(&[("example.test", SERVER)]);
+        let user = User::new();
+        let vm = user.detached(&["--allow-host", "example.test", "--resolver", RESOLVER]);
+        let before = census();
+        let code = "import urllib.request as u; print(u.urlopen('http://example.test/').status)";
+        for number in 0..count {
+            let fork = user.pvmm(["fork", &vm]);
+            assert_eq!(fork.code, Some(0), "{fork:?}");
+            let said = user.pvmm(["exec", fork.text(), "--", "python3", "-c", code]);
+            assert_eq!(said.text(), "200", "{said:?}");
+            assert_eq!(user.pvmm(["kill", "--signal", "KILL", fork.text()]).code, Some(0));
+            is_clean(&before, &format!("after {number} cycles"));
+        }
+        println!("traces: {count} cycles, {} requests", internet.seen().len());
+        assert_eq!(user.pvmm(["kill", &vm]).code, Some(0));
+    });
+}
+
+#[test]
+fn jailed_and_networked_vms_come_and_go_without_a_trace() {
+    cycles(5);
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_two_thousand_jailed_and_networked_vms_leave_no_trace() {
+    cycles(2000);
+}
+
+/// Runs a VM with a network; launcher, supervisor, egress and monitor process are each killed at
+/// their `number`th system call. Returns whether that was before the command's end.
+fn killed_at(user: &User, number: usize) -> bool {
+    let run = ["run", "-q", "--cold", "--net", "--", "echo", "through"];
+    let mut command = Command::new("strace");
+    command.args(["-f", "-qq", "-o", "/dev/null", "-e", "trace=all", "-e"]);
+    command.arg(format!("inject=all:signal=KILL:when={number}"));
+    command.arg(cli::binary()).args(run).stdin(Stdio::null()).stderr(Stdio::null());
+    command.env("PVMM_RUNTIME_DIR", user.runtime()).env("PVMM_BOOT_TIMEOUT", "120s");
+    let output = command.output().unwrap();
+    !String::from_utf8_lossy(&output.stdout).contains("through")
+}
+
+fn killed_at_each(numbers: impl Iterator<Item = usize>) {
+    let user = User::new();
+    let before = census();
+    let mut killed = 0;
+    for number in numbers {
+        let cut_short = killed_at(&user, number);
+        killed += usize::from(cut_short);
+        // What a process that was killed could not remove, the next command does.
+        assert_eq!(user.pvmm(["ps", "-q"]).code, Some(0));
+        is_clean(&before, &format!("killed at call {number}"));
+        let left = fs::read_dir(user.runtime()).map_or(0, Iterator::count);
+        assert_eq!(left, 0, "killed at call {number}: {}", user.runtime().display());
+        if !cut_short {
+            break;
+        }
+    }
+    println!("traces: {killed} runs were killed, each process at one system call");
+}
+
+#[test]
+fn run_whose_processes_are_killed_at_some_system_call_leaves_nothing() {
+    killed_at_each([30, 75, 110, 150, 190, 240, 300].into_iter());
+}
+
+#[test]
+#[ignore = "make soak"]
+fn soak_run_whose_processes_are_killed_at_any_system_call_leaves_nothing() {
+    killed_at_each((1..).step_by(3));
+}
