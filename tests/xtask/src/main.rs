@@ -58,6 +58,12 @@ enum Verb {
         #[arg(default_value = "soak")]
         filter: OsString,
     },
+    /// Run the tests of the jail, the system call filters and the network policy
+    TestSecurity {
+        /// Also the long ones: thousands of VMs, and a kill at every system call
+        #[arg(long)]
+        long: bool,
+    },
     /// Load snapshots between two nested hosts whose clocks run at different rates
     Clocks,
     /// Measure every moment that is promised to be quick, and its peers
@@ -113,6 +119,7 @@ fn main() -> ExitCode {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
         Verb::Soak { filter } => suite::soak(filter),
+        Verb::TestSecurity { long } => suite::security(long),
         Verb::Clocks => clocks::run(),
         Verb::Bench(options) => bench::run(&options),
         Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),

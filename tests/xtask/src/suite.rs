@@ -41,6 +41,9 @@ const PACKAGES: [&str; 11] = [
     "xz-utils",
 ];
 
+/// The modules of the suite that [`security`] runs.
+const SECURITY: [&str; 5] = ["egress::", "jail::", "jailed::", "seccomp::", "traces::"];
+
 /// The long test of the agent, which needs no guest.
 const OF_THE_AGENT: &str = "soak_file_of_2_gib_of_real_data_matches_with_flat_memory";
 
@@ -73,6 +76,23 @@ pub fn soak(filter: OsString) -> ExitCode {
         suite(&["--ignored".into(), "--nocapture".into(), filter])
     };
     finish("soak", soak())
+}
+
+/// Runs the tests of the jail, the system call filters and the network policy; with `long` also
+/// those that take hours. They print how much each has tried.
+pub fn security(long: bool) -> ExitCode {
+    let test = || -> Result<u8, Box<dyn Error>> {
+        packages::install(&PACKAGES)?;
+        let packages = ["--package", "pvmm-egress", "--package", "pvmm-jailer"];
+        cargo::run(&[&["test", "--release"], &packages[..]].concat())?;
+        let mut arguments: Vec<OsString> = vec!["--nocapture".into()];
+        if long {
+            arguments.push("--include-ignored".into());
+        }
+        arguments.extend(SECURITY.map(OsString::from));
+        suite(&arguments)
+    };
+    finish("test-security", test())
 }
 
 fn finish(verb: &str, result: Result<u8, Box<dyn Error>>) -> ExitCode {

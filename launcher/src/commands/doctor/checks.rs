@@ -14,8 +14,9 @@ use pvmm_sandbox::Cache;
 
 use super::{Check, Status};
 use crate::exit::{Failure, io_text};
+use crate::jail;
 use crate::output::bytes;
-use crate::sys::host;
+use crate::sys::{host, process};
 use crate::vm_dir::Base;
 
 const NO_CACHE: &str = "set XDG_CACHE_HOME to a directory that you can write to";
@@ -35,6 +36,7 @@ pub fn all() -> Vec<Check> {
         reflink(&cache),
         template_tools(),
         namespaces,
+        jail_user(),
         tun(),
         nftables(),
         cgroups(),
@@ -231,6 +233,15 @@ fn user_namespaces() -> Check {
             io_text(&error),
             "sysctl kernel.unprivileged_userns_clone=1 user.max_user_namespaces=10000",
         ),
+    }
+}
+
+fn jail_user() -> Check {
+    if process::effective_uid() == 0 {
+        ok("jail user", format!("each VM gets a user of its own, of {}", jail::DEFAULT_USERS))
+    } else {
+        let detail = "VMs run as you, in the other layers of their jail";
+        lacking("jail user", "a user of its own for each VM", detail, "run pvmm as root")
     }
 }
 
