@@ -23,6 +23,8 @@ Usage: pvmm-jailer --id ID --exec-file FILE --uid UID --gid GID [OPTIONS] [-- AR
   --resource-limit NAME=N     fsize (bytes of a file) or no-file (open files) [default: no-file=2048]
   --daemonize                 detach: a session of its own, no input or output
   --new-pid-ns                run in a process namespace of its own
+  --harden                    not in Firecracker's jailer: ipc, uts and cgroup namespaces too, no
+                              capability in any set, no new privileges, no TCP, no core file
   --version                   print the version
   --help                      print this
 
@@ -64,6 +66,7 @@ pub struct Options {
     pub no_file: u64,
     pub daemonize: bool,
     pub new_pid_ns: bool,
+    pub harden: bool,
     /// Arguments for the program.
     pub arguments: Vec<OsString>,
 }
@@ -105,6 +108,7 @@ pub fn parse(words: impl IntoIterator<Item = OsString>) -> Result<JailerCommand,
             "--version" | "-V" => return Ok(JailerCommand::Version),
             "--daemonize" if joined.is_none() => once(&mut given.daemonize, name)?,
             "--new-pid-ns" if joined.is_none() => once(&mut given.new_pid_ns, name)?,
+            "--harden" if joined.is_none() => once(&mut given.harden, name)?,
             _ => {
                 let place = given.place(name).ok_or_else(|| unknown(word.as_ref()))?;
                 let next = || words.next().and_then(|word| word.into_string().ok());
@@ -136,6 +140,7 @@ struct Given {
     limits: Vec<String>,
     daemonize: bool,
     new_pid_ns: bool,
+    harden: bool,
     arguments: Vec<OsString>,
 }
 
@@ -208,6 +213,7 @@ impl Given {
             no_file,
             daemonize: self.daemonize,
             new_pid_ns: self.new_pid_ns,
+            harden: self.harden,
             arguments: self.arguments,
         })
     }

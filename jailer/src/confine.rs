@@ -278,6 +278,26 @@ impl Confinement {
     }
 }
 
+/// Puts this process, which has root's privileges and a root folder of its own, into further
+/// namespaces, and takes away what no user gives up with its id.
+pub(crate) fn isolate() -> io::Result<()> {
+    sys::unshare(libc::CLONE_NEWIPC | libc::CLONE_NEWUTS | libc::CLONE_NEWCGROUP)?;
+    sys::lower_limit(libc::RLIMIT_CORE, 0)?;
+    sys::clear_bounding_set()
+}
+
+/// Leaves this process, which has its last user, no capability, no way to one, and no TCP where the
+/// kernel has Landlock.
+pub(crate) fn forbid_privileges_and_network() -> io::Result<()> {
+    sys::clear_capabilities()?;
+    sys::forbid_new_privileges()?;
+    let restrict = || -> Result<_, Box<dyn std::error::Error>> {
+        let rules = Ruleset::default().handle_access(AccessNet::from_all(ABI::V6))?;
+        Ok(rules.scope(Scope::from_all(ABI::V6))?.create()?.restrict_self()?)
+    };
+    restrict().map(drop).map_err(|error| io::Error::other(format!("Landlock: {error}")))
+}
+
 /// Refuses to go on with a folder open: it would be a way out of the new root.
 fn refuse_open_folders() -> Result<(), JailError> {
     let look = || -> io::Result<Option<PathBuf>> {

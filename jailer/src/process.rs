@@ -9,6 +9,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::arguments::Options;
+use crate::confine;
 use crate::error::JailError;
 use crate::sys::{self, Clock, Forked};
 
@@ -111,7 +112,13 @@ fn execute(options: &Options, program: &Path, started: Started, cpu_us: u64) -> 
     let run = || -> std::io::Result<()> {
         let words = words.iter().map(|word| CString::new(word.as_bytes()));
         let words = words.collect::<Result<Vec<_>, _>>()?;
+        if options.harden {
+            confine::isolate()?;
+        }
         sys::become_user(options.uid, options.gid)?;
+        if options.harden {
+            confine::forbid_privileges_and_network()?;
+        }
         sys::forget_signals()?;
         Err(sys::execute(&words))
     };

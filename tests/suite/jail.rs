@@ -165,7 +165,7 @@ fn daemonized_jail_with_a_config_file_boots_and_has_its_pid_in_the_root() {
         .arg(&program)
         .arg("--chroot-base-dir")
         .arg(&jails)
-        .args(["--daemonize", "--", "--config-file", "vm.json"])
+        .args(["--daemonize", "--harden", "--", "--config-file", "vm.json"])
         .output()
         .unwrap();
     assert!(jailed.status.success(), "{jailed:?}");
@@ -183,6 +183,14 @@ fn daemonized_jail_with_a_config_file_boots_and_has_its_pid_in_the_root() {
     assert_eq!(status(pid, "Uid"), format!("{USER} {USER} {USER} {USER}"));
     assert_eq!(status(pid, "PPid"), "1");
     assert_eq!(status(pid, "Umask"), "0077");
+    for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+        assert_eq!(status(pid, set), "0000000000000000", "{set}");
+    }
+    assert_eq!(status(pid, "NoNewPrivs"), "1");
+    for name in ["mnt", "ipc", "uts", "cgroup"] {
+        let of = |process: &str| fs::read_link(format!("/proc/{process}/ns/{name}")).unwrap();
+        assert_ne!(of(&pid.to_string()), of("self"), "{name}");
+    }
     let (winch, urg) = (1 << 27, 1 << 22);
     let signals = |field| u64::from_str_radix(&status(pid, field), 16).unwrap();
     assert_eq!((signals("SigBlk") & winch, signals("SigIgn") & urg), (0, 0));
