@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn links_in_a_jail_are_not_followed() {
+    fn k2_links_in_a_jail_are_not_followed() {
         let (place, base, program) = place();
         let root = base.join("firecracker/one/root");
         fs::create_dir_all(&root).unwrap();
@@ -313,7 +313,36 @@ mod tests {
     }
 
     #[test]
-    fn jail_of_an_earlier_run_is_refused_by_name() {
+    fn k3_folder_that_is_swapped_while_a_jail_is_made_never_leads_outside() {
+        let (place, base, program) = place();
+        let (outside, root) = (place.path().join("outside"), base.join("firecracker/one/root"));
+        fs::create_dir_all(&outside).unwrap();
+        fs::write(outside.join("firecracker"), "precious").unwrap();
+        let (link, aside) = (base.join("link"), base.join("aside"));
+        std::os::unix::fs::symlink(&outside, &link).unwrap();
+        fs::create_dir_all(&root).unwrap();
+        let (options, done) = (options(&base, &program), std::sync::atomic::AtomicBool::default());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                    // The folder and a link out of the jail take turns at its place.
+                    let _ = fs::rename(&root, &aside);
+                    let _ = fs::rename(&link, &root);
+                    let _ = fs::rename(&root, &link);
+                    let _ = fs::rename(&aside, &root);
+                }
+            });
+            for _ in 0..10_000 {
+                drop(Jail::create(&options));
+            }
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+        });
+        assert_eq!(fs::read(outside.join("firecracker")).unwrap(), b"precious");
+        assert_eq!(fs::read_dir(&outside).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn k9_jail_of_an_earlier_run_is_refused_by_name() {
         let (_place, base, program) = place();
         fs::create_dir_all(base.join("firecracker/one/root/dev/kvm")).unwrap();
         let error = Jail::create(&options(&base, &program)).err().unwrap().to_string();

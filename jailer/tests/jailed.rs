@@ -74,13 +74,22 @@ fn program_runs_in_a_root_of_its_own_with_its_devices() {
 }
 
 #[test]
-fn jail_that_cannot_be_made_leaves_nothing() {
+fn k6_path_that_is_no_network_namespace_is_refused_and_leaves_nothing() {
     let place = Place::new();
-    for more in [["--netns", "/no/such"], ["--cgroup", "nope.max=1"]] {
-        let output = place.jail("two", &more);
-        assert!(!output.status.success(), "{}", said(&output));
-        assert!(!place.root("two").exists(), "{more:?}");
+    for path in ["/no/such", "/dev/null", "/proc/self/ns/uts", "/"] {
+        let output = place.jail("two", &["--netns", path]);
+        let text = said(&output);
+        assert!(!output.status.success() && text.contains("network namespace"), "{text}");
+        assert!(!place.root("two").exists(), "{path}");
     }
+}
+
+#[test]
+fn k8_control_group_that_cannot_be_made_is_refused_and_leaves_nothing() {
+    let place = Place::new();
+    let output = place.jail("two", &["--cgroup", "nope.max=1"]);
+    assert!(!output.status.success(), "{}", said(&output));
+    assert!(!place.root("two").exists());
 }
 
 #[test]

@@ -94,7 +94,7 @@ fn vm_process_has_no_privilege_and_a_user_of_its_own() {
 }
 
 #[test]
-fn vm_process_sees_two_folders_of_the_host_and_shares_no_namespace_with_it() {
+fn k5_vm_process_sees_two_folders_of_the_host_and_shares_no_namespace_with_it() {
     let user = User::new();
     let vm = user.detached(&[]);
     let process = Process::of(&user, &vm);
@@ -144,7 +144,7 @@ fn vm_process_is_limited_by_rlimits_and_by_a_control_group_that_goes_with_it() {
 }
 
 #[test]
-fn vm_that_takes_more_memory_than_its_group_may_ends_and_says_so() {
+fn l2_vm_that_takes_more_memory_than_its_group_may_ends_and_says_so() {
     let user = User::new();
     let vm = user.detached(&["--memory", "256M"]);
     let group = Path::new("/sys/fs/cgroup/pvmm").join(&vm);
@@ -156,7 +156,7 @@ fn vm_that_takes_more_memory_than_its_group_may_ends_and_says_so() {
 }
 
 #[test]
-fn vm_ends_with_its_supervisor_and_its_supervisor_cleans_up_after_it() {
+fn l9_vm_ends_with_its_supervisor_and_its_supervisor_cleans_up_after_it() {
     let user = User::new();
     let vm = user.detached(&[]);
     let process = Process::of(&user, &vm);
@@ -188,7 +188,7 @@ fn vm_of_a_foreground_run_whose_launcher_is_killed_leaves_nothing() {
 }
 
 #[test]
-fn vm_with_a_time_to_live_ends_when_it_has_passed_even_if_its_process_hangs() {
+fn l12_vm_with_a_time_to_live_ends_when_it_has_passed_even_if_its_process_hangs() {
     let user = User::new();
     let vm = user.detached(&["--ttl", "15s"]);
     let ended = || user.pvmm(["ps", "--json"]).text().contains("(ttl)");
@@ -251,7 +251,7 @@ fn attempts(as_root: bool, words: &[&str]) -> String {
 }
 
 #[test]
-fn confined_process_can_do_what_it_must_and_nothing_else() {
+fn k12_confined_process_can_do_what_it_must_and_nothing_else() {
     let allowed = ["write a file in its folder: done", "make a nameless file in scratch: done"];
     let refused = [
         "make a named file in scratch: PermissionDenied",
@@ -275,7 +275,7 @@ fn confined_process_can_do_what_it_must_and_nothing_else() {
 }
 
 #[test]
-fn vm_of_an_ordinary_user_gets_every_layer_but_those_that_take_root() {
+fn k11_vm_of_an_ordinary_user_gets_every_layer_but_those_that_take_root() {
     let user = User::new();
     let home = tempfile::tempdir().unwrap();
     for path in [home.path(), user.runtime().parent().unwrap()] {

@@ -132,7 +132,7 @@ impl Drop for Tight {
 }
 
 #[test]
-fn fork_that_finds_no_memory_fails_and_its_parent_goes_on() {
+fn l4_fork_that_finds_no_memory_fails_and_its_parent_goes_on() {
     let user = User::new();
     let vm = user.detached(&["--memory", "512M"]);
     let fill = "yes | head -c 160M > /dev/shm/filled; md5sum < /dev/shm/filled";

@@ -114,7 +114,7 @@ fn killed_at_each(numbers: impl Iterator<Item = usize>) {
 }
 
 #[test]
-fn run_whose_processes_are_killed_at_some_system_call_leaves_nothing() {
+fn l8_run_whose_processes_are_killed_at_some_system_call_leaves_nothing() {
     killed_at_each([30, 75, 110, 150, 190, 240, 300].into_iter());
 }
 
