@@ -5,8 +5,10 @@
 //! The program is copied, not linked, so that two monitor processes never share the memory of one
 //! file.
 
+use std::ffi::OsString;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io;
+use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
@@ -45,8 +47,11 @@ pub struct Jail {
     root: PathBuf,
     program: PathBuf,
     owner: (u32, u32),
-    /// Created files and folders, innermost last.
-    made: Vec<PathBuf>,
+    /// The base and the folders below it down to the root, open: a folder that is swapped for a
+    /// link meanwhile leads nowhere else.
+    folders: Vec<File>,
+    /// Created files and folders, innermost last: the folder that each is in, and its name.
+    made: Vec<(usize, OsString)>,
     entered: bool,
 }
 
@@ -56,10 +61,11 @@ impl Jail {
         let root = options.chroot_base.join(options.exec_name()).join(&options.id).join("root");
         let program = root.join(options.exec_name());
         let owner = (options.uid, options.gid);
-        let mut jail = Self { root, program, owner, made: Vec::new(), entered: false };
+        let (folders, made) = (Vec::new(), Vec::new());
+        let mut jail = Self { root, program, owner, folders, made, entered: false };
         jail.make_root()?;
         for node in &NODES {
-            if jail.root.join(node.path.trim_start_matches('/')).symlink_metadata().is_ok() {
+            if jail.inside(LEVELS, node.path.trim_start_matches('/')).symlink_metadata().is_ok() {
                 let root = jail.root.display();
                 let what = format!(
                     "{root}: is the jail of an earlier run; remove it, or use another --id"
@@ -75,41 +81,70 @@ impl Jail {
     /// any folder of the host, which the program would then own.
     fn make_root(&mut self) -> Result<(), JailError> {
         let root = self.root.clone();
-        let mut folders: Vec<_> = root.ancestors().take(LEVELS).collect();
-        folders.reverse();
-        for folder in folders {
-            match DirBuilder::new().mode(OUTER_MODE).create(folder) {
-                Ok(()) => {
-                    self.made.push(folder.to_owned());
-                    fs::set_permissions(folder, Permissions::from_mode(OUTER_MODE))
-                        .map_err(|e| failed("set the mode of", folder, e))?;
-                }
+        let mut paths: Vec<_> = root.ancestors().take(LEVELS + 1).collect();
+        paths.reverse();
+        for (level, path) in paths.into_iter().enumerate() {
+            if level == 0 {
+                self.folders.push(File::open(path).map_err(|e| failed("open", path, e))?);
+                continue;
+            }
+            let name = path.file_name().unwrap_or_default();
+            let place = self.inside(level - 1, name);
+            let made = DirBuilder::new().mode(OUTER_MODE).create(&place);
+            match &made {
+                Ok(()) => self.made.push((level - 1, name.to_owned())),
                 // It belongs to the caller, or to other jails of this program.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-                Err(error) => return Err(failed("make", folder, error)),
+                Err(error) => {
+                    let error = error.raw_os_error().map(io::Error::from_raw_os_error);
+                    return Err(failed(
+                        "make",
+                        path,
+                        error.unwrap_or_else(|| io::ErrorKind::Other.into()),
+                    ));
+                }
             }
-            let facts = folder.symlink_metadata().map_err(|e| failed("look at", folder, e))?;
-            if !facts.is_dir() {
-                let what = format!("{}: is not a folder; remove it", folder.display());
-                return Err(JailError::plain(what));
+            let folder = OpenOptions::new()
+                .read(true)
+                .custom_flags(libc::O_DIRECTORY | libc::O_NOFOLLOW)
+                .open(&place);
+            let folder = folder.map_err(|error| match error.raw_os_error() {
+                Some(libc::ENOTDIR | libc::ELOOP) => {
+                    JailError::plain(format!("{}: is not a folder; remove it", path.display()))
+                }
+                _ => failed("open", path, error),
+            })?;
+            if made.is_ok() {
+                folder
+                    .set_permissions(Permissions::from_mode(OUTER_MODE))
+                    .map_err(|e| failed("set the mode of", path, e))?;
             }
+            self.folders.push(folder);
         }
         Ok(())
+    }
+
+    /// Returns a path of `name` in the open folder `level` below the base.
+    fn inside(&self, level: usize, name: impl AsRef<Path>) -> PathBuf {
+        let fd = self.folders.get(level).map_or(-1, AsRawFd::as_raw_fd);
+        Path::new("/proc/self/fd").join(fd.to_string()).join(name)
     }
 
     fn copy_program(&mut self, from: &Path) -> Result<(), JailError> {
         let mut source = File::open(from).map_err(|e| failed("open", from, e))?;
         let mode = source.metadata().map_err(|e| failed("look at", from, e))?.mode();
-        let existed = self.program.symlink_metadata().is_ok();
+        let name = self.program.file_name().unwrap_or_default().to_owned();
+        let place = self.inside(LEVELS, &name);
+        let existed = place.symlink_metadata().is_ok();
         let mut options = OpenOptions::new();
         // A symbolic link could lead out of the jail.
         options.write(true).create(true).truncate(false).custom_flags(libc::O_NOFOLLOW);
         let mut copy = options
             .mode(mode & 0o777)
-            .open(&self.program)
+            .open(&place)
             .map_err(|e| failed("write", &self.program, e))?;
         if !existed {
-            self.made.push(self.program.clone());
+            self.made.push((LEVELS, name));
         }
         let facts = copy.metadata().map_err(|e| failed("look at", &self.program, e))?;
         if !facts.is_file() || facts.nlink() > 1 {
@@ -141,6 +176,8 @@ impl Jail {
             return step("make it the root", Err(error)).map(|()| unreachable!());
         }
         self.entered = true;
+        // An open folder of the host would be a way out.
+        self.folders.clear();
         step("go to the new root", std::env::set_current_dir("/"))?;
         step("let go of the old root", sys::detach(Path::new(OLD_ROOT)))?;
         step("remove the place of the old root", fs::remove_dir(OLD_ROOT))?;
@@ -151,9 +188,10 @@ impl Jail {
 impl Drop for Jail {
     fn drop(&mut self) {
         if !self.entered {
-            for path in self.made.iter().rev() {
+            for (level, name) in self.made.iter().rev() {
+                let path = self.inside(*level, name);
                 // A folder with files of others is not empty and stays.
-                let _ = fs::remove_dir(path).or_else(|_| fs::remove_file(path));
+                let _ = fs::remove_dir(&path).or_else(|_| fs::remove_file(&path));
             }
         }
     }
