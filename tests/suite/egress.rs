@@ -147,6 +147,25 @@ fn forks_and_restores_have_networks_of_their_own_with_the_policy_of_their_parent
 }
 
 #[test]
+fn vm_with_a_network_or_a_tap_is_rolled_back_and_goes_on() {
+    network::isolated(|| {
+        let (_internet, user) = (internet(), User::new());
+        let allowed = ["--name", "a", "--allow-host", "example.test", "--resolver", RESOLVER];
+        user.detached(&allowed);
+        user.detached(&["--name", "t", "--net", "tap=auto,ip=10.9.0.2/24"]);
+        for vm in ["a", "t"] {
+            ok(user.pvmm(["checkpoint", vm]));
+            ok(user.pvmm(["exec", vm, "--", "touch", "/tmp/gone"]));
+            ok(user.pvmm(["rollback", vm]));
+            let said = user.pvmm(["exec", vm, "--", "test", "-e", "/tmp/gone"]);
+            assert_eq!(said.code, Some(1), "{said:?}");
+        }
+        assert_eq!(fetch(&user, "a", "http://example.test/"), format!("{SERVER} example.test"));
+        ok(user.pvmm(["kill", "a", "t"]));
+    });
+}
+
+#[test]
 fn network_process_that_is_killed_lets_nothing_pass_and_is_started_again() {
     network::isolated(|| {
         let (_internet, user) = (internet(), User::new());
