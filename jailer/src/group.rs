@@ -90,6 +90,20 @@ impl Group {
         count.is_some_and(|count| count.trim() != "0")
     }
 
+    /// Returns whether the limit leaves room for a second copy of all memory that its processes have
+    /// written. A group without a limit does.
+    pub fn has_room_for_a_copy(&self) -> bool {
+        let limit = fs::read_to_string(self.path.join("memory.max")).unwrap_or_default();
+        let Ok(limit) = limit.trim().parse::<u64>() else { return true };
+        let facts = fs::read_to_string(self.path.join("memory.stat")).unwrap_or_default();
+        let bytes = |name: &str| {
+            let mut words = facts.lines().filter_map(|line| line.split_once(' '));
+            words.find(|(word, _)| *word == name).map_or(0, |(_, count)| count.parse().unwrap_or(0))
+        };
+        let (written, layers): (u64, u64) = (bytes("anon"), bytes("shmem"));
+        written.saturating_mul(2).saturating_add(layers) <= limit
+    }
+
     /// Removes the group once its last process is gone, and the parent group with the last one.
     pub fn remove(&self) {
         for _ in 0..REMOVE_ATTEMPTS {

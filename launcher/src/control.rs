@@ -10,6 +10,7 @@ use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use pvmm::{Kvm, Template, open};
+use pvmm_jailer::group::Group;
 use serde::{Deserialize, Serialize};
 
 use crate::exit::Failure;
@@ -134,6 +135,9 @@ fn exchange(vm: &VmEntry, request: ControlRequest) -> Result<Answer, Failure> {
     {
         vm.require_running()?;
     }
+    if matches!(request, ControlRequest::Freeze | ControlRequest::Checkpoint) {
+        require_room(vm)?;
+    }
     let speak = || -> io::Result<Answer> {
         let mut socket = UnixStream::connect(vm.dir.run().control())?;
         socket.set_read_timeout(Some(PATIENCE))?;
@@ -153,6 +157,19 @@ fn exchange(vm: &VmEntry, request: ControlRequest) -> Result<Answer, Failure> {
             Err(Failure { hint, ..Failure { code, ..Failure::fault(message) } })
         }
         answer => Ok(answer),
+    }
+}
+
+/// Refuses what would end the VM: its control group kills it as a whole when a copy of its memory
+/// does not fit beside it.
+fn require_room(vm: &VmEntry) -> Result<(), Failure> {
+    match Group::named(&vm.record.id) {
+        Some(group) if !group.has_room_for_a_copy() => {
+            let message = format!("there is not memory enough for a copy of '{}'", vm.label());
+            Err(Failure::fault(message)
+                .hint("its control group limits it; end it, or raise memory.max of the group"))
+        }
+        _ => Ok(()),
     }
 }
 
