@@ -24,6 +24,7 @@ const TRACED: &[&str] = &[
     "copies::running_vm_with_a_card_is_forked_and_every_copy_has_a_tap_of_its_own",
     "detached::detached_vm_is_listed_executes_and_is_killed",
     "detached::logs_of_a_detached_command_show_what_it_printed",
+    "egress::vm_with_a_network_or_a_tap_is_rolled_back_and_goes_on",
     "firecracker::drive_is_replaced_and_grown_while_the_guest_runs_and_while_it_is_paused",
     "firecracker::first_load_keeps_its_working_set_and_later_loads_prefault_it",
     "firecracker::machine_in_a_file_starts_by_itself_and_ends_by_a_signal",
