@@ -90,8 +90,8 @@ impl Group {
         count.is_some_and(|count| count.trim() != "0")
     }
 
-    /// Returns whether the limit leaves room for a second copy of all memory that its processes have
-    /// written. A group without a limit does.
+    /// Returns whether the limit leaves room for a second copy of all memory that its processes
+    /// have written. A group without a limit does.
     pub fn has_room_for_a_copy(&self) -> bool {
         let limit = fs::read_to_string(self.path.join("memory.max")).unwrap_or_default();
         let Ok(limit) = limit.trim().parse::<u64>() else { return true };

@@ -13,7 +13,7 @@ use pvmm_tests::network;
 /// How long something that ends in the background may take.
 const SOON: Duration = Duration::from_secs(20);
 
-/// What the host has of namespaces, interfaces, mounts, control groups and processes of pvmm.
+/// Lists the host's namespaces, interfaces, mounts, control groups, and processes of pvmm.
 fn census() -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     for process in fs::read_dir("/proc").unwrap().flatten() {
