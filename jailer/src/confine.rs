@@ -52,25 +52,28 @@ pub enum Side {
 /// neither can be had, the child is an ordinary one. With a `group` the child begins in that
 /// control group. This process must have a single thread.
 pub fn fork(group: Option<BorrowedFd<'_>>) -> Result<Side, JailError> {
-    let attempts = [(Means::Root, libc::CLONE_NEWPID), (Means::UserNamespace, USER_AND_PIDS)];
+    // Root without the privilege for the first would get files in a user namespace that it cannot
+    // use there.
+    let (means, namespaces) = if sys::is_root() {
+        (Means::Root, libc::CLONE_NEWPID)
+    } else {
+        (Means::UserNamespace, USER_AND_PIDS)
+    };
     let (user, primary_group) = sys::own_ids();
-    let mut refusal = 0;
-    for (means, namespaces) in attempts.into_iter().skip(usize::from(!sys::is_root())) {
-        match sys::fork_into(namespaces, group) {
-            Ok(Forked::Parent(pid)) => return Ok(Side::Parent(pid)),
-            Ok(Forked::Child) => {
-                if means == Means::UserNamespace {
-                    // An error must not lead the child into its parent's code.
-                    if let Err(error) = sys::map_own_user(user, primary_group) {
-                        eprintln!("cannot map the user into its namespace: {error}");
-                        sys::end(1)
-                    }
-                }
-                return Ok(Side::Child(means));
+    let refusal = match sys::fork_into(namespaces, group) {
+        Ok(Forked::Parent(pid)) => return Ok(Side::Parent(pid)),
+        Ok(Forked::Child) => {
+            if means == Means::UserNamespace
+                && let Err(error) = sys::map_own_user(user, primary_group)
+            {
+                // An error must not lead the child into its parent's code.
+                eprintln!("cannot map the user into its namespace: {error}");
+                sys::end(1)
             }
-            Err(error) => refusal = error.raw_os_error().unwrap_or_default(),
+            return Ok(Side::Child(means));
         }
-    }
+        Err(error) => error.raw_os_error().unwrap_or_default(),
+    };
     match sys::fork_into(0, group).map_err(JailError::io("cannot fork"))? {
         Forked::Parent(pid) => Ok(Side::Parent(pid)),
         Forked::Child => Ok(Side::Child(Means::NoNamespace(refusal))),
@@ -239,7 +242,8 @@ impl Confinement {
             sys::forbid_new_privileges()
         };
         if means != Means::Root {
-            let why = "it takes root".to_owned();
+            let why = if sys::is_root() { "it takes namespaces" } else { "it takes root" };
+            let why = why.to_owned();
             missing.push(MissingLayer { layer: "user of its own", why });
         }
         drop().map_err(failed)
@@ -306,7 +310,8 @@ fn refuse_open_folders() -> Result<(), JailError> {
             let is_folder = fs::metadata(&link).is_ok_and(|facts| facts.is_dir());
             let target = fs::read_link(&link)?;
             // The list that is being read is a folder too, of which `/proc` names the process.
-            if is_folder && !target.starts_with("/proc") {
+            let is_list = target.starts_with("/proc") && target.ends_with("fd");
+            if is_folder && !is_list {
                 return Ok(Some(target));
             }
         }

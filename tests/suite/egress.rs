@@ -161,6 +161,13 @@ fn vm_with_a_network_or_a_tap_is_rolled_back_and_goes_on() {
             assert_eq!(said.code, Some(1), "{said:?}");
         }
         assert_eq!(fetch(&user, "a", "http://example.test/"), format!("{SERVER} example.test"));
+        // A card on a tap has no policy, so one is refused and not ignored.
+        let refused = user.pvmm(["fork", "t", "--allow-host", "example.test"]);
+        assert_eq!(
+            (refused.code, refused.stderr.contains("--allow")),
+            (Some(2), true),
+            "{refused:?}"
+        );
         ok(user.pvmm(["kill", "a", "t"]));
     });
 }

@@ -12,6 +12,7 @@ use pvmm::{Kvm, Template};
 use crate::cli::{Fork, Restore};
 use crate::control;
 use crate::control::HandedOver;
+use crate::egress::{self, EgressFlags};
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::jail::{self, JailFlags};
 use crate::output;
@@ -34,7 +35,7 @@ pub fn fork(args: Fork) -> Outcome {
     let mut parent = None;
     let (machine, record) = match base.find(&args.source) {
         Ok(vm) => {
-            parent = vm.dir.read_egress();
+            parent = vm.dir.read_egress().filter(|_| vm.has_egress());
             let record =
                 Record { template: format!("fork of {}", vm.label()), ..vm.record.clone() };
             (control::hand_over(&vm)?, record)
@@ -49,6 +50,7 @@ pub fn fork(args: Fork) -> Outcome {
         },
         Err(error) => return Err(error.into()),
     };
+    require_card(&args.egress, parent.is_some())?;
     let egress = args.egress.egress(parent.as_ref())?;
     Copies { machine, like: record, flags: &args.copy, makes_taps: true, jail: &args.jail, egress }
         .start(&base, names)
@@ -72,9 +74,19 @@ pub fn restore(args: Restore) -> Outcome {
     let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
     // Several VMs cannot share one tap.
     let makes_taps = names.len() > 1;
+    require_card(&args.egress, template.taps().iter().any(|tap| tap == egress::LINK_NAME))?;
     let egress = args.egress.egress(None)?;
     Copies { machine, like, flags: &args.copy, makes_taps, jail: &args.jail, egress }
         .start(&base, names)
+}
+
+/// Refuses a policy for VMs that have no network card which would heed it.
+fn require_card(flags: &EgressFlags, has_card: bool) -> Result<(), Failure> {
+    if flags.is_given() && !has_card {
+        return Err(Failure::usage("--allow: the VM has no network card with a policy")
+            .hint("start the original with: pvmm run --net"));
+    }
+    Ok(())
 }
 
 fn sized(record: Record, template: &Template) -> Record {

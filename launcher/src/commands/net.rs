@@ -39,7 +39,7 @@ pub fn net(args: NetArgs) -> Outcome {
 fn find(name: &str) -> Result<VmEntry, Failure> {
     let vm = Base::open()?.find(name)?;
     vm.require_running()?;
-    if !vm.dir.egress_socket().exists() {
+    if !vm.has_egress() {
         let message = format!("'{}' has no network with a policy", vm.label());
         return Err(Failure::usage(message).hint("start it with: pvmm run --net"));
     }

@@ -255,6 +255,12 @@ pub fn effective_uid() -> u32 {
     unsafe { libc::geteuid() }
 }
 
+/// Returns this process's effective user and group ids.
+pub fn effective_ids() -> (u32, u32) {
+    // SAFETY: no pointers, never fails.
+    unsafe { (libc::geteuid(), libc::getegid()) }
+}
+
 /// Returns `N` unpredictable bytes.
 pub fn random<const N: usize>() -> io::Result<[u8; N]> {
     let mut bytes = [0; N];

@@ -133,6 +133,11 @@ impl VmEntry {
         self.record.name.as_deref().unwrap_or(&self.record.id)
     }
 
+    /// Whether the VM has a network card with a policy.
+    pub fn has_egress(&self) -> bool {
+        self.dir.egress_socket().exists()
+    }
+
     /// Refuses a VM that is not running.
     pub fn require_running(&self) -> Result<(), VmDirError> {
         match self.state {

@@ -6,6 +6,7 @@
 
 use std::io::{self, PipeReader};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::chown;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -115,6 +116,11 @@ impl Surroundings {
     /// else can be opened. Returns the layers that the jail lacks.
     fn enter_jail(&mut self) -> Result<Vec<String>, Failure> {
         let Some((confinement, means)) = self.jail.take() else { return Ok(Vec::new()) };
+        if means != Means::Root {
+            // The process keeps its user, so its folder must not belong to the one it would get.
+            let (user, group) = process::effective_ids();
+            chown(self.run_dir.path(), Some(user), Some(group)).map_err(fault)?;
+        }
         let missing = confinement.enter(means).map_err(|error| {
             Failure::fault(format!("jail: {error}"))
                 .hint("'pvmm doctor' says what this host lacks; --no-jail goes without")

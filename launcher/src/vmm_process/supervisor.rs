@@ -207,6 +207,12 @@ impl Supervisor {
                 self.take(Report::Ended { exit_code: None, reason, hint: None });
                 break;
             }
+            if reported {
+                match self.reports.next() {
+                    Ok(Some(report)) => self.take(report),
+                    Ok(None) | Err(_) => break,
+                }
+            }
             if network
                 && let Some(egress) = &mut self.egress
                 && egress.has_ended()
@@ -215,12 +221,6 @@ impl Supervisor {
                 // Nothing passes without the process, and a VM that was given a network has one.
                 self.take(Report::Failed { code, message, hint });
                 break;
-            }
-            if reported {
-                match self.reports.next() {
-                    Ok(Some(report)) => self.take(report),
-                    Ok(None) | Err(_) => break,
-                }
             }
             if launcher && self.launcher_is_gone() {
                 break;

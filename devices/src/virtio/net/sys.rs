@@ -138,9 +138,7 @@ pub fn write_frame(
     memory: &GuestMemory,
     rest: &[Segment],
 ) -> io::Result<usize> {
-    let mut pieces = pieces(memory, rest, Permissions::Read)?;
-    let first = libc::iovec { iov_base: first.as_ptr().cast_mut().cast(), iov_len: first.len() };
-    pieces.insert(0, first);
+    let pieces = pieces_after(first, memory, rest)?;
     // SAFETY: every piece is valid for reads: `first`, which is borrowed, or guest memory, which
     // stays mapped while `memory` is borrowed; the kernel only reads, and `pieces` outlives the
     // call.
@@ -155,9 +153,7 @@ pub fn send_frame(
     memory: &GuestMemory,
     rest: &[Segment],
 ) -> io::Result<usize> {
-    let mut pieces = pieces(memory, rest, Permissions::Read)?;
-    let first = libc::iovec { iov_base: first.as_ptr().cast_mut().cast(), iov_len: first.len() };
-    pieces.insert(0, first);
+    let mut pieces = pieces_after(first, memory, rest)?;
     // SAFETY: all zeros is a message without address, pieces and control data.
     let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
     message.msg_iov = pieces.as_mut_ptr();
@@ -198,6 +194,18 @@ pub fn packet_sockets() -> io::Result<(OwnedFd, OwnedFd)> {
     check(unsafe { libc::socketpair(libc::AF_UNIX, kind, 0, fds.as_mut_ptr()) } as isize)?;
     // SAFETY: both descriptors were just created and have no other owner.
     Ok(unsafe { (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])) })
+}
+
+/// Describes `first`, then guest memory that is read, for the kernel.
+fn pieces_after(
+    first: &[u8],
+    memory: &GuestMemory,
+    rest: &[Segment],
+) -> io::Result<Vec<libc::iovec>> {
+    let mut pieces = pieces(memory, rest, Permissions::Read)?;
+    let first = libc::iovec { iov_base: first.as_ptr().cast_mut().cast(), iov_len: first.len() };
+    pieces.insert(0, first);
+    Ok(pieces)
 }
 
 /// Describes guest memory for the kernel. Too many pieces are an error, never a truncated frame.
