@@ -9,9 +9,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
-use pvmm_sandbox::overlay;
+use pvmm_images::overlay;
 
-use crate::vm_dir::UidRange;
+use pvmm_sandbox::vm_dir::UidRange;
+/// Parses `--name`.
+pub use pvmm_sandbox::vm_dir::check_name as vm_name;
 
 /// The longest `--timeout`: thirty days.
 const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -20,7 +22,6 @@ const MIN_DISK_MIB: u64 = overlay::MIN_BYTES >> 20;
 const MAX_DISK_MIB: u64 = overlay::MAX_BYTES >> 20;
 /// The largest `--max-size`; no filesystem holds more.
 const MAX_COPY_MIB: u64 = 1 << 30;
-const MAX_NAME: usize = 63;
 
 /// Parses a size in MiB: `512M`, `2G`, or `512` (MiB).
 fn size_mib(text: &str) -> Result<u64, String> {
@@ -174,21 +175,6 @@ pub fn process(text: &str) -> Result<ProcessName, String> {
         (Some((vm, _)), Some(id)) => Ok(ProcessName { vm: vm.to_owned(), id }),
         _ => Err("write VM:ID, as in web:7; `pvmm ps VM` lists them".to_owned()),
     }
-}
-
-/// Parses `--name`: text that is valid as a path, a host name and a table cell.
-pub fn vm_name(text: &str) -> Result<String, String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
-    if !starts_well || text.len() > MAX_NAME || !text.chars().all(allowed) {
-        return Err(format!(
-            "use 1 to {MAX_NAME} letters, digits, '-', '_' or '.', starting with a letter or digit"
-        ));
-    }
-    if crate::vm_dir::is_id(text) {
-        return Err("12 hexadecimal digits would be read as an id; choose another name".to_owned());
-    }
-    Ok(text.to_owned())
 }
 
 /// Parses `--user`: a name or number, optionally with a group.

@@ -10,6 +10,7 @@ mod host;
 mod look;
 mod net;
 mod run;
+pub mod start;
 mod watch;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -18,7 +19,7 @@ use clap::{Args, Parser, Subcommand, ValueHint};
 
 use crate::args::{self, Place};
 use crate::exit::{Failure, Outcome, USAGE};
-use crate::ports::{self, PortSpec};
+use pvmm_sandbox::ports::{self, PortSpec};
 
 pub use balloon::Balloon;
 pub use code::{Code, CodeLanguage};

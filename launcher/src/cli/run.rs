@@ -9,12 +9,12 @@ use clap::{Args, ValueHint};
 
 use super::TEMPLATE;
 use crate::args::{self, EnvVar, ProcessName};
-use crate::drive::{self, DriveFlag};
-use crate::egress::EgressFlags;
-use crate::jail::JailFlags;
-use crate::net_card::{self, NetCard};
-use crate::ports::{self, PortSpec};
-use crate::sys::signals::{FORWARDED, WITH_TERMINAL};
+use crate::cli::start::EgressFlags;
+use crate::cli::start::StartFlags;
+use pvmm_sandbox::drive::{self, DriveFlag};
+use pvmm_sandbox::net_card::{self, NetCard};
+use pvmm_sandbox::ports::{self, PortSpec};
+use pvmm_sandbox::sys::signals::{FORWARDED, WITH_TERMINAL};
 
 /// Run a command in a fresh VM
 #[derive(Debug, Args)]
@@ -83,7 +83,7 @@ pub struct Run {
     #[arg(short, long, conflicts_with_all = ["interactive", "tty", "timeout"])]
     pub detach: bool,
     #[command(flatten)]
-    pub jail: JailFlags,
+    pub jail: StartFlags,
     /// The command and its arguments
     #[arg(last = true, value_name = "CMD", value_hint = ValueHint::CommandWithArguments)]
     pub argv: Vec<OsString>,

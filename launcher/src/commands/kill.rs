@@ -8,10 +8,10 @@ use std::time::Duration;
 use crate::args;
 use crate::cli::{Kill, KillSignal, Rm};
 use crate::exit::{Failure, Outcome};
-use crate::guest_agent;
 use crate::output;
-use crate::sys::process::Other;
-use crate::vm_dir::{Base, VmEntry};
+use pvmm_sandbox::guest_agent;
+use pvmm_sandbox::sys::process::Other;
+use pvmm_sandbox::vm_dir::{Base, VmEntry};
 
 /// How long a VM may take to end; longer than the monitor process gives its guest to shut down.
 const TERM_PATIENCE: Duration = Duration::from_secs(15);

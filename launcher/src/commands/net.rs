@@ -11,8 +11,8 @@ use serde_json::{Value, json};
 use crate::cli::NetArgs;
 use crate::exit::{Failure, Outcome};
 use crate::output::{self, Table};
-use crate::sys::lock;
-use crate::vm_dir::{Base, VmEntry};
+use pvmm_sandbox::sys::lock;
+use pvmm_sandbox::vm_dir::{Base, VmEntry};
 
 /// How long the process may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);

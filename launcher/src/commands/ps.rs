@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::cli::Ps;
 use crate::exit::Outcome;
 use crate::output::{self, Table};
-use crate::vm_dir::{Base, VmEntry, VmStatus, now};
+use pvmm_sandbox::vm_dir::{Base, VmEntry, VmStatus, now};
 
 pub fn ps(args: Ps, quiet: bool) -> Outcome {
     if let Some(vm) = &args.vm {

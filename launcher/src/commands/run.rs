@@ -15,23 +15,24 @@ use std::time::{Duration, Instant};
 use pvmm::agent::AgentError;
 use pvmm::exec::{ExecError, ExecRequest};
 
-use crate::attach::{self, Names};
-use crate::cli::Run;
-use crate::egress;
+use crate::attach;
+use crate::cli::{Run, start};
 use crate::exit::{self, Failure, Outcome};
-use crate::guest_agent;
-use crate::jail;
-use crate::machine::Extras;
-use crate::net_card::{NetCard, TapWish};
+use crate::interrupt;
 use crate::output;
-use crate::overrides::CopyParts;
-use crate::ports::{self, BoundPort};
-use crate::prepare::{self, Sources};
-use crate::scratch;
-use crate::sys::signals::Signals;
-use crate::vm_dir::{Base, Claim, Egress, Record, VmDir, now};
-use crate::vmm_process::{self, Mode, Plan, Start, VmmProcess};
-use crate::warm::{self, Shape};
+use crate::progress::Steps;
+use pvmm_sandbox::copies::RunningVm;
+use pvmm_sandbox::egress;
+use pvmm_sandbox::guest_agent::{self, Names};
+use pvmm_sandbox::machine::Extras;
+use pvmm_sandbox::net_card::{NetCard, TapWish};
+use pvmm_sandbox::overrides::CopyParts;
+use pvmm_sandbox::ports::{self, BoundPort};
+use pvmm_sandbox::prepare::Sources;
+use pvmm_sandbox::sys::signals::Signals;
+use pvmm_sandbox::vm_dir::{Base, Egress, Record, VmDir, now};
+use pvmm_sandbox::vmm_process::{self, Mode, Plan, Start};
+use pvmm_sandbox::warm::{self, Shape};
 
 const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
 /// A login shell for `run -it` without a command.
@@ -54,21 +55,20 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
 
     args.jail.warn(quiet);
     args.egress.warn(quiet);
-    scratch::place(quiet)?;
+    interrupt::scratch_place(quiet)?;
     let start = start(&args, sources, quiet)?;
     // From here on signals are for the guest; one that came just before is still handled.
     let signals = Signals::hold(args.command.signals())?;
-    prepare::or_interrupted(Ok(()))?;
+    interrupt::or_interrupted(Ok(()))?;
 
     let deadline = args.timeout.map(|timeout| Instant::now() + timeout);
-    let names = Names::of(&argv, &args.command);
+    let names = attach::names(&argv, &args.command);
     let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
-    let claim = base.create(record(&args, &argv, &start, &ports), args.jail.users())?;
+    let claim = base.create(record(&args, &argv, &start, &ports), args.jail.options().users())?;
     if let Some(egress) = &egress {
         claim.dir().write_egress(egress)?;
     }
     let record = claim.dir().read_record().unwrap_or_default();
-    let id = record.id.clone();
     let mode = if args.detach {
         Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) }
     } else {
@@ -90,10 +90,10 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         extras: Extras { drives: args.drive.clone(), net, balloon: args.balloon },
     };
     let process = vmm_process::spawn(plan, &claim)?;
-    let mut vm = RunningVm { process, claim, kept: false };
+    let mut vm = RunningVm::new(process, claim);
     // On failure `vm` is dropped, which ends the process and removes the directory.
-    let missing = vm.process.wait_ready(&signals, deadline)?;
-    jail::show_missing(&missing, quiet);
+    let missing = vm.wait_ready(Some(&signals), deadline)?;
+    start::show_missing(&missing, quiet);
 
     match request {
         Some(request) if !args.detach => {
@@ -104,12 +104,11 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
                 );
             }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            serve_ports(vm.claim.dir(), ports);
+            serve_ports(vm.dir(), ports);
             foreground(vm, request, &names, left, signals)
         }
         _ => {
-            vm.keep()?;
-            output::line(&id)?;
+            output::line(&vm.keep()?)?;
             Ok(0)
         }
     }
@@ -159,7 +158,7 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
             return Ok(Begin { with, kernel: warm.kernel });
         }
     }
-    let parts = sources.prepare(quiet)?;
+    let parts = interrupt::interruptible(|| sources.prepare(&mut Steps::new(quiet)))?;
     let kernel = parts.kernel.label.clone();
     Ok(Begin { with: Start::Boot(Box::new(parts)), kernel })
 }
@@ -242,7 +241,7 @@ fn foreground(
     timeout: Option<Duration>,
     signals: Signals,
 ) -> Outcome {
-    let dir = vm.claim.dir().clone();
+    let dir = vm.dir().clone();
     let vm = Arc::new(Mutex::new(Some(vm)));
     let take =
         |vm: &Mutex<Option<RunningVm>>| vm.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -269,31 +268,6 @@ fn foreground(
         Ok(end) => end.outcome(names),
         // The monitor process's report says more than the broken connection.
         Err(ExecError::Agent(AgentError::Lost(_))) => Err(vm.process.why_gone()),
-        Err(error) => Err(attach::refuse(error)),
-    }
-}
-
-/// A VM that is removed on drop, unless kept: first its process, then its directory.
-struct RunningVm {
-    process: VmmProcess,
-    claim: Claim,
-    kept: bool,
-}
-
-impl RunningVm {
-    /// Lets the VM run on after this process.
-    fn keep(mut self) -> Result<(), Failure> {
-        self.process.keep()?;
-        self.kept = true;
-        self.claim.keep();
-        Ok(())
-    }
-}
-
-impl Drop for RunningVm {
-    fn drop(&mut self) {
-        if !self.kept {
-            self.process.end();
-        }
+        Err(error) => Err(guest_agent::refuse_exec(error)),
     }
 }

@@ -7,17 +7,13 @@ use std::fs::{self, DirBuilder, Permissions};
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
-use clap::Args;
 use pvmm_jailer::confine::{Access, Confinement, Folder, Limits};
 use pvmm_jailer::group::{Group, GroupLimits};
 
-use crate::args;
-use crate::exit::Failure;
-use crate::output;
+use crate::failure::Failure;
 use crate::sys::process;
-use crate::vm_dir::{Record, UidRange};
+use crate::vm_dir::Record;
 
 /// The users of monitor processes: a range that no distribution and no tool assigns.
 pub const DEFAULT_USERS: &str = "1900000000-1900065535";
@@ -43,42 +39,6 @@ const EGRESS_LOG_BYTES: u64 = 64 << 20;
 const OTHER_MEMORY: u64 = 256 << 20;
 /// The largest file beside guest memory: a disk of a VM, or a layer of it.
 const DISK_BYTES: u64 = 64 << 40;
-
-/// The flags of commands that start VMs.
-#[derive(Clone, Debug, Args)]
-pub struct JailFlags {
-    /// Run the process of the VM without a jail: a fault in it can then reach all that you can
-    #[arg(long)]
-    pub no_jail: bool,
-    /// End the VM this long after its start, whatever it does: 30s, 5m, 2h
-    #[arg(long, value_name = "TIME", value_parser = args::duration)]
-    pub ttl: Option<Duration>,
-    /// With root: the users of which each VM gets one for its own
-    #[arg(long, value_name = "FIRST-LAST", value_parser = args::uid_range, default_value = DEFAULT_USERS,
-          env = "PVMM_UID_RANGE", hide_env_values = true)]
-    pub uid_range: UidRange,
-}
-
-impl JailFlags {
-    /// Returns the users that VMs get, if they get any.
-    pub fn users(&self) -> Option<&UidRange> {
-        (!self.no_jail && process::effective_uid() == 0).then_some(&self.uid_range)
-    }
-
-    /// Says aloud that there is no jail, if that was asked for.
-    pub fn warn(&self, quiet: bool) {
-        if self.no_jail {
-            output::remark(quiet, "warning: no jail around the process of this VM (--no-jail)");
-        }
-    }
-}
-
-/// Prints the layers that this host does not allow, in one line.
-pub fn show_missing(missing: &[String], quiet: bool) {
-    if !missing.is_empty() {
-        output::remark(quiet, &format!("note: the jail lacks: {}", missing.join(", ")));
-    }
-}
 
 /// Describes the confinement of a VM's process. The guest connects to sockets beside `vsock`.
 pub fn around(

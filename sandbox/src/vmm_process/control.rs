@@ -12,7 +12,7 @@ use pvmm::{Error, ErrorKind, Vm};
 
 use crate::control::BalloonSize;
 use crate::control::{ControlReply, ControlRequest, MAX_LINE};
-use crate::exit::{FAULT, USAGE};
+use crate::failure::{FAULT, USAGE};
 use crate::machine::SETTLE_MAX;
 use crate::sys::passing;
 

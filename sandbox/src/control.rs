@@ -13,7 +13,7 @@ use pvmm::{Kvm, Template, open};
 use pvmm_jailer::group::Group;
 use serde::{Deserialize, Serialize};
 
-use crate::exit::Failure;
+use crate::failure::Failure;
 use crate::sys::passing;
 use crate::vm_dir::{VmEntry, VmStatus};
 

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Mode, Plan, Reporter, Start, VmmProcess, supervisor};
 use crate::control::HandedOver;
-use crate::exit::{self, Failure};
+use crate::failure::{self, Failure};
 use crate::machine::Extras;
 use crate::overrides::CopyFlags;
 use crate::sys::{passing, process};
@@ -125,7 +125,7 @@ pub fn run() -> ! {
         // Only a launcher starts this program by this name.
         Err(error) => eprintln!("error: {NAME} got no orders: {error}"),
     }
-    process::leave_now(exit::FAULT.into())
+    process::leave_now(failure::FAULT.into())
 }
 
 /// The order and the files received over the socket.

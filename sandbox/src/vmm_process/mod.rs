@@ -23,8 +23,8 @@ use pvmm::Template;
 use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
-use crate::attach::Names;
-use crate::exit::{self, Failure};
+use crate::failure::{self, Failure};
+use crate::guest_agent::Names;
 use crate::log_file;
 use crate::machine::Extras;
 use crate::overrides::CopyParts;
@@ -125,7 +125,7 @@ pub fn spawn(plan: Plan, claim: &Claim) -> Result<VmmProcess, Failure> {
             // A panic must not unwind into the launcher's code, which would remove the VM's
             // directory and then end the launcher a second time.
             let _ = catch_unwind(life);
-            process::leave_now(exit::FAULT.into())
+            process::leave_now(failure::FAULT.into())
         }
     }
 }
@@ -140,28 +140,29 @@ impl VmmProcess {
     /// or the deadline makes it fail.
     pub fn wait_ready(
         &mut self,
-        signals: &Signals,
+        signals: Option<&Signals>,
         deadline: Option<Instant>,
     ) -> Result<Vec<String>, Failure> {
         loop {
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            let ready = poll::readable(&[signals.as_fd(), self.reports.as_fd()], left)?;
-            if ready[0] {
+            let sources = [signals.map(AsFd::as_fd), Some(self.reports.as_fd())];
+            let [signalled, reported] = poll::readable_of(sources, left)?;
+            if let Some(signals) = signals.filter(|_| signalled) {
                 match signals.next()? {
                     // Window size changes matter only once a program has the terminal.
                     libc::SIGWINCH => continue,
-                    signal => return Err(Failure::silent(exit::by_signal(signal))),
+                    signal => return Err(Failure::silent(failure::by_signal(signal))),
                 }
             }
-            if ready[1] {
+            if reported {
                 match self.reports.next()? {
                     Some(Report::Ready { missing, .. }) => return Ok(missing),
                     report => return Err(self.failure(report)),
                 }
             }
             if left.is_some_and(|left| left.is_zero()) {
-                let message = "--timeout passed before the guest had started";
-                return Err(Failure { code: exit::TIMEOUT, ..Failure::fault(message) });
+                let message = "the timeout passed before the guest had started";
+                return Err(Failure { code: failure::TIMEOUT, ..Failure::fault(message) });
             }
         }
     }

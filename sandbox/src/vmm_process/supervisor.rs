@@ -15,7 +15,7 @@ use pvmm_jailer::group::Group;
 
 use super::{Mode, Plan, Report, Reporter, Reports, Start, child};
 use crate::egress::EgressProcess;
-use crate::exit::{FAULT, Failure};
+use crate::failure::{FAULT, Failure};
 use crate::jail;
 use crate::log_file;
 use crate::net_card::TapWish;
@@ -80,8 +80,7 @@ fn start(mut plan: Plan, dir: &VmDir) -> Result<Started, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot set the supervisor up: {error}"));
     detach(dir).map_err(failed)?;
-    // Quiet: the launcher has already warned if the scratch folder is in memory.
-    let scratch = scratch::place(true)?;
+    let scratch = scratch::place()?;
     let run_dir = dir.run();
     if let Some(path) = plan.copy.vsock() {
         dir.show_vsock_at(path)?;

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::sync::OnceLock;
 
 use pvmm_agent_image::AGENT;
-use pvmm_sandbox::{Cache, Event, Kernel, Recipe, Silent, Template};
+use pvmm_images::{Cache, Event, Kernel, Recipe, Silent, Template};
 
 /// One cache for all tests here. What it downloaded is kept for the next run, where `cargo clean`
 /// finds it; what it built is not, so that every run builds.

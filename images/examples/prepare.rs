@@ -4,7 +4,7 @@
 use std::time::Instant;
 
 use pvmm_agent_image::AGENT;
-use pvmm_sandbox::{Cache, Event, Kernel, Recipe, Template, overlay};
+use pvmm_images::{Cache, Event, Kernel, Recipe, Template, overlay};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut since = Instant::now();

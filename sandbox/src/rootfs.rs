@@ -8,7 +8,7 @@ use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 
-use crate::exit::Failure;
+use crate::failure::Failure;
 
 #[derive(Debug, thiserror::Error)]
 pub enum RootfsError {
@@ -24,7 +24,7 @@ pub enum RootfsError {
     Partitioned(PathBuf),
     #[error("--rootfs: the path {:?} contains a NUL byte", .0)]
     Nul(PathBuf),
-    #[error("--rootfs: cannot read {}: {}", path.display(), crate::exit::io_text(source))]
+    #[error("--rootfs: cannot read {}: {}", path.display(), crate::failure::io_text(source))]
     Read { path: PathBuf, source: io::Error },
 }
 

@@ -14,6 +14,25 @@ pub fn try_exclusive(file: &File) -> io::Result<bool> {
     flock(file, libc::LOCK_EX)
 }
 
+/// A lock that is released on drop, also if a process that was forked meanwhile still has the file
+/// open.
+#[derive(Debug)]
+pub struct Guard(File);
+
+impl Guard {
+    /// Takes charge of a lock that `file` holds.
+    pub fn of(file: File) -> Self {
+        Self(file)
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        // SAFETY: the descriptor is open for as long as the file is.
+        unsafe { libc::flock(self.0.as_raw_fd(), libc::LOCK_UN) };
+    }
+}
+
 /// Whether the lock is free. The check takes a shared lock, so concurrent checks do not disturb it.
 pub fn is_free(file: &File) -> io::Result<bool> {
     flock(file, libc::LOCK_SH)
@@ -45,5 +64,23 @@ pub fn exclusive(file: &File, patience: Duration) -> io::Result<bool> {
         // flock has no timeout; the pause grows so that a long wait costs little.
         std::thread::sleep(pause.min(left));
         pause = (pause * 2).min(Duration::from_millis(50));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn guard_dropped_while_a_copy_of_its_file_is_open_releases_the_lock() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let open = || File::open(file.path()).unwrap();
+        let held = open();
+        assert!(try_exclusive(&held).unwrap());
+        // As a child process that was forked without exec holds it.
+        let _copy = held.try_clone().unwrap();
+        assert!(!try_exclusive(&open()).unwrap());
+        drop(Guard::of(held));
+        assert!(try_exclusive(&open()).unwrap());
     }
 }

@@ -6,9 +6,9 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use pvmm::snapshot::Manifest;
-use pvmm_sandbox::Cache;
+use pvmm_images::Cache;
 
-use crate::exit::{Failure, io_text};
+use crate::failure::{Failure, io_text};
 
 /// Returns the folder of a snapshot by name or path.
 pub fn place(name: &str) -> Result<PathBuf, Failure> {
@@ -16,7 +16,7 @@ pub fn place(name: &str) -> Result<PathBuf, Failure> {
         let path = PathBuf::from(name);
         return Ok(std::path::absolute(&path).unwrap_or(path));
     }
-    crate::args::vm_name(name).map_err(|why| Failure::usage(format!("snapshot: {why}")))?;
+    crate::vm_dir::check_name(name).map_err(|why| Failure::usage(format!("snapshot: {why}")))?;
     Ok(folder()?.join(name))
 }
 

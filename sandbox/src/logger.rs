@@ -28,7 +28,7 @@ impl log::Log for Logger {
 
     fn log(&self, record: &log::Record<'_>) {
         let message = record.args().to_string();
-        let line = format!("{}: {}\n", record.level(), crate::output::one_line(&message));
+        let line = format!("{}: {}\n", record.level(), crate::failure::one_line(&message));
         if self.written.fetch_add(line.len(), Ordering::Relaxed) < CAP {
             let _ = std::io::stderr().write_all(line.as_bytes());
         }

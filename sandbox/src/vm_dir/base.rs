@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::{Claim, ID_LENGTH, Record, UidRange, VmDir, VmDirError, VmEntry, at, is_id};
-use crate::sys::{lock, process};
+use crate::sys::lock::{self, Guard};
+use crate::sys::process;
 
 /// The longest path that fits in the address of a Unix socket.
 const MAX_SOCKET_PATH: usize = 107;
@@ -209,7 +210,7 @@ impl Base {
     /// half-made directory is swept.
     ///
     /// The lock is on the directory itself, so no file is left when the last VM is gone.
-    fn lock(&self) -> Result<File, VmDirError> {
+    fn lock(&self) -> Result<Guard, VmDirError> {
         let failed = |error| at("lock", &self.path)(error);
         let deadline = Instant::now() + BASE_PATIENCE;
         while let left = deadline.saturating_duration_since(Instant::now())
@@ -230,7 +231,7 @@ impl Base {
             // Another process may have removed the empty directory while this one waited.
             let inode = file.metadata().map_err(failed)?.ino();
             if fs::metadata(&self.path).is_ok_and(|now| now.ino() == inode) {
-                return Ok(file);
+                return Ok(Guard::of(file));
             }
         }
         Err(VmDirError::Busy(self.path.clone()))

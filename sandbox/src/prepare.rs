@@ -1,7 +1,7 @@
 //! Prepares what a run needs before its VM: kernel, root filesystem, empty disk.
 //!
-//! This slow work happens in the launcher, before the monitor process is forked, with progress and
-//! Ctrl-C. Errors of the libraries are converted to failures here, with an exit code by cause.
+//! This slow work happens before the monitor process is forked, with progress. Errors of the
+//! libraries are converted to failures here, with an exit code by cause.
 
 use std::error::Error;
 use std::fs::File;
@@ -9,18 +9,17 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 use pvmm_agent_image::AGENT;
-use pvmm_sandbox::cache::CacheError;
-use pvmm_sandbox::kernel::KernelError;
-use pvmm_sandbox::overlay::{self, OverlayError};
-use pvmm_sandbox::packages::PackagesError;
-use pvmm_sandbox::template::{BASE, TemplateError};
-use pvmm_sandbox::{Cache, Kernel, Recipe, Template};
+use pvmm_images::cache::CacheError;
+use pvmm_images::kernel::KernelError;
+use pvmm_images::overlay::{self, OverlayError};
+use pvmm_images::packages::PackagesError;
+use pvmm_images::template::{BASE, TemplateError};
+use pvmm_images::{Cache, Kernel, Progress, Recipe, Template};
 
-use crate::exit::{self, Failure};
-use crate::progress::Steps;
+use crate::failure::Failure;
 use crate::rootfs;
 use crate::scratch;
-use crate::sys::{process, signals};
+use crate::sys::process;
 
 /// The files that a VM is booted from.
 pub struct Parts {
@@ -74,13 +73,7 @@ impl Sources {
     }
 
     /// Downloads and builds the parts that are missing.
-    pub fn prepare(self, quiet: bool) -> Result<Parts, Failure> {
-        signals::catch_interrupts();
-        let parts = self.make(&mut Steps::new(quiet));
-        or_interrupted(parts)
-    }
-
-    fn make(self, steps: &mut Steps) -> Result<Parts, Failure> {
+    pub fn prepare(self, steps: &mut dyn Progress) -> Result<Parts, Failure> {
         let cache = Cache::open().map_err(refuse)?;
         if matches!(self.rootfs, RootfsSource::Base) && Template::find(&cache, BASE).is_err() {
             // Checked on first use, so that no download comes before the message that there is no
@@ -99,7 +92,7 @@ impl Sources {
                 (base.rootfs, "ext4")
             }
         };
-        let dir = scratch::place(true)?.dir;
+        let dir = scratch::place()?.dir;
         let upper = writable_disk(&cache, &dir, self.disk_mib << 20, steps).map_err(refuse)?;
         let initramfs = kernel.initramfs(AGENT).map_err(refuse)?;
         Ok(Parts { kernel, initramfs, rootfs, rootfs_type, upper })
@@ -119,7 +112,7 @@ fn writable_disk(
     cache: &Cache,
     dir: &Path,
     bytes: u64,
-    steps: &mut Steps,
+    steps: &mut dyn Progress,
 ) -> Result<File, OverlayError> {
     let made = overlay::pristine(cache, bytes, steps)
         .and_then(|_| overlay::create_upper(cache, dir, bytes));
@@ -143,14 +136,6 @@ fn own_directory(dir: &Path) -> Option<PathBuf> {
     let path = dir.join(format!("pvmm-disk-{:016x}", u64::from_ne_bytes(random)));
     std::fs::DirBuilder::new().mode(0o700).create(&path).ok()?;
     Some(path)
-}
-
-/// Returns the exit code of a caught signal, if there was one, in place of `result`.
-pub fn or_interrupted<T>(result: Result<T, Failure>) -> Result<T, Failure> {
-    match signals::caught() {
-        Some(signal) => Err(Failure::silent(exit::by_signal(signal))),
-        None => result,
-    }
 }
 
 /// Decides who is at fault for an error of the libraries.

@@ -16,15 +16,13 @@ use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
 use pvmm::{Console, ErrorKind, HostOptions, Kvm, Overrides, Template, Vm, Vsock, next_trim};
 use pvmm_agent_image::AGENT_KEY;
-use pvmm_sandbox::template::BASE;
-use pvmm_sandbox::{Cache, Event, Kernel, Progress, Silent, cache};
+use pvmm_images::template::BASE;
+use pvmm_images::{Cache, Event, Kernel, Progress, Silent, cache};
 
-use crate::exit::Failure;
-use crate::leftovers::Leftovers;
+use crate::failure::Failure;
 use crate::machine;
 use crate::machine::SETTLE_MAX;
 use crate::prepare::{self, RootfsSource, Sources};
-use crate::progress::Steps;
 use crate::scratch;
 use crate::vm_dir::Record;
 
@@ -41,6 +39,9 @@ const REHEARSAL: [&str; 2] =
 /// How long the guest is idle before it is frozen: work that its kernel defers is then done once,
 /// and not in every fork.
 const SETTLE: Duration = Duration::from_secs(1);
+
+/// Told of folders that are unfinished until they are renamed or removed.
+pub type Note = Box<dyn Fn(&Path)>;
 
 /// The root filesystem and the size of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -68,7 +69,7 @@ pub struct Warm {
 pub fn find(shape: &Shape) -> Option<Warm> {
     let cache = Cache::open().ok()?;
     let kernel = Kernel::default_file(&cache)?;
-    let rootfs = pvmm_sandbox::Template::find(&cache, &shape.template).ok()?.rootfs;
+    let rootfs = pvmm_images::Template::find(&cache, &shape.template).ok()?.rootfs;
     let dir = dir(&cache, shape, &kernel, &rootfs)?;
     if !dir.exists() {
         return None;
@@ -87,7 +88,7 @@ pub fn find(shape: &Shape) -> Option<Warm> {
 
 /// Finds the warm template of the default shape by the name of its root filesystem.
 pub fn find_named(name: &str) -> Result<Option<Warm>, Failure> {
-    let known = Cache::open().is_ok_and(|cache| pvmm_sandbox::Template::find(&cache, name).is_ok());
+    let known = Cache::open().is_ok_and(|cache| pvmm_images::Template::find(&cache, name).is_ok());
     match (find(&Shape::of(name)), known) {
         (None, true) => Err(Failure::usage(format!("template '{name}' is not warm"))
             .hint(format!("bake it with 'pvmm template bake {name}'"))),
@@ -97,15 +98,21 @@ pub fn find_named(name: &str) -> Result<Option<Warm>, Failure> {
 
 /// Boots a VM of this shape, runs the rehearsal commands, freezes it and writes it to disk. Does
 /// nothing if a usable one exists; one that is damaged or came from another host is baked again.
-pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
-    let mut steps = Steps::new(quiet);
+///
+/// `watch` is called before the VM has threads, which inherit the signal mask; the function that it
+/// returns is told of each unfinished folder.
+pub fn bake(
+    shape: &Shape,
+    steps: &mut dyn Progress,
+    watch: impl FnOnce() -> Result<Note, Failure>,
+) -> Result<PathBuf, Failure> {
     let cache = Cache::open().map_err(prepare::refuse)?;
     let sources = Sources::check(None, None, &shape.template, shape.disk_mib)?;
     let rootfs = match &sources.rootfs {
         RootfsSource::Template(template) => template.rootfs.clone(),
-        _ => pvmm_sandbox::Template::find(&cache, BASE).map_err(prepare::refuse)?.rootfs,
+        _ => pvmm_images::Template::find(&cache, BASE).map_err(prepare::refuse)?.rootfs,
     };
-    let kernel = Kernel::default_in(&cache, &mut steps).map_err(prepare::refuse)?;
+    let kernel = Kernel::default_in(&cache, steps).map_err(prepare::refuse)?;
     let place = dir(&cache, shape, &kernel.vmlinux, &rootfs)
         .ok_or_else(|| Failure::fault("the template's image cannot be read"))?;
     let _lock = cache.lock(KIND, &shape.template, &mut Silent).map_err(prepare::refuse)?;
@@ -114,12 +121,11 @@ pub fn bake(shape: &Shape, quiet: bool) -> Result<PathBuf, Failure> {
         return Ok(place);
     }
     steps.event(Event::Step("baking a warm template"));
-    let parts = sources.prepare(quiet)?;
-    // Before the VM has threads, which must inherit the blocked signals.
-    let leftovers = Leftovers::watch()?;
+    let parts = sources.prepare(steps)?;
+    let note = watch()?;
     let room = tempdir()?;
-    leftovers.note(&room);
-    let baked = bake_in(&kvm, &room, shape, parts, &place, &leftovers);
+    note(&room);
+    let baked = bake_in(&kvm, &room, shape, parts, &place, &note);
     let _ = fs::remove_dir_all(&room);
     baked?;
     // Only for display; a template without it works too.
@@ -138,7 +144,7 @@ fn bake_in(
     shape: &Shape,
     parts: prepare::Parts,
     place: &Path,
-    leftovers: &Leftovers,
+    note: &Note,
 ) -> Result<(), Failure> {
     let deadline = Instant::now() + BOOT_PATIENCE;
     let record = Record {
@@ -151,7 +157,7 @@ fn bake_in(
     let uds_path = room.join("v");
     config.vsock = Some(Vsock::new(3, uds_path.clone()));
     config.host.console = Console::Discard;
-    let scratch = scratch::place(true)?;
+    let scratch = scratch::place()?;
     config.host.scratch_dir = Some(scratch.dir.clone());
     config.host.scratch_in_memory = scratch.in_memory;
     let mut vm = Vm::boot(kvm, config).map_err(failed)?;
@@ -200,7 +206,7 @@ fn bake_in(
     fs::create_dir_all(parent)
         .map_err(|error| Failure::fault(format!("cannot make {}: {error}", parent.display())))?;
     let durability = Durability::Full;
-    let mut begun = |folder: &Path| leftovers.note(folder);
+    let mut begun = |folder: &Path| note(folder);
     let begun: Option<&mut dyn FnMut(&Path)> = Some(&mut begun);
     let options = WriteOptions { durability, replace: true, begun, ..WriteOptions::default() };
     template.write(place, options).map_err(failed)?;

@@ -7,35 +7,26 @@ use std::ffi::OsString;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-use clap::{Args, ValueHint};
 use pvmm::agent::Refresh;
 use pvmm::{Mac, Overrides, TapSource, Template};
 
 use crate::drive::{self, DriveFlag};
 use crate::egress;
-use crate::exit::Failure;
+use crate::failure::Failure;
 use crate::net_card::{self, NetCard, TapWish};
 
 /// The guest's vsock CID; all VMs may use one, because each has its own socket.
 pub const GUEST_CID: u32 = 3;
 
-/// The flags of `fork` and `restore` that say what a copy gets.
-#[derive(Clone, Debug, Default, Args)]
+/// The overrides of all forks of one command, as text.
+#[derive(Clone, Debug, Default)]
 pub struct CopyFlags {
-    /// Tap and addresses for a network card; the first is for eth0:
-    /// [tap=NAME|auto][,ip=ADDRESS/PREFIX[,gw=ADDRESS]][,dns=ADDRESS][,mac=MAC|random][,bps=SIZE][,pps=N]
-    #[arg(long, value_name = "CARD", value_parser = net_text)]
+    /// Taps and addresses of the network cards; the first is for eth0.
     pub net: Vec<String>,
-    /// Another image for a drive, by its name in the guest:
-    /// vdc=PATH[,ro][,direct][,cache=…][,engine=…][,bps=SIZE][,iops=N]
-    #[arg(long, value_name = "vdX=DRIVE", value_parser = drive_text)]
+    /// Images for drives, as in `vdc=PATH,ro`.
     pub drive: Vec<String>,
-    /// Where the socket of its vsock device is shown; the guest connects to PATH_PORT beside it
-    /// [default: in the VM's directory]
-    #[arg(long, value_name = "PATH", value_hint = ValueHint::FilePath)]
+    /// Where the socket of the vsock device is shown.
     pub vsock: Option<PathBuf>,
-    /// Its address on its vsock device, from 3 to 4294967294 [default: 3]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(3..i64::from(u32::MAX)))]
     pub cid: Option<u32>,
 }
 
@@ -50,11 +41,13 @@ pub struct CopyParts {
     makes_taps: bool,
 }
 
-fn net_text(text: &str) -> Result<String, String> {
+/// Checks the text of a network card.
+pub fn net_text(text: &str) -> Result<String, String> {
     net_card::parse_copy(text).map(|_| text.to_owned())
 }
 
-fn drive_text(text: &str) -> Result<String, String> {
+/// Checks the text of a drive.
+pub fn drive_text(text: &str) -> Result<String, String> {
     drive_at(text).map(|_| text.to_owned())
 }
 

@@ -38,10 +38,11 @@ use std::time::Duration;
 
 use pvmm_jailer::group::Group;
 
-use crate::exit::Failure;
+use crate::failure::Failure;
 use crate::sys::lock;
 
 const ID_LENGTH: usize = 12;
+const MAX_NAME: usize = 63;
 
 #[derive(Debug, thiserror::Error)]
 pub enum VmDirError {
@@ -63,7 +64,7 @@ pub enum VmDirError {
     Ambiguous { reference: String, count: usize },
     #[error("'{name}' is {state}, not running")]
     NotRunning { name: String, state: &'static str },
-    #[error("cannot {act} {}: {}", path.display(), crate::exit::io_text(source))]
+    #[error("cannot {act} {}: {}", path.display(), crate::failure::io_text(source))]
     Io { act: &'static str, path: PathBuf, source: io::Error },
 }
 
@@ -102,6 +103,21 @@ pub struct UidRange(pub RangeInclusive<u32>);
 /// Whether `text` has the form of an id.
 pub fn is_id(text: &str) -> bool {
     text.len() == ID_LENGTH && text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// Checks the name of a VM or snapshot: text that is valid as a path, a host name and a table cell.
+pub fn check_name(text: &str) -> Result<String, String> {
+    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+    let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
+    if !starts_well || text.len() > MAX_NAME || !text.chars().all(allowed) {
+        return Err(format!(
+            "use 1 to {MAX_NAME} letters, digits, '-', '_' or '.', starting with a letter or digit"
+        ));
+    }
+    if is_id(text) {
+        return Err("12 hexadecimal digits would be read as an id; choose another name".to_owned());
+    }
+    Ok(text.to_owned())
 }
 
 /// A VM as other commands see it.

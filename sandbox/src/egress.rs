@@ -6,24 +6,22 @@
 
 use std::fs::OpenOptions;
 use std::io::{self, PipeReader, PipeWriter, Read};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 
-use clap::Args;
 use pvmm::Mac;
 use pvmm_egress::policy::Policy;
 use pvmm_jailer::confine;
 use pvmm_jailer::group::Group;
 
-use crate::exit::Failure;
+use crate::failure::Failure;
 use crate::jail;
 use crate::net_card::{NetCard, TapWish};
-use crate::output;
 use crate::sys::process::{self, Child};
-use crate::vm_dir::{Egress, Record, VmDir};
+use crate::vm_dir::{Record, VmDir};
 
 /// The guest's address, its gateway and its resolver: the same in every VM, for none can see
 /// another's network.
@@ -37,50 +35,6 @@ const LOG_FD: i32 = 5;
 /// How often the process may die in a minute before the VM is ended.
 const DEATHS_MAX: usize = 5;
 const DEATHS_WITHIN: Duration = Duration::from_secs(60);
-
-/// The flags that say what a VM may reach.
-#[derive(Clone, Debug, Default, Args)]
-pub struct EgressFlags {
-    /// Let the guest reach a network, CIDR[:PORT[/tcp]], or 'all' for every public address; implies
-    /// --net
-    #[arg(long, value_name = "RULE")]
-    pub allow: Vec<String>,
-    /// Let the guest reach a name, NAME[:PORT] or '*.NAME[:PORT]'; implies --net
-    #[arg(long, value_name = "NAME")]
-    pub allow_host: Vec<String>,
-    /// DNS server that names are looked up at, as ADDRESS:PORT [default: those of this host]
-    #[arg(long, value_name = "ADDRESS")]
-    pub resolver: Vec<SocketAddr>,
-}
-
-impl EgressFlags {
-    pub fn is_given(&self) -> bool {
-        !self.allow.is_empty() || !self.allow_host.is_empty()
-    }
-
-    /// Returns the network that the flags describe, on top of `base`. A rule that cannot be is
-    /// refused by name.
-    pub fn egress(&self, base: Option<&Egress>) -> Result<Egress, Failure> {
-        let mut egress = base.cloned().unwrap_or_default();
-        egress.policy.allow.extend(self.allow.iter().cloned());
-        egress.policy.allow_host.extend(self.allow_host.iter().cloned());
-        if !self.resolver.is_empty() {
-            egress.resolvers.clone_from(&self.resolver);
-        }
-        Policy::new(&egress.policy).map_err(|error| Failure::usage(error.to_string()))?;
-        Ok(egress)
-    }
-
-    /// Says aloud that the guest may reach everything, if that was asked for.
-    pub fn warn(&self, quiet: bool) {
-        if self.allow.iter().any(|rule| rule == "all") {
-            output::remark(
-                quiet,
-                "warning: the guest may reach every public address (--allow all)",
-            );
-        }
-    }
-}
 
 /// The name that a VM gives in place of a tap to a card behind an egress process.
 pub const LINK_NAME: &str = pvmm::config::SOCKET_NAME;

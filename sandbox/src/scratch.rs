@@ -7,10 +7,9 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 use pvmm::scratch::{self, ScratchError};
-use pvmm_sandbox::Cache;
+use pvmm_images::Cache;
 
-use crate::exit::Failure;
-use crate::output;
+use crate::failure::Failure;
 
 /// Environment variable for a scratch folder other than pvmm's own.
 const DIR: &str = "PVMM_SCRATCH_DIR";
@@ -24,16 +23,11 @@ pub struct Place {
     pub in_memory: bool,
 }
 
-/// Returns the folder for the unnamed files that VMs write; warns if it is in memory.
-pub fn place(quiet: bool) -> Result<Place, Failure> {
+/// Returns the folder for the unnamed files that VMs write.
+pub fn place() -> Result<Place, Failure> {
     let wished = std::env::var_os(DIR).filter(|dir| !dir.is_empty());
     let in_memory = std::env::var_os(IN_MEMORY).is_some_and(|value| value == "1");
-    let place = find(&candidates(wished), in_memory, &scratch::check)?;
-    if place.in_memory {
-        let dir = place.dir.display();
-        output::remark(quiet, &format!("warning: VM disks are in this host's memory ({dir})"));
-    }
-    Ok(place)
+    find(&candidates(wished), in_memory, &scratch::check)
 }
 
 /// Returns the folders to try: the cache, which is meant for large data, then temporary folders.

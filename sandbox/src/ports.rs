@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, AgentError, Forward};
 
-use crate::exit::{self, Failure};
+use crate::failure::{self, Failure};
 use crate::guest_agent;
 
 /// The interval of checks whether the guest is still there.
@@ -89,7 +89,7 @@ fn bind_one(spec: &PortSpec) -> Result<BoundPort, Failure> {
     match bound {
         Ok((listener, host)) => Ok(BoundPort { listener, host, guest: spec.guest }),
         Err(error) => {
-            let why = exit::io_text(&error);
+            let why = failure::io_text(&error);
             let failure = Failure::usage(format!("cannot listen on {}: {why}", spec.host));
             Err(match error.kind() {
                 io::ErrorKind::AddrInUse => failure
@@ -152,7 +152,7 @@ impl Remarks {
             return;
         }
         *last = Some(Instant::now());
-        let why = error.errno().map_or_else(|| error.to_string(), exit::errno_text);
+        let why = error.errno().map_or_else(|| error.to_string(), failure::errno_text);
         (self.remark)(&format!("a client was refused: port {guest} in the guest: {why}"));
     }
 }
@@ -191,7 +191,7 @@ mod tests {
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let spec = PortSpec { host: taken.local_addr().unwrap(), guest: 80 };
         let failure = bind(std::slice::from_ref(&spec)).unwrap_err();
-        assert_eq!(failure.code, exit::USAGE);
+        assert_eq!(failure.code, failure::USAGE);
         assert!(failure.message.contains(&spec.host.to_string()), "{failure:?}");
         assert!(failure.hint.unwrap().contains("0:80"));
     }

@@ -22,7 +22,7 @@ use pvmm_jailer::confine::{Confinement, Means};
 use super::control::{Control, Effect};
 use super::main_command::MainCommand;
 use super::{Mode, Plan, Report, Reporter, Start, console, control};
-use crate::exit::{FAULT, Failure, USAGE};
+use crate::failure::{FAULT, Failure, USAGE};
 use crate::jail;
 use crate::machine;
 use crate::overrides::GUEST_CID;

@@ -11,9 +11,8 @@ use std::time::{Duration, Instant};
 use pvmm::agent::Agent;
 use pvmm::exec::{ExecError, ExecRequest, ExecStatus, ExitStatus, Process, ProcessEvent};
 
-use crate::attach::{self, Names};
-use crate::exit::Failure;
-use crate::guest_agent;
+use crate::failure::Failure;
+use crate::guest_agent::{self, Names};
 use crate::log_file::{LogWriter, Stream};
 use crate::vm_dir::RunDir;
 
@@ -39,7 +38,7 @@ impl MainCommand {
         let log = LogWriter::create(&dir.output_log()).map_err(failed)?;
         let deadline = Instant::now() + START_PATIENCE;
         let agent = Agent::connect(&dir.vsock(), deadline).map_err(guest_agent::refuse)?;
-        let process = agent.start(request).map_err(attach::refuse)?;
+        let process = agent.start(request).map_err(guest_agent::refuse_exec)?;
         let mut output = Output { process, log };
         output.wait_started(deadline, names)?;
         let (done, held) = io::pipe().map_err(failed)?;
@@ -71,10 +70,11 @@ struct Output {
 impl Output {
     fn wait_started(&mut self, deadline: Instant, names: &Names) -> Result<(), Failure> {
         while self.process.pid().is_none() {
-            let status = self.step(Some(Instant::now() + START_STEP)).map_err(attach::refuse)?;
+            let status =
+                self.step(Some(Instant::now() + START_STEP)).map_err(guest_agent::refuse_exec)?;
             match status.map(|status| (status.status, status)) {
                 Some((ExecStatus::CouldNotStart { .. }, status)) => {
-                    return Err(attach::could_not_start(&status, names));
+                    return Err(guest_agent::could_not_start(&status, names));
                 }
                 // The command has already ended; the thread gets this status again.
                 Some(_) => return Ok(()),
