@@ -26,6 +26,7 @@ mod rootfs;
 mod sys;
 pub mod template;
 mod tool;
+pub mod volume;
 
 pub use cache::Cache;
 pub use deb::DebError;

@@ -95,7 +95,7 @@ fn make(image: &Path, bytes: u64) -> Result<(), OverlayError> {
 }
 
 /// Creates an unnamed file; on filesystems without O_TMPFILE, a file that is unlinked at once.
-fn unnamed(dir: &Path) -> Result<File, OverlayError> {
+pub fn unnamed(dir: &Path) -> Result<File, OverlayError> {
     let failed = |source| OverlayError::Create { path: dir.to_owned(), source };
     let open = |flags, path: &Path| {
         OpenOptions::new().read(true).write(true).mode(0o600).custom_flags(flags).open(path)
@@ -116,7 +116,7 @@ fn unnamed(dir: &Path) -> Result<File, OverlayError> {
 
 /// Shares the blocks of `from` where the filesystem supports it; otherwise copies all but the
 /// holes.
-fn copy(from: &File, to: &File) -> io::Result<()> {
+pub(crate) fn copy(from: &File, to: &File) -> io::Result<()> {
     if sys::reflink(from, to).is_ok() {
         return Ok(());
     }

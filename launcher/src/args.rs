@@ -11,9 +11,10 @@ use std::time::Duration;
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
 use pvmm_images::overlay;
 
-use pvmm_sandbox::vm_dir::UidRange;
 /// Parses `--name`.
 pub use pvmm_sandbox::vm_dir::check_name as vm_name;
+/// Parses `--uid-range`.
+pub use pvmm_sandbox::vm_dir::uid_range;
 
 /// The longest `--timeout`: thirty days.
 const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -74,20 +75,6 @@ pub fn cpus(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(count) if (1..=MAX_VCPUS).contains(&count) => Ok(count),
         _ => Err(format!("use a number from 1 to {MAX_VCPUS}")),
-    }
-}
-
-/// Parses `--uid-range`: `FIRST-LAST`.
-pub fn uid_range(text: &str) -> Result<UidRange, String> {
-    let ends = text.split_once('-').and_then(|(first, last)| {
-        Some((first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?))
-    });
-    match ends {
-        // The largest number means "no user".
-        Some((first, last)) if 0 < first && first <= last && last < u32::MAX => {
-            Ok(UidRange(first..=last))
-        }
-        _ => Err("use two numbers from 1 on, as in 100000-165535".to_owned()),
     }
 }
 

@@ -13,7 +13,7 @@ use pvmm::{Kvm, Template, open};
 use pvmm_jailer::group::Group;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, FailureKind};
 use crate::sys::passing;
 use crate::vm_dir::{VmEntry, VmStatus};
 
@@ -30,6 +30,14 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub enum ControlRequest {
     /// Freeze the VM's current state into a template and send that.
     Freeze,
+    /// Freeze as above, but leave the workload standing still until a thaw, or for a while.
+    FreezeStill,
+    /// Let the workload go on after [`Self::FreezeStill`].
+    Thaw,
+    /// Set when the VM's time to live is over, from now; `None` for never.
+    SetTtl {
+        ttl_ms: Option<u64>,
+    },
     /// Keep the current state as the checkpoint.
     Checkpoint,
     /// Go back to the checkpoint.
@@ -42,6 +50,17 @@ pub enum ControlRequest {
     },
     /// Query the balloon's size.
     Balloon,
+}
+
+impl ControlRequest {
+    fn copies_memory(self) -> bool {
+        matches!(self, Self::Freeze | Self::FreezeStill | Self::Checkpoint)
+    }
+
+    /// Whether a VM whose vCPUs are paused can be asked.
+    fn needs_no_agent(self) -> bool {
+        matches!(self, Self::Resume | Self::Pause | Self::SetTtl { .. })
+    }
 }
 
 /// The reply to a control request, one line of JSON.
@@ -71,6 +90,7 @@ pub struct BalloonSize {
 }
 
 /// A serialized template and its open files, as one process passes it to another.
+#[derive(Debug)]
 pub struct HandedOver {
     pub bytes: Vec<u8>,
     pub files: Vec<OwnedFd>,
@@ -109,9 +129,26 @@ pub fn freeze(vm: &VmEntry) -> Result<Template, Failure> {
     hand_over(vm)?.template()
 }
 
+/// Freezes the VM's current state and leaves its workload standing still, for a caller that ends
+/// the VM next. [`ControlRequest::Thaw`] lets it go on.
+pub fn freeze_still(vm: &VmEntry) -> Result<Template, Failure> {
+    frozen(vm, ControlRequest::FreezeStill)?.template()
+}
+
+/// Sets how long the VM may live from now on.
+pub fn set_ttl(vm: &VmEntry, ttl: Option<Duration>) -> Result<(), Failure> {
+    // First the supervisor's, which must not end the VM before its monitor does.
+    vm.dir.write_ttl(ttl)?;
+    ask(vm, ControlRequest::SetTtl { ttl_ms: ttl.map(|ttl| ttl.as_millis() as u64) })
+}
+
 /// Freezes the VM's current state, in the form that another process can make a template of.
 pub fn hand_over(vm: &VmEntry) -> Result<HandedOver, Failure> {
-    let (reply, mut socket, mut bytes, files) = exchange(vm, ControlRequest::Freeze)?;
+    frozen(vm, ControlRequest::Freeze)
+}
+
+fn frozen(vm: &VmEntry, request: ControlRequest) -> Result<HandedOver, Failure> {
+    let (reply, mut socket, mut bytes, files) = exchange(vm, request)?;
     let ControlReply::Template { bytes: expected } = reply else { return Err(nonsense(vm)) };
     if expected > MAX_TEMPLATE {
         return Err(nonsense(vm));
@@ -130,12 +167,10 @@ type Answer = (ControlReply, UnixStream, Vec<u8>, Vec<OwnedFd>);
 fn exchange(vm: &VmEntry, request: ControlRequest) -> Result<Answer, Failure> {
     // A paused guest's agent cannot answer, but its monitor process can be asked to pause or
     // resume.
-    if !(vm.state == VmStatus::Paused
-        && matches!(request, ControlRequest::Resume | ControlRequest::Pause))
-    {
+    if !(vm.state == VmStatus::Paused && request.needs_no_agent()) {
         vm.require_running()?;
     }
-    if matches!(request, ControlRequest::Freeze | ControlRequest::Checkpoint) {
+    if request.copies_memory() {
         require_room(vm)?;
     }
     let speak = || -> io::Result<Answer> {
@@ -167,6 +202,7 @@ fn require_room(vm: &VmEntry) -> Result<(), Failure> {
         Some(group) if !group.has_room_for_a_copy() => {
             let message = format!("there is not memory enough for a copy of '{}'", vm.label());
             Err(Failure::fault(message)
+                .of_kind(FailureKind::NoMemory)
                 .hint("its control group limits it; end it, or raise memory.max of the group"))
         }
         _ => Ok(()),

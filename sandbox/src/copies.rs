@@ -13,8 +13,8 @@ use crate::overrides::CopyFlags;
 use crate::sys::process;
 use crate::sys::signals::Signals;
 use crate::vm_dir::{Base, Claim, Egress, Record, UidRange, VmDir, now};
-use crate::vmm_process::VmmProcess;
 use crate::vmm_process::copy::{self, Order};
+use crate::vmm_process::{VmmProcess, VolumeImage};
 
 /// How long a copy may take until its agent has answered.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -42,6 +42,8 @@ pub struct Copies<'a> {
     pub machine: &'a HandedOver,
     pub like: Record,
     pub flags: CopyFlags,
+    /// Images behind the template's spare drives.
+    pub volumes: Vec<VolumeImage>,
     pub makes_taps: bool,
     pub start: StartOptions,
     /// The policy of a network card without a tap, if the template has one.
@@ -84,6 +86,7 @@ impl Copies<'_> {
             machine: self.machine,
             record: claim.dir().read_record().unwrap_or_default(),
             flags: &self.flags,
+            volumes: &self.volumes,
             number,
             makes_taps: self.makes_taps,
             boot_patience: PATIENCE,

@@ -5,6 +5,8 @@
 
 use std::io;
 
+use serde::{Deserialize, Serialize};
+
 /// pvmm refuses the input: an invalid flag, a missing file, an unknown VM.
 pub const USAGE: u8 = 2;
 /// The command ran longer than `--timeout`.
@@ -16,10 +18,31 @@ pub const NOT_FOUND: u8 = 127;
 /// The command was ended by signal n: 128 + n.
 pub const SIGNAL_BASE: u8 = 128;
 
+/// The kind of a failure, for programs: who is at fault, and what may help.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FailureKind {
+    /// The request cannot be carried out by anybody.
+    InvalidInput,
+    /// There is nothing of that name.
+    NotFound,
+    /// The sandbox, or its name, is in a state that does not allow it.
+    Conflict,
+    /// The host has not enough memory.
+    NoMemory,
+    /// A disk of the host is full.
+    DiskFull,
+    /// Something took longer than it may.
+    Timeout,
+    /// pvmm or its host failed.
+    Internal,
+}
+
 /// Why a command could not do what was asked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     pub code: u8,
+    /// Set where the code says too little; see [`Failure::kind`].
+    pub special: Option<FailureKind>,
     pub message: String,
     /// Further lines of output, such as the end of the guest's console.
     pub context: Vec<String>,
@@ -39,7 +62,22 @@ impl Failure {
 
     /// Builds a failure without a message.
     pub fn silent(code: u8) -> Self {
-        Self { code, message: String::new(), context: Vec::new(), hint: None }
+        Self { code, special: None, message: String::new(), context: Vec::new(), hint: None }
+    }
+
+    /// Says more about the fault than the exit code does.
+    pub fn of_kind(mut self, kind: FailureKind) -> Self {
+        self.special = Some(kind);
+        self
+    }
+
+    /// Returns whose fault it is.
+    pub fn kind(&self) -> FailureKind {
+        self.special.unwrap_or(match self.code {
+            USAGE => FailureKind::InvalidInput,
+            TIMEOUT => FailureKind::Timeout,
+            _ => FailureKind::Internal,
+        })
     }
 
     /// Adds a hint on what to try next.

@@ -13,10 +13,13 @@ use pvmm_jailer::group::{Group, GroupLimits};
 
 use crate::failure::Failure;
 use crate::sys::process;
-use crate::vm_dir::Record;
+use crate::vm_dir::{self, Record, UidRange};
 
 /// The users of monitor processes: a range that no distribution and no tool assigns.
 pub const DEFAULT_USERS: &str = "1900000000-1900065535";
+
+/// Environment variable for another range.
+pub const USERS: &str = "PVMM_UID_RANGE";
 
 /// The path of the VM's own folder inside its jail.
 pub const FOLDER: &str = "/vm";
@@ -39,6 +42,13 @@ const EGRESS_LOG_BYTES: u64 = 64 << 20;
 const OTHER_MEMORY: u64 = 256 << 20;
 /// The largest file beside guest memory: a disk of a VM, or a layer of it.
 const DISK_BYTES: u64 = 64 << 40;
+
+/// Returns the users of monitor processes, as the environment says or the default.
+pub fn default_users() -> Result<UidRange, Failure> {
+    let text = std::env::var(USERS).ok().filter(|text| !text.is_empty());
+    vm_dir::uid_range(text.as_deref().unwrap_or(DEFAULT_USERS))
+        .map_err(|why| Failure::usage(format!("{USERS}: {why}")))
+}
 
 /// Describes the confinement of a VM's process. The guest connects to sockets beside `vsock`.
 pub fn around(

@@ -14,6 +14,9 @@ use crate::vm_dir::Record;
 /// How long a guest may take to become idle before it is frozen; it runs meanwhile.
 pub const SETTLE_MAX: Duration = Duration::from_millis(20);
 
+/// The place of the first drive after root filesystem and writable disk.
+pub const SPARE_DRIVE: usize = 2;
+
 /// Builds the configuration for a record, without vsock and console. A console is slow, so the
 /// kernel prints to it only if `loud`.
 pub fn config(parts: Parts, record: &Record, loud: bool) -> VmConfig {

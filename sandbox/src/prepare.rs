@@ -16,7 +16,7 @@ use pvmm_images::packages::PackagesError;
 use pvmm_images::template::{BASE, TemplateError};
 use pvmm_images::{Cache, Kernel, Progress, Recipe, Template};
 
-use crate::failure::Failure;
+use crate::failure::{Failure, FailureKind};
 use crate::rootfs;
 use crate::scratch;
 use crate::sys::process;
@@ -143,6 +143,11 @@ pub trait Blame: Error {
     /// Whether the user's input is at fault, and not pvmm or the host.
     fn is_users(&self) -> bool;
 
+    /// Returns more about the fault, where it is known.
+    fn kind(&self) -> Option<FailureKind> {
+        None
+    }
+
     /// Returns what to try, if the message does not say it.
     fn hint(&self) -> Option<&'static str> {
         None
@@ -180,6 +185,10 @@ impl Blame for KernelError {
 }
 
 impl Blame for TemplateError {
+    fn kind(&self) -> Option<FailureKind> {
+        matches!(self, TemplateError::Unknown { .. }).then_some(FailureKind::NotFound)
+    }
+
     fn is_users(&self) -> bool {
         match self {
             TemplateError::Name { .. }
@@ -214,6 +223,8 @@ pub fn refuse(error: impl Blame) -> Failure {
         }
         cause = error.source();
     }
-    let failure = if error.is_users() { Failure::usage(message) } else { Failure::fault(message) };
+    let mut failure =
+        if error.is_users() { Failure::usage(message) } else { Failure::fault(message) };
+    failure.special = error.kind();
     Failure { hint: error.hint().map(str::to_owned), ..failure }
 }

@@ -70,13 +70,18 @@ pub fn roots(allowed: Vec<PathBuf>) -> Vec<PathBuf> {
 }
 
 fn folder() -> Result<PathBuf, Failure> {
+    Ok(data_dir()?.join("snapshots"))
+}
+
+/// Returns the folder of all that pvmm keeps for its user.
+pub fn data_dir() -> Result<PathBuf, Failure> {
     let absolute =
         |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
     let data = absolute("XDG_DATA_HOME")
         .or_else(|| absolute("HOME").map(|home| home.join(".local/share")))
         .ok_or_else(|| {
-            Failure::usage("no place for snapshots")
+            Failure::usage("no place for snapshots and volumes")
                 .hint("set HOME, or XDG_DATA_HOME to a directory")
         })?;
-    Ok(data.join("pvmm/snapshots"))
+    Ok(data.join("pvmm"))
 }

@@ -5,7 +5,8 @@
 //! depends on: with another kernel, agent, image or size the key differs, and the old one is never
 //! found.
 
-use std::fs;
+use std::fs::{self, File};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::thread;
@@ -14,16 +15,21 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, FreezeOptions, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
-use pvmm::{Console, ErrorKind, HostOptions, Kvm, Overrides, Template, Vm, Vsock, next_trim};
+use pvmm::{
+    Console, Drive, ErrorKind, HostOptions, Kvm, Net, Overrides, TapSource, Template, Vm, Vsock,
+    next_trim,
+};
 use pvmm_agent_image::AGENT_KEY;
 use pvmm_images::template::BASE;
 use pvmm_images::{Cache, Event, Kernel, Progress, Silent, cache};
 
+use crate::egress;
 use crate::failure::Failure;
 use crate::machine;
 use crate::machine::SETTLE_MAX;
 use crate::prepare::{self, RootfsSource, Sources};
 use crate::scratch;
+use crate::sys::process;
 use crate::vm_dir::Record;
 
 const KIND: &str = "warm";
@@ -31,6 +37,8 @@ const KIND: &str = "warm";
 const LABEL: &str = "kernel-label";
 /// Increased when the bake itself changes.
 const VERSION: &str = "6";
+/// The size of a drive that no volume has replaced yet.
+const SPARE_DRIVE_BYTES: u64 = 1 << 20;
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
 /// Commands run before the freeze, so that the first real command finds their effects in memory.
 const REHEARSAL: [&str; 2] =
@@ -50,12 +58,23 @@ pub struct Shape {
     pub cpus: u32,
     pub memory_mib: u64,
     pub disk_mib: u64,
+    /// Has a network card behind an egress process.
+    pub net: bool,
+    /// Drives that are given an image when a VM is made.
+    pub spare_drives: u32,
 }
 
 impl Shape {
     /// Returns the default shape of `pvmm run`.
     pub fn of(template: &str) -> Self {
-        Self { template: template.to_owned(), cpus: 1, memory_mib: 512, disk_mib: 8 << 10 }
+        Self {
+            template: template.to_owned(),
+            cpus: 1,
+            memory_mib: 512,
+            disk_mib: 8 << 10,
+            net: false,
+            spare_drives: 0,
+        }
     }
 }
 
@@ -65,15 +84,18 @@ pub struct Warm {
     pub kernel: String,
 }
 
-/// Finds the warm template of a shape for the current kernel, agent and image.
-pub fn find(shape: &Shape) -> Option<Warm> {
+/// Returns the folder of the warm template of a shape for the current kernel, agent and image, if
+/// there is one.
+pub fn folder(shape: &Shape) -> Option<PathBuf> {
     let cache = Cache::open().ok()?;
     let kernel = Kernel::default_file(&cache)?;
     let rootfs = pvmm_images::Template::find(&cache, &shape.template).ok()?.rootfs;
-    let dir = dir(&cache, shape, &kernel, &rootfs)?;
-    if !dir.exists() {
-        return None;
-    }
+    dir(&cache, shape, &kernel, &rootfs).filter(|dir| dir.exists())
+}
+
+/// Loads the warm template of a shape for the current kernel, agent and image.
+pub fn find(shape: &Shape) -> Option<Warm> {
+    let dir = folder(shape)?;
     match Kvm::open().and_then(|kvm| Template::load(&kvm, &dir, LoadOptions::default())) {
         Ok(template) => {
             let kernel = fs::read_to_string(dir.join(LABEL)).unwrap_or_default();
@@ -158,6 +180,11 @@ fn bake_in(
     config.vsock = Some(Vsock::new(3, uds_path.clone()));
     config.host.console = Console::Discard;
     let scratch = scratch::place()?;
+    let spare = |_| spare_drive(&scratch.dir).map(Drive::from_file);
+    config.drives.extend((0..shape.spare_drives).map(spare).collect::<Result<Vec<_>, _>>()?);
+    // Nobody answers at the other end while the template is baked.
+    let mut far_ends = Vec::new();
+    config.nets.extend(shape.net.then(|| idle_card(&mut far_ends)).transpose()?);
     config.host.scratch_dir = Some(scratch.dir.clone());
     config.host.scratch_in_memory = scratch.in_memory;
     let mut vm = Vm::boot(kvm, config).map_err(failed)?;
@@ -184,8 +211,10 @@ fn bake_in(
     drop(vm);
     // Records the working set of a first command, to be prefaulted in a run.
     let vsock = Some(Vsock::new(3, uds_path.clone()));
+    let nets = shape.net.then(|| idle_card(&mut far_ends)).transpose()?;
     let overrides = Overrides {
         vsock,
+        nets: nets.into_iter().map(|card| (0, card)).collect(),
         host: HostOptions {
             scratch_dir: Some(scratch.dir),
             scratch_in_memory: scratch.in_memory,
@@ -213,6 +242,22 @@ fn bake_in(
     Ok(())
 }
 
+/// A drive's image until a VM gets a volume in its place.
+fn spare_drive(dir: &Path) -> Result<File, Failure> {
+    let made = pvmm_images::overlay::unnamed(dir).map_err(prepare::refuse)?;
+    made.set_len(SPARE_DRIVE_BYTES)?;
+    Ok(made)
+}
+
+/// A network card on a socket, whose other end is put into `far_ends`.
+fn idle_card(far_ends: &mut Vec<OwnedFd>) -> Result<Net, Failure> {
+    let (frames, far_end) = process::packet_pair()?;
+    far_ends.push(far_end);
+    let mut card = egress::card()?.config("");
+    card.tap = TapSource::Socket(frames);
+    Ok(card)
+}
+
 /// Returns the folder of a shape's warm template.
 fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<PathBuf> {
     let looks = |path: &Path| {
@@ -225,7 +270,10 @@ fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<Pat
             facts.mtime_nsec()
         ))
     };
-    let size = format!("{} {} {}", shape.cpus, shape.memory_mib, shape.disk_mib);
+    let mut size = format!("{} {} {}", shape.cpus, shape.memory_mib, shape.disk_mib);
+    if shape.net || shape.spare_drives > 0 {
+        size += &format!(" net {} drives {}", shape.net, shape.spare_drives);
+    }
     let parts = [
         VERSION.to_owned(),
         env!("CARGO_PKG_VERSION").to_owned(),
@@ -240,8 +288,8 @@ fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<Pat
 
 /// Creates a private folder with a short name for the bake's socket.
 fn tempdir() -> Result<PathBuf, Failure> {
-    let random: [u8; 6] = crate::sys::process::random()
-        .map_err(|error| Failure::fault(format!("no random bytes: {error}")))?;
+    let random: [u8; 6] =
+        process::random().map_err(|error| Failure::fault(format!("no random bytes: {error}")))?;
     let name: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     let path = std::env::temp_dir().join(format!("pvmm-bake-{name}"));
     fs::DirBuilder::new()

@@ -56,6 +56,12 @@ pub enum TemplateVerb {
         /// Disk size of the runs that start from it
         #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
         disk_size: u64,
+        /// With a network card, for sandboxes that have a policy
+        #[arg(long)]
+        net: bool,
+        /// Number of volumes of the sandboxes that start from it
+        #[arg(long, value_name = "N", default_value = "0", value_parser = clap::value_parser!(u32).range(0..=4))]
+        volumes: u32,
     },
     /// List the templates that are built or can be
     #[command(visible_alias = "list")]

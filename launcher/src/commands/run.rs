@@ -86,6 +86,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         ttl: args.jail.ttl,
         ports: detached_ports,
         copy: CopyParts::default(),
+        volumes: Vec::new(),
         frames: None,
         extras: Extras { drives: args.drive.clone(), net, balloon: args.balloon },
     };
@@ -152,6 +153,7 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
             cpus: args.cpus,
             memory_mib: args.memory,
             disk_mib: args.disk_size,
+            ..Shape::of(&args.template)
         };
         if let Some(warm) = warm::find(&shape) {
             let with = Start::Template(Arc::new(warm.template));

@@ -33,9 +33,15 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
             }
             if json { output::json(&template)? } else { output::line(template.name())? }
         }
-        TemplateVerb::Bake { name, memory, cpus, disk_size } => {
-            let shape =
-                Shape { template: name.clone(), cpus, memory_mib: memory, disk_mib: disk_size };
+        TemplateVerb::Bake { name, memory, cpus, disk_size, net, volumes } => {
+            let shape = Shape {
+                cpus,
+                memory_mib: memory,
+                disk_mib: disk_size,
+                net,
+                spare_drives: volumes,
+                ..Shape::of(&name)
+            };
             bake(&shape, quiet)?;
             output::line(&name)?;
         }

@@ -33,6 +33,11 @@ impl Drop for Guard {
     }
 }
 
+/// Takes the lock beside other shared ones, unless one process has it alone; returns false then.
+pub fn try_shared(file: &File) -> io::Result<bool> {
+    flock(file, libc::LOCK_SH)
+}
+
 /// Whether the lock is free. The check takes a shared lock, so concurrent checks do not disturb it.
 pub fn is_free(file: &File) -> io::Result<bool> {
     flock(file, libc::LOCK_SH)

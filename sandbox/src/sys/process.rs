@@ -39,6 +39,16 @@ pub enum Ended {
     Signal(i32),
 }
 
+impl Ended {
+    fn of(status: libc::c_int) -> Self {
+        if libc::WIFEXITED(status) {
+            Self::Code(libc::WEXITSTATUS(status))
+        } else {
+            Self::Signal(libc::WTERMSIG(status))
+        }
+    }
+}
+
 /// Forks the process. Fails if there are several threads: the child would have their locks but not
 /// the threads.
 pub fn fork() -> io::Result<Side> {
@@ -85,6 +95,19 @@ impl Child {
         }
     }
 
+    /// Whether the child has ended; if so, it is not left as a zombie.
+    pub fn has_ended(&mut self) -> bool {
+        if self.ended.is_none() {
+            let mut status = 0;
+            // SAFETY: `status` outlives the call.
+            match unsafe { libc::waitpid(self.pid, &mut status, libc::WNOHANG) } {
+                0 => return false,
+                _ => self.ended = Some(Ended::of(status)),
+            }
+        }
+        true
+    }
+
     /// Waits for the child's end. Blocks, so call it only after something that ends the child.
     pub fn wait(&mut self) -> io::Result<Ended> {
         if let Some(ended) = self.ended {
@@ -101,11 +124,7 @@ impl Child {
                 return Err(error);
             }
         }
-        let ended = if libc::WIFEXITED(status) {
-            Ended::Code(libc::WEXITSTATUS(status))
-        } else {
-            Ended::Signal(libc::WTERMSIG(status))
-        };
+        let ended = Ended::of(status);
         self.ended = Some(ended);
         Ok(ended)
     }

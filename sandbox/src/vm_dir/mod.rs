@@ -9,6 +9,7 @@
 //! | `vm.json` | the VM's description: [`Record`] |
 //! | `lock` | held by supervisor and monitor process for as long as they live |
 //! | `outcome.json` | how the VM ended: [`Ending`] |
+//! | `ttl.json` | when the VM ends, if that was changed while it ran: [`Ttl`] |
 //! | `vmm.log` | messages of the monitor process |
 //! | `egress.json`, `.sock`, `.log` | policy, control socket and log of the VM's egress process |
 //! | `vsock.sock` | a link to the vsock socket, if it was asked for elsewhere |
@@ -26,7 +27,7 @@ mod record;
 mod tests;
 
 pub use base::Base;
-pub use record::{Egress, Ending, Record, VmStatus, now};
+pub use record::{Egress, Ending, Record, Ttl, VmStatus, now};
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -38,7 +39,7 @@ use std::time::Duration;
 
 use pvmm_jailer::group::Group;
 
-use crate::failure::Failure;
+use crate::failure::{Failure, FailureKind};
 use crate::sys::lock;
 
 const ID_LENGTH: usize = 12;
@@ -71,7 +72,13 @@ pub enum VmDirError {
 impl From<VmDirError> for Failure {
     fn from(error: VmDirError) -> Self {
         let message = error.to_string();
-        let usage = Failure::usage(&message);
+        let usage = match &error {
+            VmDirError::Unknown(_) => Failure::usage(&message).of_kind(FailureKind::NotFound),
+            VmDirError::NameTaken { .. } | VmDirError::NotRunning { .. } => {
+                Failure::usage(&message).of_kind(FailureKind::Conflict)
+            }
+            _ => Failure::usage(&message),
+        };
         match error {
             VmDirError::TooLong { .. } | VmDirError::Relative(_) => {
                 usage.hint("set PVMM_RUNTIME_DIR to a short absolute path, such as /tmp/pvmm")
@@ -86,6 +93,9 @@ impl From<VmDirError> for Failure {
             VmDirError::Unknown(_) => usage.hint("'pvmm ps' lists the VMs there are"),
             VmDirError::NotRunning { .. } => usage.hint("'pvmm ps' shows the state of each VM"),
             VmDirError::Ambiguous { .. } => usage.hint("write more of the id"),
+            VmDirError::Io { source, .. } if source.kind() == io::ErrorKind::StorageFull => {
+                Failure::fault(message).of_kind(FailureKind::DiskFull)
+            }
             VmDirError::Busy(_) | VmDirError::Io { .. } => Failure::fault(message),
         }
     }
@@ -99,6 +109,20 @@ fn at(act: &'static str, path: &Path) -> impl FnOnce(io::Error) -> VmDirError {
 /// Numbers of users, none of them root.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UidRange(pub RangeInclusive<u32>);
+
+/// Parses a range of users, `FIRST-LAST`.
+pub fn uid_range(text: &str) -> Result<UidRange, String> {
+    let ends = text.split_once('-').and_then(|(first, last)| {
+        Some((first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?))
+    });
+    match ends {
+        // The largest number means "no user".
+        Some((first, last)) if 0 < first && first <= last && last < u32::MAX => {
+            Ok(UidRange(first..=last))
+        }
+        _ => Err("use two numbers from 1 on, as in 100000-165535".to_owned()),
+    }
+}
 
 /// Whether `text` has the form of an id.
 pub fn is_id(text: &str) -> bool {
@@ -215,6 +239,18 @@ impl VmDir {
 
     pub fn write_egress(&self, egress: &Egress) -> Result<(), VmDirError> {
         record::write(&self.path.join("egress.json"), egress).map_err(at("write", &self.path))
+    }
+
+    /// Sets how long the VM may live from now on, for its supervisor.
+    pub fn write_ttl(&self, ttl: Option<Duration>) -> Result<(), VmDirError> {
+        let ends_at = ttl.map(|ttl| now() + ttl.as_secs());
+        record::write(&self.path.join("ttl.json"), &Ttl { ends_at })
+            .map_err(at("write", &self.path))
+    }
+
+    /// Returns the time to live that was set last, if it was set while the VM ran.
+    pub fn read_ttl(&self) -> Option<Ttl> {
+        record::read(&self.path.join("ttl.json"))
     }
 
     /// Returns the path of the monitor process's own log.

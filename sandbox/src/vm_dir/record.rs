@@ -62,6 +62,13 @@ pub struct Egress {
     pub resolvers: Vec<SocketAddr>,
 }
 
+/// The time to live of a running VM.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ttl {
+    /// Seconds since 1970.
+    pub ends_at: Option<u64>,
+}
+
 /// How a VM ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ending {

@@ -13,16 +13,17 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, Refresh, ShutdownHow};
 use pvmm::exec::ExitStatus;
+use pvmm::open::{self, Access};
 use pvmm::{
-    Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, TapSource, Template, Vm, VmConfig,
-    Vsock,
+    Console, DriveSource, ErrorKind, HostOptions, Kvm, Outcome, Overrides, TapSource, Template, Vm,
+    VmConfig, Vsock,
 };
 use pvmm_jailer::confine::{Confinement, Means};
 
 use super::control::{Control, Effect};
 use super::main_command::MainCommand;
-use super::{Mode, Plan, Report, Reporter, Start, console, control};
-use crate::failure::{FAULT, Failure, USAGE};
+use super::{Mode, Plan, Report, Reporter, Start, VolumeImage, console, control};
+use crate::failure::{FAULT, Failure, FailureKind, USAGE};
 use crate::jail;
 use crate::machine;
 use crate::overrides::GUEST_CID;
@@ -30,7 +31,7 @@ use crate::ports::{self, BoundPort};
 use crate::scratch::Place;
 use crate::seccomp::Filters;
 use crate::sys::signals::{self, Signals};
-use crate::sys::{poll, process};
+use crate::sys::{lock, poll, process};
 use crate::vm_dir::RunDir;
 
 /// The time between SIGTERM and SIGKILL for processes in the guest when the VM is shut down.
@@ -39,6 +40,9 @@ const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
 const SHUTDOWN_PATIENCE: Duration = Duration::from_secs(8);
 /// How long the VM's threads and its console may take to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);
+
+/// How long a workload stands still at most for a caller that ends the VM next.
+pub const STILL_MAX: Duration = Duration::from_secs(300);
 
 /// A kernel that does not load into less memory than this may simply lack memory.
 const COMFORT_MIB: u64 = 128;
@@ -155,7 +159,19 @@ fn watch(
     let boot_patience = plan.boot_patience;
     let memory_mib = plan.record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let Plan { start, console_copy, mode, ports, extras, copy, record, frames, jailed, .. } = plan;
+    let Plan {
+        start,
+        console_copy,
+        mode,
+        ports,
+        extras,
+        copy,
+        record,
+        frames,
+        jailed,
+        volumes,
+        ..
+    } = plan;
     let template = match &start {
         Start::Boot(_) => None,
         Start::Template(template) => Some(template.clone()),
@@ -179,6 +195,7 @@ fn watch(
             Prepared::Fork(template, Box::new(overrides))
         }
     };
+    let volumes = volumes.iter().map(open_volume).collect::<Result<Vec<_>, _>>()?;
     let missing = place.enter_jail()?;
     let dir = &place.run_dir;
     let filters = jailed.then(Filters::of_monitor).transpose().map_err(fault)?;
@@ -208,6 +225,9 @@ fn watch(
         }
     }
     .map_err(refuse)?;
+    for (place, source) in (machine::SPARE_DRIVE..).zip(volumes) {
+        vm.replace_drive(place, source).map_err(refuse)?;
+    }
     let taps = vm.taps().to_vec();
     let listener = vm.take_ready();
     vm.resume().map_err(refuse)?;
@@ -269,6 +289,23 @@ fn watch(
         }
     };
     Ok(machine.stop(end))
+}
+
+/// Opens the image of a volume, before the jail hides it.
+fn open_volume(volume: &VolumeImage) -> Result<DriveSource, Failure> {
+    let access = if volume.read_only { Access::Read } else { Access::ReadWrite };
+    let open = |access| {
+        open::image(&volume.path, access)
+            .map_err(|error| Failure::fault(format!("volume {}: {error}", volume.path.display())))
+    };
+    let (file, reader) = (open(access)?, open(Access::Read)?);
+    // Held as long as the process has the file open: one VM may write it, or several may read it.
+    let free = if volume.read_only { lock::try_shared(&file) } else { lock::try_exclusive(&file) };
+    if !free.map_err(fault)? {
+        let message = format!("volume {} is in use by another sandbox", volume.path.display());
+        return Err(Failure::usage(message).of_kind(FailureKind::Conflict));
+    }
+    Ok(DriveSource::Opened { file, reader, path: volume.path.clone() })
 }
 
 /// Serves the forwarded ports of a detached VM on a thread that ends with the process.
@@ -334,6 +371,8 @@ struct Watched<'a> {
     end_at: Option<Instant>,
     made: Instant,
     trim_at: Option<Instant>,
+    /// When a workload that stands still by request goes on.
+    thaw_at: Option<Instant>,
     rolled_back: bool,
 }
 
@@ -356,6 +395,7 @@ impl<'a> Watched<'a> {
             end_at: None,
             made,
             trim_at,
+            thaw_at: None,
             rolled_back,
         }
     }
@@ -363,7 +403,7 @@ impl<'a> Watched<'a> {
     /// Runs the event loop until `own` is readable, `deadline` passes, or the VM must end.
     fn wait_for(&mut self, own: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> Event {
         loop {
-            let all = [deadline, self.stop_at, self.end_at, self.trim_at];
+            let all = [deadline, self.stop_at, self.end_at, self.trim_at, self.thaw_at];
             let until = all.into_iter().flatten().min();
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let sources = [
@@ -384,6 +424,10 @@ impl<'a> Watched<'a> {
                     Effect::None => {}
                     Effect::RolledBack => self.rolled_back = true,
                     Effect::Paused(paused) => self.reporter.tell(&Report::Paused(paused)),
+                    Effect::Still(still) => {
+                        self.thaw_at = still.then(|| Instant::now() + STILL_MAX);
+                    }
+                    Effect::Ttl(ttl) => self.end_at = ttl.map(|ttl| Instant::now() + ttl),
                 }
             }
             if own_ready {
@@ -403,6 +447,13 @@ impl<'a> Watched<'a> {
                     Err(error) => log::warn!("trim: {error:#}"),
                 }
                 process::trim_heap();
+            }
+            if self.thaw_at.is_some_and(|at| at <= now) {
+                // Whoever asked for it is gone, or takes too long.
+                self.thaw_at = None;
+                if let Err(error) = control::thaw(&self.vm) {
+                    log::warn!("thaw: {error:#}");
+                }
             }
             if self.end_at.is_some_and(|at| at <= now) {
                 return Event::End(End::Ttl);

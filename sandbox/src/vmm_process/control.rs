@@ -38,6 +38,10 @@ pub enum Effect {
     Paused(bool),
     /// All connections to the guest are broken.
     RolledBack,
+    /// The workload stands still until a thaw.
+    Still(bool),
+    /// The VM may live this long from now on.
+    Ttl(Option<Duration>),
 }
 
 impl Control {
@@ -97,6 +101,22 @@ impl Control {
                     standing_still(vm, FreezeOptions::default(), Vm::begin_freeze)?.finish()?;
                 let (bytes, files) = template.hand_over()?;
                 Ok((Effect::None, Done::Template(bytes, files)))
+            }
+            ControlRequest::FreezeStill => {
+                vm.prepare_freeze()?;
+                let template = held_still(vm, FreezeOptions::default(), Vm::begin_freeze)?;
+                let handed = template.finish().and_then(|template| template.hand_over());
+                match handed {
+                    Ok((bytes, files)) => Ok((Effect::Still(true), Done::Template(bytes, files))),
+                    Err(error) => thaw(vm).and(Err(error)),
+                }
+            }
+            ControlRequest::Thaw => {
+                thaw(vm)?;
+                Ok((Effect::Still(false), Done::Nothing))
+            }
+            ControlRequest::SetTtl { ttl_ms } => {
+                Ok((Effect::Ttl(ttl_ms.map(Duration::from_millis)), Done::Nothing))
             }
             ControlRequest::Checkpoint => {
                 // Only this VM itself continues from the checkpoint, so it may keep its secrets.
@@ -167,18 +187,50 @@ fn standing_still<T>(
     options: FreezeOptions,
     act: impl FnOnce(&mut Vm) -> Result<T, Error>,
 ) -> Result<T, Error> {
-    let deadline = Instant::now() + AGENT_PATIENCE;
-    let Some(path) = vm.vsock_path() else {
-        return Err(Error::plain(ErrorKind::InvalidConfig, "the VM has no vsock device"));
-    };
-    let agent = Agent::connect_control(path, deadline)?;
-    agent.freeze_with(options, deadline)?;
+    let agent = freeze_workload(vm, options)?;
     vm.settle(SETTLE_MAX);
     let done = act(vm);
     // The original VM continues in any case; only its forks wait for a refresh. The thaw has its
     // own deadline, because the first may be used up by now.
     agent.thaw(Instant::now() + AGENT_PATIENCE)?;
     done
+}
+
+/// Calls `act` as [`standing_still`] does, but lets the workload go on only if `act` fails.
+fn held_still<T>(
+    vm: &mut Vm,
+    options: FreezeOptions,
+    act: impl FnOnce(&mut Vm) -> Result<T, Error>,
+) -> Result<T, Error> {
+    let agent = freeze_workload(vm, options)?;
+    vm.settle(SETTLE_MAX);
+    match act(vm) {
+        Ok(done) => Ok(done),
+        Err(error) => {
+            agent.thaw(Instant::now() + AGENT_PATIENCE)?;
+            Err(error)
+        }
+    }
+}
+
+fn freeze_workload(vm: &Vm, options: FreezeOptions) -> Result<Agent, Error> {
+    let deadline = Instant::now() + AGENT_PATIENCE;
+    let agent = control_agent(vm, deadline)?;
+    agent.freeze_with(options, deadline)?;
+    Ok(agent)
+}
+
+/// Lets the workload go on.
+pub fn thaw(vm: &Vm) -> Result<(), Error> {
+    let deadline = Instant::now() + AGENT_PATIENCE;
+    Ok(control_agent(vm, deadline)?.thaw(deadline)?)
+}
+
+fn control_agent(vm: &Vm, deadline: Instant) -> Result<Agent, Error> {
+    let Some(path) = vm.vsock_path() else {
+        return Err(Error::plain(ErrorKind::InvalidConfig, "the VM has no vsock device"));
+    };
+    Ok(Agent::connect_control(path, deadline)?)
 }
 
 /// Returns what to try when the VM lacks what a request needs.

@@ -16,6 +16,7 @@ use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,7 +24,7 @@ use pvmm::Template;
 use pvmm::exec::ExecRequest;
 use serde::{Deserialize, Serialize};
 
-use crate::failure::{self, Failure};
+use crate::failure::{self, Failure, FailureKind};
 use crate::guest_agent::Names;
 use crate::log_file;
 use crate::machine::Extras;
@@ -61,8 +62,17 @@ pub struct Plan {
     pub extras: Extras,
     /// Overrides for a VM that is forked.
     pub copy: CopyParts,
+    /// Images behind the spare drives of a VM that is forked, in their order.
+    pub volumes: Vec<VolumeImage>,
     /// The socket of a network card without a tap, once its egress process runs.
     pub frames: Option<OwnedFd>,
+}
+
+/// A volume as the monitor process opens it.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeImage {
+    pub path: PathBuf,
+    pub read_only: bool,
 }
 
 /// The initial state of a VM.
@@ -90,7 +100,7 @@ enum Report {
     /// The vCPUs are paused by request, or run again.
     Paused(bool),
     /// The VM could not be started.
-    Failed { code: u8, message: String, hint: Option<String> },
+    Failed { code: u8, kind: Option<FailureKind>, message: String, hint: Option<String> },
     /// The VM has ended.
     Ended { exit_code: Option<u8>, reason: String, hint: Option<String> },
 }
@@ -180,6 +190,11 @@ impl VmmProcess {
         }
     }
 
+    /// Returns the process that supervises the VM. A caller that lives on waits for its end.
+    pub fn supervisor(&self) -> Child {
+        Child::of(self.supervisor.pid())
+    }
+
     /// Lets the VM live on without this process.
     pub fn keep(&mut self) -> Result<(), Failure> {
         let lifeline = self.lifeline.take();
@@ -204,8 +219,9 @@ impl VmmProcess {
 
     fn failure(&mut self, report: Option<Report>) -> Failure {
         match report {
-            Some(Report::Failed { code, message, hint }) => {
-                self.with_console(Failure { code, hint, ..Failure::fault(message) })
+            Some(Report::Failed { code, kind, message, hint }) => {
+                let special = kind;
+                self.with_console(Failure { code, special, hint, ..Failure::fault(message) })
             }
             Some(Report::Ended { reason, hint, .. }) => {
                 let message = format!("the VM has ended: {reason}");
@@ -270,7 +286,7 @@ impl Reporter {
     }
 
     fn failed(&mut self, failure: Failure) {
-        let Failure { code, message, hint, .. } = failure;
-        self.tell(&Report::Failed { code, message, hint });
+        let Failure { code, special: kind, message, hint, .. } = failure;
+        self.tell(&Report::Failed { code, kind, message, hint });
     }
 }

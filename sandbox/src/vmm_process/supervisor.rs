@@ -15,17 +15,19 @@ use pvmm_jailer::group::Group;
 
 use super::{Mode, Plan, Report, Reporter, Reports, Start, child};
 use crate::egress::EgressProcess;
-use crate::failure::{FAULT, Failure};
+use crate::failure::{FAULT, Failure, FailureKind};
 use crate::jail;
 use crate::log_file;
 use crate::net_card::TapWish;
 use crate::scratch;
 use crate::sys::process::{self, Child, Ended, Side};
 use crate::sys::{poll, signals};
-use crate::vm_dir::{Claim, Ending, Record, VmDir, now};
+use crate::vm_dir::{Claim, Ending, Record, Ttl, VmDir, now};
 
 /// How much longer than its time to live a VM's own process may take to end it.
 const TTL_GRACE: Duration = Duration::from_secs(2);
+/// How often the time to live is looked up.
+const LOOK_EVERY: Duration = Duration::from_secs(60);
 /// The byte that a launcher sends when the VM is to live on without it.
 pub const KEEP: u8 = b'k';
 
@@ -50,6 +52,7 @@ pub fn run(plan: Plan, claim: &Claim, launcher: PipeWriter, lifeline: PipeReader
                 kept: false,
                 last: None,
                 end_at,
+                ttl: None,
             };
             supervisor.watch();
             supervisor.clean_up(claim, ephemeral);
@@ -185,6 +188,8 @@ struct Supervisor {
     last: Option<Report>,
     /// When a VM whose monitor process did not end it in time is killed.
     end_at: Option<Instant>,
+    /// The time to live that was set last while the VM ran.
+    ttl: Option<Ttl>,
 }
 
 impl Supervisor {
@@ -200,8 +205,12 @@ impl Supervisor {
                 self.egress.as_deref().map(AsFd::as_fd),
             ];
             let left = self.end_at.map(|at| at.saturating_duration_since(Instant::now()));
-            let Ok([reported, launcher, network]) = poll::readable_of(sources, left) else { break };
-            if left.is_some_and(|left| left.is_zero()) {
+            let tick = left.map_or(LOOK_EVERY, |left| left.min(LOOK_EVERY));
+            let Ok([reported, launcher, network]) = poll::readable_of(sources, Some(tick)) else {
+                break;
+            };
+            self.read_ttl();
+            if self.end_at.is_some_and(|at| at <= Instant::now()) {
                 let reason = child::TTL_PASSED.to_owned();
                 self.take(Report::Ended { exit_code: None, reason, hint: None });
                 break;
@@ -215,10 +224,10 @@ impl Supervisor {
             if network
                 && let Some(egress) = &mut self.egress
                 && egress.has_ended()
-                && let Err(Failure { code, message, hint, .. }) = egress.restart()
+                && let Err(Failure { code, special: kind, message, hint, .. }) = egress.restart()
             {
                 // Nothing passes without the process, and a VM that was given a network has one.
-                self.take(Report::Failed { code, message, hint });
+                self.take(Report::Failed { code, kind, message, hint });
                 break;
             }
             if launcher && self.launcher_is_gone() {
@@ -230,6 +239,15 @@ impl Supervisor {
             // The processes that the monitor process has made end with its PID namespace, too.
             let _ = group.kill();
         }
+    }
+
+    /// Looks whether the time to live was changed. The monitor process is told of a change, too,
+    /// and this process only makes sure of it, so that a look now and then is enough.
+    fn read_ttl(&mut self) {
+        let Some(ttl) = self.dir.read_ttl().filter(|ttl| self.ttl != Some(*ttl)) else { return };
+        self.ttl = Some(ttl);
+        let left = |ends_at: u64| Duration::from_secs(ends_at.saturating_sub(now()));
+        self.end_at = ttl.ends_at.map(|ends_at| Instant::now() + left(ends_at) + TTL_GRACE);
     }
 
     fn launcher_is_gone(&mut self) -> bool {
@@ -274,12 +292,13 @@ impl Supervisor {
         if out_of_memory {
             let message = "the VM used more of the host's memory than its limit (oom)".to_owned();
             let hint = Some("use more --memory, or fewer checkpoints and forks".to_owned());
-            let report = Report::Failed { code: FAULT, message, hint };
+            let report =
+                Report::Failed { code: FAULT, kind: Some(FailureKind::NoMemory), message, hint };
             self.launcher.tell(&report);
             self.last = Some(report);
         } else if self.last.is_none() {
             let message = self.crash(ended);
-            self.launcher.tell(&Report::Failed { code: FAULT, message, hint: None });
+            self.launcher.tell(&Report::Failed { code: FAULT, kind: None, message, hint: None });
         }
         self.dir.remove_sockets();
         if !self.kept && self.lifeline.is_none() {
