@@ -53,6 +53,54 @@ const BASE_PACKAGES: [&str; 20] = [
     "tar",
 ];
 
+/// The recipes that pvmm brings along, with their packages beside those of `base`, sorted.
+const BUILT_IN: [(&str, &[&str]); 4] = [
+    (BASE, &[]),
+    (
+        "code-interpreter",
+        &[
+            "nodejs",
+            "python-is-python3",
+            "python3-matplotlib",
+            "python3-numpy",
+            "python3-pandas",
+            "python3-requests",
+            "python3-scipy",
+        ],
+    ),
+    (
+        "python-data",
+        &[
+            "python-is-python3",
+            "python3-matplotlib",
+            "python3-numpy",
+            "python3-openpyxl",
+            "python3-pandas",
+            "python3-requests",
+            "python3-scipy",
+            "python3-sklearn",
+            "python3-sqlalchemy",
+        ],
+    ),
+    (
+        "agent",
+        &[
+            "build-essential",
+            "curl",
+            "git",
+            "jq",
+            "nodejs",
+            "npm",
+            "openssh-client",
+            "patch",
+            "python-is-python3",
+            "python3-dev",
+            "python3-requests",
+            "ripgrep",
+        ],
+    ),
+];
+
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
     #[error(transparent)]
@@ -94,6 +142,18 @@ pub struct Recipe {
 impl Recipe {
     pub fn base() -> Recipe {
         Recipe { name: BASE.to_owned(), packages: Vec::new() }
+    }
+
+    /// Returns the recipe that pvmm brings along under this name.
+    pub fn built_in(name: &str) -> Option<Recipe> {
+        let (name, packages) = BUILT_IN.iter().find(|(known, _)| *known == name)?;
+        let packages = packages.iter().map(|package| (*package).to_owned()).collect();
+        Some(Recipe { name: (*name).to_owned(), packages })
+    }
+
+    /// Returns the names of the recipes that pvmm brings along.
+    pub fn built_in_names() -> impl Iterator<Item = &'static str> {
+        BUILT_IN.iter().map(|(name, _)| *name)
     }
 
     /// Makes a recipe of `base` with more packages, under another name.

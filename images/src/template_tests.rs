@@ -112,3 +112,12 @@ fn remove_of_template_takes_it_from_the_list() {
     let again = Template::remove(&cache, BASE, &mut Silent);
     assert!(matches!(again, Err(TemplateError::Unknown { .. })));
 }
+
+#[test]
+fn recipe_that_is_built_in_is_one_that_a_user_could_write() {
+    for name in Recipe::built_in_names() {
+        let recipe = Recipe::built_in(name).unwrap();
+        assert_eq!(Recipe::new(name, &recipe.packages).unwrap(), recipe);
+    }
+    assert!(Recipe::built_in("other").is_none());
+}

@@ -21,10 +21,10 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
         TemplateVerb::Build { name, packages, recipe, force, json } => {
             let recipe = match recipe {
                 Some(path) => Recipe::load(&path),
-                None if name == pvmm_images::template::BASE && packages.is_empty() => {
-                    Ok(Recipe::base())
-                }
-                None => Recipe::new(&name, &packages),
+                None => match Recipe::built_in(&name).filter(|_| packages.is_empty()) {
+                    Some(recipe) => Ok(recipe),
+                    None => Recipe::new(&name, &packages),
+                },
             };
             let recipe = recipe.map_err(prepare::refuse)?;
             let template = build(&cache, &recipe, force, quiet)?;
