@@ -15,6 +15,8 @@ pub const MIN_BYTES: u64 = 16 << 20;
 pub const MAX_BYTES: u64 = 16 << 40;
 
 const DEADLINE: Duration = Duration::from_secs(300);
+/// The checker ends with 1 if it has mended something.
+const CHECK: &str = r#"e2fsck -fp "$1" || [ $? -eq 1 ]"#;
 
 #[derive(Debug, thiserror::Error)]
 pub enum VolumeError {
@@ -59,9 +61,9 @@ pub fn grow(path: &Path, bytes: u64) -> Result<(), VolumeError> {
     }
     file.set_len(bytes).map_err(at("grow"))?;
     // A volume whose VM was killed has a journal to replay first.
-    for (program, flags) in [("e2fsck", &["-f", "-p"][..]), ("resize2fs", &[][..])] {
-        let mut command = Command::new(program);
-        command.args(flags).arg(path);
+    for line in [CHECK, "exec resize2fs \"$1\""] {
+        let mut command = Command::new("sh");
+        command.args(["-c", line, "sh"]).arg(path);
         tool::run_quietly(command, "e2fsprogs", DEADLINE)
             .map_err(|source| VolumeError::Grow { path: path.to_owned(), source })?;
     }

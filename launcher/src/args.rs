@@ -9,8 +9,9 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
-use pvmm_images::overlay;
+use pvmm_images::{overlay, volume};
 
+use crate::cli::Lifetime;
 /// Parses `--name`.
 pub use pvmm_sandbox::vm_dir::check_name as vm_name;
 /// Parses `--uid-range`.
@@ -55,6 +56,41 @@ pub fn balloon_mib(text: &str) -> Result<u64, String> {
 /// Parses `--disk-size` in MiB.
 pub fn disk_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, MIN_DISK_MIB, MAX_DISK_MIB)
+}
+
+/// Parses the size of a volume in MiB.
+pub fn volume_mib(text: &str) -> Result<u64, String> {
+    in_range(size_mib(text)?, volume::MIN_BYTES >> 20, volume::MAX_BYTES >> 20)
+}
+
+/// Parses `--volume`: `NAME[:/FOLDER][:ro]`.
+pub fn volume_mount(text: &str) -> Result<VolumeFlag, String> {
+    const SHAPE: &str = "write NAME, NAME:/FOLDER or NAME:/FOLDER:ro";
+    let (rest, read_only) = match text.strip_suffix(":ro") {
+        Some(rest) => (rest, true),
+        None => (text, false),
+    };
+    let (name, at) = rest.split_once(':').unwrap_or((rest, "/workspace"));
+    if !at.starts_with('/') || at.len() < 2 || at.contains(char::is_control) {
+        return Err(SHAPE.to_owned());
+    }
+    Ok(VolumeFlag { name: vm_name(name)?, at: at.to_owned(), read_only })
+}
+
+/// The value of one `--volume` flag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VolumeFlag {
+    pub name: String,
+    pub at: String,
+    pub read_only: bool,
+}
+
+/// Parses a time to live, or `none`.
+pub fn ttl(text: &str) -> Result<Lifetime, String> {
+    match text {
+        "none" => Ok(Lifetime(None)),
+        text => duration(text).map(|ttl| Lifetime(Some(ttl))),
+    }
 }
 
 /// Parses `--max-size` of a copy in MiB.

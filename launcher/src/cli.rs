@@ -7,6 +7,7 @@ mod balloon;
 mod code;
 mod copies;
 mod host;
+mod keep;
 mod look;
 mod net;
 mod run;
@@ -25,8 +26,10 @@ pub use balloon::Balloon;
 pub use code::{Code, CodeLanguage};
 pub use copies::{Fork, OneVm, Restore, Snapshot, Snapshots, SnapshotsVerb, SyncMode};
 pub use host::{
-    Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, Template, TemplateVerb,
+    Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, Template,
+    TemplateVerb, VolumeMode,
 };
+pub use keep::{Hibernate, Lifetime, Ttl, Volume, VolumeVerb, Wake};
 pub use look::{Kill, KillSignal, Logs, Ps, Rm, Stats};
 pub use net::NetArgs;
 pub use run::{Attach, CommandFlags, Exec, Run};
@@ -48,7 +51,7 @@ Exit codes:
 Environment:
   PVMM_RUNTIME_DIR   where running VMs are kept [default: $XDG_RUNTIME_DIR/pvmm, /run/pvmm, /tmp/pvmm-UID]
   XDG_CACHE_HOME     kernels and templates are kept in its pvmm folder [default: ~/.cache]
-  XDG_DATA_HOME      snapshots are kept in its pvmm folder [default: ~/.local/share]
+  XDG_DATA_HOME      snapshots and volumes are kept in its pvmm folder [default: ~/.local/share]
   PVMM_BOOT_TIMEOUT  how long a guest may take to answer [default: 60s]
   NO_COLOR           no colour on a terminal";
 
@@ -115,6 +118,10 @@ Examples:
   pvmm resume web
 ")]
     Resume(OneVm),
+    Hibernate(Hibernate),
+    Wake(Wake),
+    Ttl(Ttl),
+    Volume(Volume),
     Ps(Ps),
     Stats(Stats),
     Balloon(Balloon),

@@ -12,9 +12,9 @@ use crate::failure::Failure;
 use crate::overrides::CopyFlags;
 use crate::sys::process;
 use crate::sys::signals::Signals;
-use crate::vm_dir::{Base, Claim, Egress, Record, UidRange, VmDir, now};
+use crate::vm_dir::{Base, Claim, Egress, Record, UidRange, VmDir, VolumeMount, now};
+use crate::vmm_process::VmmProcess;
 use crate::vmm_process::copy::{self, Order};
-use crate::vmm_process::{VmmProcess, VolumeImage};
 
 /// How long a copy may take until its agent has answered.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -43,7 +43,7 @@ pub struct Copies<'a> {
     pub like: Record,
     pub flags: CopyFlags,
     /// Images behind the template's spare drives.
-    pub volumes: Vec<VolumeImage>,
+    pub volumes: Vec<VolumeMount>,
     pub makes_taps: bool,
     pub start: StartOptions,
     /// The policy of a network card without a tap, if the template has one.
@@ -78,6 +78,7 @@ impl Copies<'_> {
             kernel: self.like.kernel.clone(),
             cpus: self.like.cpus,
             memory_mib: self.like.memory_mib,
+            volumes: self.volumes.clone(),
             ..Record::default()
         };
         let mut claim = base.create(record, self.start.users())?;
@@ -86,7 +87,6 @@ impl Copies<'_> {
             machine: self.machine,
             record: claim.dir().read_record().unwrap_or_default(),
             flags: &self.flags,
-            volumes: &self.volumes,
             number,
             makes_taps: self.makes_taps,
             boot_patience: PATIENCE,

@@ -12,6 +12,7 @@ pub mod egress;
 pub mod end;
 pub mod failure;
 pub mod guest_agent;
+pub mod hibernated;
 pub mod jail;
 pub mod log_file;
 pub mod logger;
@@ -33,4 +34,5 @@ pub mod volumes;
 pub mod warm;
 
 pub use failure::{Failure, FailureKind};
-pub use sandboxes::{CreateOptions, ForkOptions, Sandbox, Sandboxes, VolumeMount};
+pub use sandboxes::{CreateOptions, ForkOptions, Sandbox, Sandboxes};
+pub use vm_dir::VolumeMount;

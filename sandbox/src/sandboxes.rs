@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pvmm::agent::Agent;
-use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{LoadOptions, Manifest, WriteOptions};
 use pvmm::{Kvm, Template};
 use pvmm_egress::policy::PolicyDocument;
@@ -23,20 +22,9 @@ use crate::net;
 use crate::overrides::CopyFlags;
 use crate::snapshots;
 use crate::sys::process::Child;
-use crate::vm_dir::{Base, Egress, Record, VmEntry, VmStatus};
-use crate::vmm_process::VolumeImage;
+use crate::vm_dir::{Base, Egress, Record, VmEntry, VmStatus, VolumeMount};
+use crate::vmm_process::volume;
 use crate::warm::{self, Shape};
-
-/// How long a volume may take to be mounted.
-const MOUNT_PATIENCE: Duration = Duration::from_secs(30);
-/// Mounts a volume once the guest has noticed its size: `sh -c … sh DEVICE SECTORS OPTIONS PLACE`.
-const MOUNT: &str = r#"
-i=0
-while [ "$(cat "/sys/class/block/$1/size")" != "$2" ] && [ $i -lt 200 ]; do
-    i=$((i + 1)); sleep 0.02
-done
-mkdir -p "$4" && mount -t ext4 -o "$3" "/dev/$1" "$4"
-"#;
 
 /// The sandboxes of one runtime directory.
 #[derive(Clone, Debug)]
@@ -76,16 +64,6 @@ pub struct CreateOptions {
     pub jailed: bool,
 }
 
-/// A volume of a sandbox.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct VolumeMount {
-    /// An image with an ext4 file system.
-    pub image: PathBuf,
-    /// The folder in the guest.
-    pub at: String,
-    pub read_only: bool,
-}
-
 /// The properties of forks.
 #[derive(Clone, Debug, Default)]
 pub struct ForkOptions {
@@ -121,16 +99,8 @@ impl CreateOptions {
             memory_mib: self.memory_mib,
             disk_mib: self.disk_mib,
             net: self.egress.is_some(),
-            spare_drives: self.volumes.len() as u32,
+            spare_drives: self.volumes.iter().map(|volume| volume.read_only).collect(),
         }
-    }
-
-    fn images(&self) -> Vec<VolumeImage> {
-        let image = |volume: &VolumeMount| VolumeImage {
-            path: volume.image.clone(),
-            read_only: volume.read_only,
-        };
-        self.volumes.iter().map(image).collect()
     }
 }
 
@@ -213,7 +183,7 @@ impl Sandboxes {
             machine,
             like,
             flags: CopyFlags::default(),
-            volumes: options.images(),
+            volumes: options.volumes.clone(),
             makes_taps: false,
             start: start_options(options.jailed, options.ttl)?,
             egress: options.egress.clone().unwrap_or_default(),
@@ -221,7 +191,6 @@ impl Sandboxes {
         let mut started = copies.start(&self.base, vec![options.name.clone()])?;
         let Some(mut vm) = started.pop() else { return Err(Failure::fault("no VM was started")) };
         vm.wait_ready(None, None)?;
-        mount(&vm, &options.volumes)?;
         self.keep(vm)
     }
 
@@ -258,6 +227,11 @@ impl Sandbox {
         &self.entry.state
     }
 
+    /// Returns the network of the sandbox, if it has one with a policy.
+    pub fn egress(&self) -> Option<Egress> {
+        self.entry.dir.read_egress().filter(|_| self.entry.has_egress())
+    }
+
     /// Returns the path of the guest's console log.
     pub fn console_log(&self) -> PathBuf {
         self.entry.dir.run().console_log()
@@ -272,16 +246,16 @@ impl Sandbox {
     /// Makes forks, all of one moment; the sandbox goes on.
     pub fn fork(&self, options: &ForkOptions) -> Result<Vec<Sandbox>, Failure> {
         let machine = control::hand_over(&self.entry)?;
-        let parent = self.entry.dir.read_egress().filter(|_| self.entry.has_egress());
         let template = format!("fork of {}", self.entry.label());
         let copies = Copies {
             machine: &machine,
             like: Record { template, ..self.record().clone() },
+
             flags: CopyFlags::default(),
             volumes: Vec::new(),
             makes_taps: true,
             start: start_options(!options.unjailed, options.ttl)?,
-            egress: parent.unwrap_or_default(),
+            egress: self.egress().unwrap_or_default(),
         };
         let mut forks = copies.start(&self.owner.base, options.names.clone())?;
         for fork in &mut forks {
@@ -317,7 +291,7 @@ impl Sandbox {
     pub fn hibernate(&self, folder: &Path) -> Result<Manifest, Failure> {
         let template = control::freeze_still(&self.entry)?;
         match write(&template, folder) {
-            Ok(manifest) => self.end().map(|()| manifest),
+            Ok(manifest) => self.kill().map(|()| manifest),
             Err(failure) => {
                 control::ask(&self.entry, ControlRequest::Thaw)?;
                 Err(failure)
@@ -335,8 +309,16 @@ impl Sandbox {
         net::change(&self.entry, |old| *old = policy.clone())
     }
 
-    /// Ends the sandbox at once, and removes its directory.
+    /// Ends the sandbox once its volumes are written, and removes its directory.
     pub fn end(&self) -> Result<(), Failure> {
+        if *self.status() == VmStatus::Running {
+            volume::flush(&self.entry.dir.run().vsock(), &self.record().volumes);
+        }
+        self.kill()
+    }
+
+    /// Ends the sandbox at once, and removes its directory.
+    fn kill(&self) -> Result<(), Failure> {
         // The state may have changed since the sandbox was found.
         let entry = match self.owner.base.find(self.id()) {
             Ok(entry) => entry,
@@ -372,28 +354,6 @@ fn error_chain<'a>(
     error: &'a (dyn std::error::Error + 'static),
 ) -> impl Iterator<Item = &'a (dyn std::error::Error + 'static)> {
     std::iter::successors(Some(error), |error| error.source())
-}
-
-/// Mounts the volumes of a new sandbox.
-fn mount(vm: &RunningVm, volumes: &[VolumeMount]) -> Result<(), Failure> {
-    if volumes.is_empty() {
-        return Ok(());
-    }
-    let agent = guest_agent::connect(vm.dir(), guest_agent::PATIENCE);
-    let agent = agent.map_err(guest_agent::refuse)?;
-    for (letter, volume) in (b'c'..).zip(volumes) {
-        let device = format!("vd{}", char::from(letter));
-        let sectors = (std::fs::metadata(&volume.image)?.len() / 512).to_string();
-        let options = if volume.read_only { "ro" } else { "rw" };
-        let argv = ["/bin/sh", "-c", MOUNT, "sh", &device, &sectors, options, &volume.at];
-        let request = ExecRequest::argv(argv).timeout(MOUNT_PATIENCE);
-        let output = agent.exec(&request).map_err(guest_agent::refuse_exec)?;
-        if !output.status.success() {
-            let said = String::from_utf8_lossy(&output.stderr.bytes).trim().to_owned();
-            return Err(Failure::fault(format!("volume at {}: {said}", volume.at)));
-        }
-    }
-    Ok(())
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

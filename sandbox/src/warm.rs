@@ -60,8 +60,8 @@ pub struct Shape {
     pub disk_mib: u64,
     /// Has a network card behind an egress process.
     pub net: bool,
-    /// Drives that are given an image when a VM is made.
-    pub spare_drives: u32,
+    /// Drives that are given an image when a VM is made, and whether the guest only reads them.
+    pub spare_drives: Vec<bool>,
 }
 
 impl Shape {
@@ -73,7 +73,7 @@ impl Shape {
             memory_mib: 512,
             disk_mib: 8 << 10,
             net: false,
-            spare_drives: 0,
+            spare_drives: Vec::new(),
         }
     }
 }
@@ -180,8 +180,10 @@ fn bake_in(
     config.vsock = Some(Vsock::new(3, uds_path.clone()));
     config.host.console = Console::Discard;
     let scratch = scratch::place()?;
-    let spare = |_| spare_drive(&scratch.dir).map(Drive::from_file);
-    config.drives.extend((0..shape.spare_drives).map(spare).collect::<Result<Vec<_>, _>>()?);
+    for read_only in &shape.spare_drives {
+        let drive = Drive::from_file(spare_drive(&scratch.dir)?);
+        config.drives.push(Drive { read_only: *read_only, ..drive });
+    }
     // Nobody answers at the other end while the template is baked.
     let mut far_ends = Vec::new();
     config.nets.extend(shape.net.then(|| idle_card(&mut far_ends)).transpose()?);
@@ -271,8 +273,8 @@ fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<Pat
         ))
     };
     let mut size = format!("{} {} {}", shape.cpus, shape.memory_mib, shape.disk_mib);
-    if shape.net || shape.spare_drives > 0 {
-        size += &format!(" net {} drives {}", shape.net, shape.spare_drives);
+    if shape.net || !shape.spare_drives.is_empty() {
+        size += &format!(" net {} drives {:?}", shape.net, shape.spare_drives);
     }
     let parts = [
         VERSION.to_owned(),

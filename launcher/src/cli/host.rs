@@ -59,9 +59,9 @@ pub enum TemplateVerb {
         /// With a network card, for sandboxes that have a policy
         #[arg(long)]
         net: bool,
-        /// Number of volumes of the sandboxes that start from it
-        #[arg(long, value_name = "N", default_value = "0", value_parser = clap::value_parser!(u32).range(0..=4))]
-        volumes: u32,
+        /// For sandboxes with volumes, of which each is written or only read: rw,ro
+        #[arg(long, value_name = "MODES", value_delimiter = ',')]
+        volumes: Vec<VolumeMode>,
     },
     /// List the templates that are built or can be
     #[command(visible_alias = "list")]
@@ -171,4 +171,11 @@ pub struct Man {
     /// Folder for one page per verb
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub dir: Option<PathBuf>,
+}
+
+/// What a sandbox may do with a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum VolumeMode {
+    Rw,
+    Ro,
 }

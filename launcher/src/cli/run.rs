@@ -8,7 +8,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueHint};
 
 use super::TEMPLATE;
-use crate::args::{self, EnvVar, ProcessName};
+use crate::args::{self, EnvVar, ProcessName, VolumeFlag};
 use crate::cli::start::EgressFlags;
 use crate::cli::start::StartFlags;
 use pvmm_sandbox::drive::{self, DriveFlag};
@@ -60,6 +60,9 @@ pub struct Run {
     #[arg(long, value_name = "CARD", value_parser = net_card::parse, num_args = 0..=1,
           default_missing_value = net_card::EGRESS)]
     pub net: Option<NetCard>,
+    /// Mount a volume: NAME[:/FOLDER][:ro] [default folder: /workspace]
+    #[arg(long, value_name = "VOLUME", value_parser = args::volume_mount)]
+    pub volume: Vec<VolumeFlag>,
     #[command(flatten)]
     pub egress: EgressFlags,
     /// Let the guest give memory back: what it frees, and more when `pvmm balloon` asks

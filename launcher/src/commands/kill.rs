@@ -10,7 +10,8 @@ use crate::exit::{Failure, Outcome};
 use crate::output;
 use pvmm_sandbox::end::end;
 use pvmm_sandbox::guest_agent;
-use pvmm_sandbox::vm_dir::{Base, VmEntry};
+use pvmm_sandbox::hibernated;
+use pvmm_sandbox::vm_dir::{Base, VmDirError, VmEntry};
 
 /// How long the agent may take to answer.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
@@ -31,7 +32,17 @@ pub fn kill(args: Kill) -> Outcome {
 }
 
 pub fn rm(args: Rm) -> Outcome {
-    for_each(&args.vms, |base, vm| {
+    let base = Base::open()?;
+    let is_vm = |name: &String| !matches!(base.find(name), Err(VmDirError::Unknown(_)));
+    let (vms, others): (Vec<String>, Vec<String>) = args.vms.into_iter().partition(is_vm);
+    for name in &others {
+        match hibernated::find(name) {
+            Ok(asleep) => asleep.remove()?,
+            Err(_) => return Err(VmDirError::Unknown(name.clone()).into()),
+        }
+        output::line(name)?;
+    }
+    for_each(&vms, |base, vm| {
         if vm.state.is_alive() {
             if !args.force {
                 let message = format!("'{}' is {}", vm.label(), vm.state.word());

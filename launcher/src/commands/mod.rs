@@ -11,6 +11,7 @@ mod cp;
 mod doctor;
 mod exec;
 mod fork;
+mod hibernate;
 mod kill;
 mod logs;
 mod man;
@@ -24,6 +25,7 @@ mod run;
 mod snapshot;
 mod stats;
 mod template;
+mod volume;
 mod watch;
 
 use crate::cli::{Cli, Verb};
@@ -51,6 +53,10 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Rollback(args) => rollback::rollback(args),
         Verb::Pause(args) => rollback::pause(args),
         Verb::Resume(args) => rollback::resume(args),
+        Verb::Hibernate(args) => hibernate::hibernate(args),
+        Verb::Wake(args) => hibernate::wake(args),
+        Verb::Ttl(args) => hibernate::ttl(args),
+        Verb::Volume(args) => volume::volume(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Stats(args) => stats::stats(args),
         Verb::Balloon(args) => balloon::balloon(args),

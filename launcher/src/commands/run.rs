@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::AgentError;
 use pvmm::exec::{ExecError, ExecRequest};
 
+use crate::args::VolumeFlag;
 use crate::attach;
 use crate::cli::{Run, start};
 use crate::exit::{self, Failure, Outcome};
@@ -30,8 +31,10 @@ use pvmm_sandbox::overrides::CopyParts;
 use pvmm_sandbox::ports::{self, BoundPort};
 use pvmm_sandbox::prepare::Sources;
 use pvmm_sandbox::sys::signals::Signals;
-use pvmm_sandbox::vm_dir::{Base, Egress, Record, VmDir, now};
+use pvmm_sandbox::vm_dir::{Base, Egress, Record, VmDir, VolumeMount, now};
+use pvmm_sandbox::vmm_process::volume;
 use pvmm_sandbox::vmm_process::{self, Mode, Plan, Start};
+use pvmm_sandbox::volumes::Volumes;
 use pvmm_sandbox::warm::{self, Shape};
 
 const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
@@ -50,6 +53,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         base.refuse_taken(name)?;
     }
     let (net, egress) = network(&args)?;
+    let volumes = volumes(&args)?;
     let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
@@ -64,7 +68,8 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let deadline = args.timeout.map(|timeout| Instant::now() + timeout);
     let names = attach::names(&argv, &args.command);
     let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
-    let claim = base.create(record(&args, &argv, &start, &ports), args.jail.options().users())?;
+    let claim =
+        base.create(record(&args, &argv, &start, &ports, volumes), args.jail.options().users())?;
     if let Some(egress) = &egress {
         claim.dir().write_egress(egress)?;
     }
@@ -86,7 +91,6 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         ttl: args.jail.ttl,
         ports: detached_ports,
         copy: CopyParts::default(),
-        volumes: Vec::new(),
         frames: None,
         extras: Extras { drives: args.drive.clone(), net, balloon: args.balloon },
     };
@@ -130,6 +134,24 @@ fn network(args: &Run) -> Result<(Option<NetCard>, Option<Egress>), Failure> {
     }
 }
 
+/// Returns the volumes of the VM, each of which must exist and be free.
+fn volumes(args: &Run) -> Result<Vec<VolumeMount>, Failure> {
+    if args.volume.is_empty() {
+        return Ok(Vec::new());
+    }
+    let known = Volumes::open()?;
+    let mount = |flag: &VolumeFlag| {
+        let volume = known.get(&flag.name)?;
+        if volume.in_use && !flag.read_only {
+            return Err(Failure::usage(format!("--volume: '{}' is in use", flag.name))
+                .hint("end the VM that uses it, or read it with ':ro'"));
+        }
+        let (at, read_only) = (flag.at.clone(), flag.read_only);
+        Ok(VolumeMount { image: volume.image, at, read_only, mounted: false })
+    };
+    args.volume.iter().map(mount).collect()
+}
+
 /// The initial state of the VM, and the name of its kernel.
 struct Begin {
     with: Start,
@@ -146,7 +168,8 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
         || args.egress.is_given()
         || args.balloon
         || args.console.is_some()
-        || !args.drive.is_empty();
+        || !args.drive.is_empty()
+        || !args.volume.is_empty();
     if !args.cold && !special {
         let shape = Shape {
             template: args.template.clone(),
@@ -166,7 +189,13 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
 }
 
 /// Builds the record that other commands read.
-fn record(args: &Run, argv: &[OsString], start: &Begin, ports: &[BoundPort]) -> Record {
+fn record(
+    args: &Run,
+    argv: &[OsString],
+    start: &Begin,
+    ports: &[BoundPort],
+    volumes: Vec<VolumeMount>,
+) -> Record {
     let rootfs = args.rootfs.as_ref().map(|path| path.display().to_string());
     Record {
         name: args.name.clone(),
@@ -179,6 +208,7 @@ fn record(args: &Run, argv: &[OsString], start: &Begin, ports: &[BoundPort]) -> 
         command: Record::command_of(if args.argv.is_empty() { &[] } else { argv }),
         ports: ports.iter().map(BoundPort::to_string).collect(),
         ephemeral: !args.detach,
+        volumes,
         ..Record::default()
     }
 }
@@ -267,7 +297,11 @@ fn foreground(
         }
     };
     match attached {
-        Ok(end) => end.outcome(names),
+        Ok(end) => {
+            let volumes = dir.read_record().unwrap_or_default().volumes;
+            volume::flush(&dir.run().vsock(), &volumes);
+            end.outcome(names)
+        }
         // The monitor process's report says more than the broken connection.
         Err(ExecError::Agent(AgentError::Lost(_))) => Err(vm.process.why_gone()),
         Err(error) => Err(guest_agent::refuse_exec(error)),

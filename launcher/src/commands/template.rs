@@ -5,7 +5,7 @@
 use pvmm_images::{Cache, Recipe, Template};
 use serde::Serialize;
 
-use crate::cli::{self, TemplateVerb};
+use crate::cli::{self, TemplateVerb, VolumeMode};
 use crate::exit::{Failure, Outcome};
 use crate::interrupt::{interruptible, or_interrupted};
 use crate::leftovers::Leftovers;
@@ -39,7 +39,7 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
                 memory_mib: memory,
                 disk_mib: disk_size,
                 net,
-                spare_drives: volumes,
+                spare_drives: volumes.into_iter().map(|mode| mode == VolumeMode::Ro).collect(),
                 ..Shape::of(&name)
             };
             bake(&shape, quiet)?;

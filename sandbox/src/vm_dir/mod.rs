@@ -27,7 +27,10 @@ mod record;
 mod tests;
 
 pub use base::Base;
-pub use record::{Egress, Ending, Record, Ttl, VmStatus, now};
+pub use record::{
+    Egress, Ending, Record, Ttl, VmStatus, VolumeMount, now, read as read_document,
+    write as write_document,
+};
 
 use std::fs::{self, File, OpenOptions};
 use std::io;

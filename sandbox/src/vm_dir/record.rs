@@ -8,7 +8,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::net::SocketAddr;
 use std::os::unix::fs::OpenOptionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use pvmm_egress::policy::PolicyDocument;
@@ -44,6 +44,9 @@ pub struct Record {
     /// The host's tap interfaces behind the VM's network devices.
     #[serde(default)]
     pub taps: Vec<String>,
+    /// The volumes that the guest has mounted.
+    #[serde(default)]
+    pub volumes: Vec<VolumeMount>,
     /// Whether the agent has answered.
     pub ready: bool,
     /// Whether the vCPUs are paused by request.
@@ -51,6 +54,18 @@ pub struct Record {
     pub paused: bool,
     /// Whether it is a foreground run, whose directory is removed at its end.
     pub ephemeral: bool,
+}
+
+/// A volume of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeMount {
+    /// An image with an ext4 file system.
+    pub image: PathBuf,
+    /// The folder in the guest.
+    pub at: String,
+    pub read_only: bool,
+    /// The guest has it mounted already, as one that goes on from its own snapshot has.
+    pub mounted: bool,
 }
 
 /// The network of a VM behind its egress process.
@@ -135,7 +150,7 @@ pub fn now() -> u64 {
 }
 
 /// Replaces the document atomically.
-pub(super) fn write<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
+pub fn write<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     // A directory has one writer at a time: its creator first, then its supervisor.
     let temporary = path.with_extension("json.new");
     let mut options = OpenOptions::new();
@@ -148,7 +163,7 @@ pub(super) fn write<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
 }
 
 /// Reads the document; `None` if it is missing or invalid.
-pub(super) fn read<T: DeserializeOwned>(path: &Path) -> Option<T> {
+pub fn read<T: DeserializeOwned>(path: &Path) -> Option<T> {
     let mut text = String::new();
     File::open(path).ok()?.take(MAX_DOCUMENT).read_to_string(&mut text).ok()?;
     serde_json::from_str(&text).ok()

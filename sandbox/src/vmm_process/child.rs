@@ -13,17 +13,16 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, Refresh, ShutdownHow};
 use pvmm::exec::ExitStatus;
-use pvmm::open::{self, Access};
 use pvmm::{
-    Console, DriveSource, ErrorKind, HostOptions, Kvm, Outcome, Overrides, TapSource, Template, Vm,
-    VmConfig, Vsock,
+    Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, TapSource, Template, Vm, VmConfig,
+    Vsock,
 };
 use pvmm_jailer::confine::{Confinement, Means};
 
 use super::control::{Control, Effect};
 use super::main_command::MainCommand;
-use super::{Mode, Plan, Report, Reporter, Start, VolumeImage, console, control};
-use crate::failure::{FAULT, Failure, FailureKind, USAGE};
+use super::{Mode, Plan, Report, Reporter, Start, console, control, volume};
+use crate::failure::{FAULT, Failure, USAGE};
 use crate::jail;
 use crate::machine;
 use crate::overrides::GUEST_CID;
@@ -31,7 +30,7 @@ use crate::ports::{self, BoundPort};
 use crate::scratch::Place;
 use crate::seccomp::Filters;
 use crate::sys::signals::{self, Signals};
-use crate::sys::{lock, poll, process};
+use crate::sys::{poll, process};
 use crate::vm_dir::RunDir;
 
 /// The time between SIGTERM and SIGKILL for processes in the guest when the VM is shut down.
@@ -159,19 +158,8 @@ fn watch(
     let boot_patience = plan.boot_patience;
     let memory_mib = plan.record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let Plan {
-        start,
-        console_copy,
-        mode,
-        ports,
-        extras,
-        copy,
-        record,
-        frames,
-        jailed,
-        volumes,
-        ..
-    } = plan;
+    let Plan { start, console_copy, mode, ports, extras, copy, record, frames, jailed, .. } = plan;
+    let volumes = &record.volumes;
     let template = match &start {
         Start::Boot(_) => None,
         Start::Template(template) => Some(template.clone()),
@@ -179,9 +167,12 @@ fn watch(
     let booted = template.is_none();
 
     // Everything is opened, then the jail is closed, then the VM is made.
+    let mut images = volumes.iter().map(volume::open).collect::<Result<Vec<_>, _>>()?;
     let prepared = match start {
         Start::Boot(parts) => {
             let mut config = machine::config(*parts, &record, console_copy.is_some());
+            let drives = volumes.iter().zip(images.drain(..));
+            config.drives.extend(drives.map(|(volume, image)| volume::drive(volume, image)));
             extras.add_to(&mut config);
             if let (Some(frames), Some(card)) = (frames, config.nets.first_mut()) {
                 card.tap = TapSource::Socket(frames);
@@ -195,7 +186,6 @@ fn watch(
             Prepared::Fork(template, Box::new(overrides))
         }
     };
-    let volumes = volumes.iter().map(open_volume).collect::<Result<Vec<_>, _>>()?;
     let missing = place.enter_jail()?;
     let dir = &place.run_dir;
     let filters = jailed.then(Filters::of_monitor).transpose().map_err(fault)?;
@@ -225,7 +215,7 @@ fn watch(
         }
     }
     .map_err(refuse)?;
-    for (place, source) in (machine::SPARE_DRIVE..).zip(volumes) {
+    for (place, source) in (machine::SPARE_DRIVE..).zip(images) {
         vm.replace_drive(place, source).map_err(refuse)?;
     }
     let taps = vm.taps().to_vec();
@@ -268,6 +258,8 @@ fn watch(
         control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
     }
 
+    volume::mount(dir, volumes)?;
+
     let command = match mode {
         Mode::Detached { command: Some(it) } => Some(MainCommand::start(dir, &it.0, &it.1)?),
         _ => None,
@@ -288,24 +280,10 @@ fn watch(
             },
         }
     };
-    Ok(machine.stop(end))
-}
-
-/// Opens the image of a volume, before the jail hides it.
-fn open_volume(volume: &VolumeImage) -> Result<DriveSource, Failure> {
-    let access = if volume.read_only { Access::Read } else { Access::ReadWrite };
-    let open = |access| {
-        open::image(&volume.path, access)
-            .map_err(|error| Failure::fault(format!("volume {}: {error}", volume.path.display())))
-    };
-    let (file, reader) = (open(access)?, open(Access::Read)?);
-    // Held as long as the process has the file open: one VM may write it, or several may read it.
-    let free = if volume.read_only { lock::try_shared(&file) } else { lock::try_exclusive(&file) };
-    if !free.map_err(fault)? {
-        let message = format!("volume {} is in use by another sandbox", volume.path.display());
-        return Err(Failure::usage(message).of_kind(FailureKind::Conflict));
+    if matches!(end, End::Ttl | End::Command(_)) {
+        volume::flush(&dir.vsock(), volumes);
     }
-    Ok(DriveSource::Opened { file, reader, path: volume.path.clone() })
+    Ok(machine.stop(end))
 }
 
 /// Serves the forwarded ports of a detached VM on a thread that ends with the process.

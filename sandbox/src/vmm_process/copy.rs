@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Mode, Plan, Reporter, Start, VmmProcess, VolumeImage, supervisor};
+use super::{Mode, Plan, Reporter, Start, VmmProcess, supervisor};
 use crate::control::HandedOver;
 use crate::failure::{self, Failure};
 use crate::machine::Extras;
@@ -39,7 +39,6 @@ pub struct Order<'a> {
     pub machine: &'a HandedOver,
     pub record: Record,
     pub flags: &'a CopyFlags,
-    pub volumes: &'a [VolumeImage],
     /// The fork's number, if several are made at once.
     pub number: Option<u32>,
     pub makes_taps: bool,
@@ -58,7 +57,6 @@ struct Message {
     record: Record,
     net: Vec<String>,
     drive: Vec<String>,
-    volumes: Vec<VolumeImage>,
     vsock: Option<Vec<u8>>,
     cid: Option<u32>,
     number: Option<u32>,
@@ -100,7 +98,6 @@ fn send(
         record: order.record.clone(),
         net: order.flags.net.clone(),
         drive: order.flags.drive.clone(),
-        volumes: order.volumes.to_vec(),
         vsock: order.flags.vsock.as_ref().map(|path| path.as_os_str().as_bytes().to_vec()),
         cid: order.flags.cid,
         number: order.number,
@@ -187,7 +184,6 @@ impl Message {
             mode: Mode::Detached { command: None },
             ports: Vec::new(),
             extras: Extras::default(),
-            volumes: self.volumes,
             frames: None,
         })
     }

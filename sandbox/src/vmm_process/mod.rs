@@ -11,12 +11,12 @@ pub mod control;
 pub mod copy;
 mod main_command;
 mod supervisor;
+pub mod volume;
 
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -62,17 +62,8 @@ pub struct Plan {
     pub extras: Extras,
     /// Overrides for a VM that is forked.
     pub copy: CopyParts,
-    /// Images behind the spare drives of a VM that is forked, in their order.
-    pub volumes: Vec<VolumeImage>,
     /// The socket of a network card without a tap, once its egress process runs.
     pub frames: Option<OwnedFd>,
-}
-
-/// A volume as the monitor process opens it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct VolumeImage {
-    pub path: PathBuf,
-    pub read_only: bool,
 }
 
 /// The initial state of a VM.
