@@ -11,7 +11,6 @@ use std::time::Duration;
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
 use pvmm_images::{overlay, volume};
 
-use crate::cli::Lifetime;
 /// Parses `--name`.
 pub use pvmm_sandbox::vm_dir::check_name as vm_name;
 /// Parses `--uid-range`.
@@ -84,6 +83,10 @@ pub struct VolumeFlag {
     pub at: String,
     pub read_only: bool,
 }
+
+/// How long a VM may live from now on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lifetime(pub Option<Duration>);
 
 /// Parses a time to live, or `none`.
 pub fn ttl(text: &str) -> Result<Lifetime, String> {

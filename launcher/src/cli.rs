@@ -29,7 +29,7 @@ pub use host::{
     Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, Template,
     TemplateVerb, VolumeMode,
 };
-pub use keep::{Hibernate, Lifetime, Ttl, Volume, VolumeVerb, Wake};
+pub use keep::{Hibernate, Ttl, Volume, VolumeVerb, Wake};
 pub use look::{Kill, KillSignal, Logs, Ps, Rm, Stats};
 pub use net::NetArgs;
 pub use run::{Attach, CommandFlags, Exec, Run};

@@ -1,11 +1,9 @@
 //! Arguments of `pvmm volume`, `hibernate`, `wake` and `ttl`.
 
-use std::time::Duration;
-
 use clap::{Args, Subcommand};
 
 use super::TEMPLATE;
-use crate::args;
+use crate::args::{self, Lifetime};
 
 /// Disks that outlive the VMs that use them
 #[derive(Debug, Args)]
@@ -103,7 +101,3 @@ pub struct Ttl {
     #[arg(value_name = "TIME", value_parser = args::ttl)]
     pub ttl: Lifetime,
 }
-
-/// How long a VM may live from now on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lifetime(pub Option<Duration>);

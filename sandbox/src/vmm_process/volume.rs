@@ -28,8 +28,8 @@ until mount -t ext4 -o "$2" "/dev/$1" "$3" 2>/dev/null; do
 done
 "#;
 
-/// Opens the image of a volume and takes its lock, which is held as long as the process has the file
-/// open: one VM may write a volume, or several may read it.
+/// Opens the image of a volume and takes its lock, which is held as long as the process has the
+/// file open: one VM may write a volume, or several may read it.
 pub fn open(volume: &VolumeMount) -> Result<DriveSource, Failure> {
     let path = &volume.image;
     let access = if volume.read_only { Access::Read } else { Access::ReadWrite };
