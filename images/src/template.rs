@@ -59,11 +59,13 @@ const BUILT_IN: [(&str, &[&str]); 4] = [
     (
         "code-interpreter",
         &[
+            "git",
             "nodejs",
             "python-is-python3",
             "python3-matplotlib",
             "python3-numpy",
             "python3-pandas",
+            "python3-pytest",
             "python3-requests",
             "python3-scipy",
         ],
@@ -95,6 +97,7 @@ const BUILT_IN: [(&str, &[&str]); 4] = [
             "patch",
             "python-is-python3",
             "python3-dev",
+            "python3-pytest",
             "python3-requests",
             "ripgrep",
         ],
