@@ -11,6 +11,7 @@ mod keep;
 mod look;
 mod net;
 mod run;
+mod serve;
 pub mod start;
 mod watch;
 
@@ -33,6 +34,7 @@ pub use keep::{Hibernate, Ttl, Volume, VolumeVerb, Wake};
 pub use look::{Kill, KillSignal, Logs, Ps, Rm, Stats};
 pub use net::NetArgs;
 pub use run::{Attach, CommandFlags, Exec, Run};
+pub use serve::Serve;
 pub use watch::Watch;
 
 const TEMPLATE: &str =
@@ -130,6 +132,7 @@ Examples:
     Kill(Kill),
     Rm(Rm),
     Template(Template),
+    Serve(Box<Serve>),
     Doctor(Doctor),
     Firecracker(Firecracker),
     SnapshotEditor(SnapshotEditor),

@@ -18,6 +18,7 @@ mod audit;
 mod bake;
 mod blocking;
 mod clock;
+mod data_dir;
 mod error;
 mod extract;
 mod ids;

@@ -94,6 +94,9 @@ pub struct ServeOptions {
     pub tls: Option<TlsFiles>,
     /// The directory of the database, of snapshots and of the audit log.
     pub data_dir: PathBuf,
+    /// Whether a directory of its own, which goes with the server, is used beside a data directory
+    /// that another server has.
+    pub own_dir_if_taken: bool,
     /// Bounds on the use of the host.
     pub limits: Limits,
     /// What a sandbox may reach on the network if its request does not say; empty for none.

@@ -16,13 +16,14 @@ use crate::announce::{Announcement, kept_token, private_dir};
 use crate::app::App;
 use crate::audit::Audit;
 use crate::blocking;
+use crate::data_dir::{self, INSTANCE};
 use crate::error::ApiError;
 use crate::ids::Instance;
 use crate::life;
 use crate::listen::{Bound, Connections, bind};
 use crate::options::{Listen, ServeOptions};
 use crate::routes;
-use crate::store::{Store, StoreError};
+use crate::store::Store;
 use crate::tls;
 
 /// Threads that run tasks; what waits has threads of its own.
@@ -34,11 +35,14 @@ const LAST_GRACE: Duration = Duration::from_secs(2);
 pub fn serve(options: ServeOptions) -> Result<(), Failure> {
     let tls = options.tls.as_ref().map(tls::acceptor).transpose()?;
     private_dir(&options.data_dir)?;
+    let mut options = options;
+    let (store, own_dir) = data_dir::claim(&mut options)?;
     let (token, kept_at) = match &options.token {
         Some(token) => (token.clone(), None),
         None => kept_token(&options.data_dir).map(|(token, path)| (token, Some(path)))?,
     };
-    let app = Arc::new(open(options)?);
+    let app = Arc::new(open(options, store)?);
+    data_dir::end_abandoned(&app);
     app.tokens.accept(&token, "given at the start");
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
@@ -73,6 +77,7 @@ pub fn serve(options: ServeOptions) -> Result<(), Failure> {
         Ok(())
     });
     runtime.shutdown_timeout(LAST_GRACE);
+    drop(own_dir);
     outcome
 }
 
@@ -81,14 +86,10 @@ fn fault(error: ApiError) -> Failure {
 }
 
 /// Opens everything that the server has on disk.
-fn open(options: ServeOptions) -> Result<App, Failure> {
+fn open(options: ServeOptions, store: Store) -> Result<App, Failure> {
     let data = &options.data_dir;
-    let store = Store::open(&data.join("service.redb")).map_err(|error| match error {
-        StoreError::InUse | StoreError::TooNew { .. } => Failure::usage(error.to_string()),
-        error => Failure::fault(error.to_string()),
-    })?;
     let new = Instance::new()?;
-    let instance = store.fact("instance", || new.text().to_owned());
+    let instance = store.fact(INSTANCE, || new.text().to_owned());
     let instance = instance.map_err(|error| Failure::fault(error.to_string()))?;
     let path = data.join("audit.log");
     let audit = Audit::open(&path)

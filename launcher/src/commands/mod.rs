@@ -22,6 +22,7 @@ mod ps;
 mod ps_commands;
 mod rollback;
 mod run;
+mod serve;
 mod snapshot;
 mod stats;
 mod template;
@@ -62,6 +63,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Balloon(args) => balloon::balloon(args),
         Verb::Net(args) => net::net(args),
         Verb::Template(args) => template::template(args, cli.quiet),
+        Verb::Serve(args) => serve::serve(*args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
         // Usually handled in `main` already, because its exit codes are Firecracker's.
         Verb::Firecracker(args) => Ok(firecracker::run(Program::Firecracker, args.words)),
