@@ -1,7 +1,7 @@
-//! What all requests share: the library, the database, the sandboxes that are known, the limits.
+//! The state that all requests share: the library, the database, the known sandboxes, the limits.
 //!
-//! A sandbox is an `Entry`. Its fields are behind a mutex that is held for moments only; a change of
-//! its state, such as a wake, is serialized by an asynchronous lock of its own.
+//! A sandbox is an `Entry`. Its fields are behind a mutex that is held for moments only; a change
+//! of its state, such as a wake, is serialized by an asynchronous lock of its own.
 
 use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;

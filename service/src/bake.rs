@@ -1,7 +1,7 @@
 //! Bakes warm templates in the background, each once, however many requests wait for it.
 //!
-//! The bake runs `pvmm template bake` as a process of its own: it boots a VM, which the server never
-//! does in its own process.
+//! The bake runs `pvmm template bake` as a process of its own: it boots a VM, which the server
+//! never does in its own process.
 
 use std::collections::HashMap;
 use std::process::Stdio;

@@ -1,4 +1,5 @@
-//! The data directory: claimed by one server at a time, or replaced by one that goes with the server.
+//! The data directory: claimed by one server at a time, or replaced by one that goes with the
+//! server.
 //!
 //! A server that was killed with a directory of its own leaves it behind, with its VMs. The next
 //! server ends and removes them.
@@ -52,8 +53,8 @@ pub fn claim(options: &mut ServeOptions) -> Result<(Store, Option<OwnDir>), Fail
     Ok((store, Some(own)))
 }
 
-/// Ends the VMs of killed servers that had directories of their own, and removes the directories.
-/// What cannot be removed is tried again by the next server.
+/// Ends the VMs of killed servers that had directories of their own, and removes the directories. A
+/// failure is logged, and the next server tries again.
 pub fn end_abandoned(app: &App) {
     let Some(parent) = app.options.data_dir.parent() else { return };
     for entry in fs::read_dir(parent).into_iter().flatten().flatten() {

@@ -50,10 +50,10 @@ impl<S: Send + Sync> FromRequestParts<S> for Id {
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let id = parameter(parts, state, "id").await?;
-        match ids::is_id(&id) {
-            true => Ok(Self(id)),
-            // Nothing has such an id, so it is as unknown as any other.
-            false => Err(ApiError::not_found(format!("'{}' not found", shown(&id)))),
+        if ids::is_id(&id) {
+            Ok(Self(id))
+        } else {
+            Err(ApiError::not_found(format!("'{}' not found", shown(&id))))
         }
     }
 }
@@ -66,9 +66,10 @@ impl<S: Send + Sync> FromRequestParts<S> for Name {
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let name = parameter(parts, state, "name").await?;
-        match ids::is_name(&name) {
-            true => Ok(Self(name)),
-            false => Err(ApiError::not_found(format!("'{}' not found", shown(&name)))),
+        if ids::is_name(&name) {
+            Ok(Self(name))
+        } else {
+            Err(ApiError::not_found(format!("'{}' not found", shown(&name))))
         }
     }
 }
@@ -81,9 +82,10 @@ impl<S: Send + Sync> FromRequestParts<S> for Session {
 
     async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ApiError> {
         let session = parameter(parts, state, "session").await?;
-        match ids::is_name(&session) {
-            true => Ok(Self(session)),
-            false => Err(ApiError::not_found(format!("session '{}' not found", shown(&session)))),
+        if ids::is_name(&session) {
+            Ok(Self(session))
+        } else {
+            Err(ApiError::not_found(format!("session '{}' not found", shown(&session))))
         }
     }
 }

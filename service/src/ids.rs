@@ -41,9 +41,8 @@ pub fn new_token() -> io::Result<String> {
 pub fn is_id(text: &str) -> bool {
     let dash = |at: usize| matches!(at, 8 | 13 | 18 | 23);
     text.len() == UUID_LENGTH
-        && text.bytes().enumerate().all(|(at, byte)| match dash(at) {
-            true => byte == b'-',
-            false => matches!(byte, b'0'..=b'9' | b'a'..=b'f'),
+        && text.bytes().enumerate().all(|(at, byte)| {
+            if dash(at) { byte == b'-' } else { matches!(byte, b'0'..=b'9' | b'a'..=b'f') }
         })
 }
 

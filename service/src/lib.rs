@@ -1,8 +1,8 @@
 //! The HTTP server of pvmm: sandboxes for agents, over the REST API that published clients speak.
 //!
 //! Handlers are thin: each takes a request apart, calls the library of sandboxes or the agent in a
-//! guest, and writes the answer. Monitors are processes of their own, so the server can end and come
-//! back while they run on.
+//! guest, and writes the answer. Monitors are processes of their own, so the server can end and
+//! come back while they run on.
 //!
 //! | module | content |
 //! | --- | --- |

@@ -1,7 +1,7 @@
 //! Admission: may a token start more sandboxes now, and has the host room for them?
 //!
-//! A start holds a reservation until its sandbox is counted, so that many starts at once cannot pass
-//! a limit together.
+//! A start holds a reservation until its sandbox is counted, so that many starts at once cannot
+//! pass a limit together.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -41,7 +41,7 @@ pub struct Admission {
 
 #[derive(Default)]
 struct Starts {
-    /// What is being started, by token.
+    /// The starts under way, by token.
     reserved: HashMap<String, Use>,
     /// The starts of the current second, by token: when it began, and how many.
     recent: HashMap<String, (Instant, u32)>,
@@ -131,9 +131,10 @@ impl Admission {
     /// Refuses an act that writes to the data directory while its disk is full.
     pub fn require_disk(&self) -> Result<(), ApiError> {
         let free = self.free_disk_mib()?;
-        match free < self.limits.reserve_disk_mib {
-            true => Err(ApiError::disk_full(format!("insufficient host disk: {free} MiB free"))),
-            false => Ok(()),
+        if free < self.limits.reserve_disk_mib {
+            Err(ApiError::disk_full(format!("insufficient host disk: {free} MiB free")))
+        } else {
+            Ok(())
         }
     }
 

@@ -25,9 +25,10 @@ impl FromStr for Listen {
 
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(path) = text.strip_prefix("unix:") {
-            return match path.is_empty() {
-                false => Ok(Self::Unix(path.into())),
-                true => Err("write a path after 'unix:'".to_owned()),
+            return if !path.is_empty() {
+                Ok(Self::Unix(path.into()))
+            } else {
+                Err("write a path after 'unix:'".to_owned())
             };
         }
         let address = text.parse().map_err(|_| "write ADDR:PORT, or unix:PATH".to_owned())?;
@@ -99,7 +100,7 @@ pub struct ServeOptions {
     pub own_dir_if_taken: bool,
     /// Bounds on the use of the host.
     pub limits: Limits,
-    /// What a sandbox may reach on the network if its request does not say; empty for none.
+    /// Rules for the network of sandboxes whose request has none; empty for no network.
     pub default_egress: Vec<String>,
     /// Whether the server prints one JSON line when it is ready, and ends when its standard input
     /// closes.

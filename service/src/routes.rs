@@ -164,36 +164,4 @@ async fn preview(State(app): State<Arc<App>>, request: Request, next: Next) -> R
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeSet;
-
-    fn documented() -> BTreeSet<String> {
-        let text = include_str!("../../docs/api.json");
-        let api: serde_json::Value = serde_json::from_str(text).unwrap();
-        assert!(api["openapi"].as_str().unwrap().starts_with("3.1"));
-        let paths = api["paths"].as_object().unwrap();
-        let methods = ["get", "post", "put", "patch", "delete"];
-        let of_path = |(path, item): (&String, &serde_json::Value)| {
-            let item = item.as_object().unwrap().clone();
-            let of = move |path: String| {
-                let known = item.keys().filter(|key| methods.contains(&&key[..]));
-                let line = |method: &String| format!("{} {path}", method.to_uppercase());
-                known.map(line).collect::<Vec<_>>()
-            };
-            of(path.clone())
-        };
-        paths.iter().flat_map(of_path).collect()
-    }
-
-    #[test]
-    fn routes_and_api_file_agree() {
-        let routes: BTreeSet<_> =
-            table().list.iter().map(|(method, path)| format!("{method} {path}")).collect();
-        let documented = documented();
-        let missing: Vec<_> = routes.difference(&documented).collect();
-        let unknown: Vec<_> = documented.difference(&routes).collect();
-        assert!(missing.is_empty(), "not in docs/api.json: {missing:#?}");
-        assert!(unknown.is_empty(), "only in docs/api.json: {unknown:#?}");
-    }
-}
+mod tests;

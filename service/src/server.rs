@@ -109,9 +109,10 @@ async fn bind_all(options: &ServeOptions, with_tls: bool) -> Result<Vec<Bound>, 
         }
         bound.push(bind(listen, with_tls).await?);
     }
-    match bound.is_empty() {
-        true => Err(Failure::usage("--listen: give at least one address")),
-        false => Ok(bound),
+    if bound.is_empty() {
+        Err(Failure::usage("--listen: give at least one address"))
+    } else {
+        Ok(bound)
     }
 }
 
@@ -155,9 +156,10 @@ async fn wait_for_end(with_parent: bool) -> Result<(), Failure> {
 async fn end_all(app: &Arc<App>) {
     let ends = app.list().into_iter().map(|entry| async move {
         let row = entry.row();
-        let outcome = match row.persistent {
-            true => life::hibernate(app, &entry).await,
-            false => life::end(app, &entry).await,
+        let outcome = if row.persistent {
+            life::hibernate(app, &entry).await
+        } else {
+            life::end(app, &entry).await
         };
         if let Err(error) = outcome {
             log::error!("sandbox {}: {}", row.id, error.message);

@@ -63,7 +63,8 @@ pub fn events() -> (Events, Response) {
 /// The sending end of a stream of bytes.
 pub type Chunks = mpsc::Sender<std::io::Result<Bytes>>;
 
-/// Makes a stream of bytes and its body. An error in it cuts the answer short, which clients notice.
+/// Makes a stream of bytes and its body. An error in it cuts the answer short, which clients
+/// notice.
 pub fn chunks() -> (Chunks, Body) {
     let (sender, receiver) = mpsc::channel(QUEUE);
     (sender, Body::from_stream(received(receiver)))
@@ -75,8 +76,8 @@ fn received<T: Send>(receiver: mpsc::Receiver<T>) -> impl Stream<Item = T> {
     })
 }
 
-/// Answers with JSON that may take long. After some seconds the head and then spaces are sent, which
-/// are legal before JSON; from then on a failure can only be told inside, by `late`.
+/// Answers with JSON that may take long. After some seconds the head and then spaces are sent,
+/// which are legal before JSON; from then on a failure can only be told inside, by `late`.
 pub async fn slow_json(
     status: StatusCode,
     work: impl Future<Output = Result<Value, ApiError>> + Send + 'static,

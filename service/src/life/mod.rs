@@ -1,8 +1,8 @@
 //! The life of a sandbox in the server: start, use, hibernate, wake, end, and the restart of the
 //! server itself.
 //!
-//! The rules of a VM are the library's. Here is what the server adds: rows, tokens, limits, and that
-//! a request to a hibernated sandbox wakes it.
+//! The rules of a VM are the library's. Here is what the server adds: rows, tokens, limits, and
+//! that a request to a hibernated sandbox wakes it.
 
 mod end;
 mod enter;

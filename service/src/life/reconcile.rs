@@ -17,7 +17,7 @@ use crate::store::{SandboxRow, State};
 use super::end::end_vm;
 use super::folders::{new_folder, remove_folder, remove_folders, replace_folder};
 
-/// What becomes of a row.
+/// The end of the search for a row's sandbox.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     /// Its VM lives.

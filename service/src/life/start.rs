@@ -1,7 +1,7 @@
 //! Starts a sandbox from a template or a snapshot.
 //!
-//! The VM gets the sandbox's id in its name before the row is written. A server that dies in between
-//! finds a VM without a row, and ends it.
+//! The VM gets the sandbox's id in its name before the row is written. A server that dies in
+//! between finds a VM without a row, and ends it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use super::end::end_vm;
 /// The longest time to live: 30 days.
 pub const MAX_TTL_S: u64 = 30 * 86_400;
 
-/// What a sandbox is started from.
+/// The origin of a new sandbox.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Source {
     /// A template, by its name.
@@ -39,7 +39,7 @@ pub enum Source {
 pub struct StartRequest {
     /// The prefix of the token.
     pub owner: String,
-    /// What it is started from.
+    /// The origin of the sandbox.
     pub source: Source,
     /// The number of vCPUs.
     pub cpus: Option<u32>,
@@ -55,7 +55,7 @@ pub struct StartRequest {
     pub persistent: bool,
     /// The volumes to mount.
     pub volumes: Vec<VolumeUse>,
-    /// What it may reach on the network; `None` leaves that to the snapshot or the server.
+    /// Rules for the network; `None` leaves that to the snapshot or the server.
     pub egress: Option<Vec<String>>,
 }
 

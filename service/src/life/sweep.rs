@@ -24,7 +24,7 @@ const TICK: Duration = Duration::from_secs(1);
 /// How many ticks pass between two looks at all VMs.
 const TICKS_PER_LOOK: u32 = 5;
 
-/// What the clock asks for.
+/// The change that the clock asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Due {
     Nothing,

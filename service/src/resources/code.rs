@@ -97,9 +97,10 @@ fn bundle(bundle: &MimeBundle) -> Value {
         image || mime.starts_with("audio/") || mime.starts_with("video/") || mime.ends_with("/pdf")
     };
     let part = |(mime, data): &(String, Vec<u8>)| {
-        let text = match is_binary(mime) {
-            true => STANDARD.encode(data),
-            false => String::from_utf8_lossy(data).into_owned(),
+        let text = if is_binary(mime) {
+            STANDARD.encode(data)
+        } else {
+            String::from_utf8_lossy(data).into_owned()
         };
         (mime.clone(), json!(text))
     };

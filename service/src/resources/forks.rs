@@ -121,9 +121,10 @@ async fn promoted(app: Arc<App>, id: String, body: Promote) -> Result<Value, Api
         let row = entry.row();
         row.id != id && !tree.is_empty() && row.tree.as_deref() == Some(&tree[..])
     };
-    let siblings: Vec<_> = match body.cleanup_siblings {
-        true => app.list().into_iter().filter(is_sibling).collect(),
-        false => Vec::new(),
+    let siblings: Vec<_> = if body.cleanup_siblings {
+        app.list().into_iter().filter(is_sibling).collect()
+    } else {
+        Vec::new()
     };
     set_free(&app, &winner).await?;
     let ends = siblings.iter().map(|entry| async {

@@ -1,6 +1,7 @@
 //! The handlers of the API, one file for each resource.
 //!
-//! A handler takes its request apart, calls `life` or the agent in the guest, and writes the answer.
+//! A handler takes its request apart, calls `life` or the agent in the guest, and writes the
+//! answer.
 
 pub mod absent;
 pub mod checkpoints;

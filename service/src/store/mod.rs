@@ -6,6 +6,8 @@
 mod migrations;
 mod rows;
 
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition};
@@ -78,6 +80,9 @@ impl Store {
     /// Opens the database at `path`, creates it if it is missing, and brings it to the present
     /// version.
     pub fn open(path: &Path) -> Result<Self, StoreError> {
+        // Created here, so that only the user can read it.
+        let file = OpenOptions::new().create(true).append(true).mode(0o600).open(path);
+        drop(file.map_err(|error| StoreError::Database(format!("{}: {error}", path.display())))?);
         let store = Self { database: Database::create(path).map_err(StoreError::of)? };
         migrations::run(&store.database, migrations::ALL)?;
         Ok(store)
@@ -215,6 +220,8 @@ fn decode<T: DeserializeOwned>(table: Table, bytes: &[u8]) -> Result<T, StoreErr
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -240,5 +247,7 @@ mod tests {
         let path = dir.path().join("service.redb");
         let _store = Store::open(&path).unwrap();
         assert!(matches!(Store::open(&path), Err(StoreError::InUse)));
+        let mode = std::fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
     }
 }

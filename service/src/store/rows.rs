@@ -77,7 +77,7 @@ pub struct SandboxRow {
     pub owner: String,
     /// The volumes in it.
     pub volumes: Vec<VolumeUse>,
-    /// What it may reach on the network; `None` if it has no network card.
+    /// Rules for the network; `None` if the sandbox has no network card.
     pub egress: Option<Vec<String>>,
     /// When it was made, in milliseconds since 1970.
     pub created_ms: u64,
@@ -107,7 +107,7 @@ pub struct SnapshotRow {
     pub cpus: u32,
     /// The guest memory in MiB.
     pub memory_mib: u64,
-    /// What the sandbox could reach on the network; `None` if it had no network card.
+    /// Rules for the network; `None` if the sandbox had no network card.
     pub egress: Option<Vec<String>>,
     /// The space that its folder takes on disk.
     pub bytes: u64,
