@@ -79,8 +79,10 @@ fn words(shape: &Shape) -> Vec<String> {
     if shape.net {
         words.push("--net".to_owned());
     }
-    if shape.spare_drives > 0 {
-        words.extend(["--volumes".to_owned(), shape.spare_drives.to_string()]);
+    if !shape.spare_drives.is_empty() {
+        let mode = |read_only: &bool| if *read_only { "ro" } else { "rw" };
+        let modes: Vec<_> = shape.spare_drives.iter().map(mode).collect();
+        words.extend(["--volumes".to_owned(), modes.join(",")]);
     }
     words
 }
@@ -107,9 +109,9 @@ mod tests {
 
     #[test]
     fn words_of_a_shape_name_all_of_it() {
-        let shape = Shape { net: true, spare_drives: 2, ..Shape::of("data") };
+        let shape = Shape { net: true, spare_drives: vec![false, true], ..Shape::of("data") };
         let line = words(&shape).join(" ");
         assert!(line.starts_with("-q template bake data --cpus 1 --memory 512M"), "{line}");
-        assert!(line.ends_with("--net --volumes 2"), "{line}");
+        assert!(line.ends_with("--net --volumes rw,ro"), "{line}");
     }
 }

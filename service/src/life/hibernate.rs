@@ -121,7 +121,7 @@ pub(super) async fn wake_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<()
     };
     let sandboxes = app.sandboxes.clone();
     let work = move || {
-        let options = CreateOptions { volumes: mounts(&row.volumes)?, ..options };
+        let options = CreateOptions { volumes: mounts(&row.volumes, true)?, ..options };
         Ok(sandboxes.restore(&folder, &options)?)
     };
     let vm = app.blocking.run(Work::Long, work).await?;

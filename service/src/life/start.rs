@@ -72,7 +72,7 @@ pub async fn start(app: &Arc<App>, request: StartRequest) -> Result<SandboxRow, 
     let reservation = app.admission.reserve(&row.owner, app.used_by(&row.owner), wanted)?;
     require_free(app, &row.volumes)?;
     let wishes = row.volumes.clone();
-    options.volumes = app.blocking.run(Work::Short, move || mounts(&wishes)).await?;
+    options.volumes = app.blocking.run(Work::Short, move || mounts(&wishes, false)).await?;
     let vm = launch(app, &row, options).await?;
     let row = SandboxRow {
         vm: Some(vm.id().to_owned()),
@@ -234,15 +234,15 @@ fn is_network(rule: &str) -> bool {
     parses(address) || parses(without_port)
 }
 
-/// Returns the mounts of a sandbox's volumes. Waits.
-pub fn mounts(volumes: &[VolumeUse]) -> Result<Vec<VolumeMount>, ApiError> {
+/// Returns the mounts of a sandbox's volumes; `mounted` says that its guest has them already. Waits.
+pub fn mounts(volumes: &[VolumeUse], mounted: bool) -> Result<Vec<VolumeMount>, ApiError> {
     if volumes.is_empty() {
         return Ok(Vec::new());
     }
     let known = Volumes::open()?;
     let mount = |used: &VolumeUse| {
-        let volume = known.get(&used.name)?;
-        Ok(VolumeMount { image: volume.image, at: used.at.clone(), read_only: used.read_only })
+        let (image, at) = (known.get(&used.name)?.image, used.at.clone());
+        Ok(VolumeMount { image, at, read_only: used.read_only, mounted })
     };
     volumes.iter().map(mount).collect()
 }
