@@ -7,7 +7,7 @@
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pvmm::{Kvm, Template, open};
 use pvmm_jailer::group::Group;
@@ -23,6 +23,10 @@ pub const MAX_LINE: usize = 64 << 10;
 const MAX_TEMPLATE: u64 = 16 << 20;
 /// How long a reply may take: a VM with many dirty pages takes time to freeze.
 const PATIENCE: Duration = Duration::from_secs(120);
+
+/// How long the supervisor may take to write a change into the VM's record.
+const RECORD_PATIENCE: Duration = Duration::from_secs(10);
+const RECORD_PAUSE: Duration = Duration::from_millis(1);
 
 /// A control request, one line of JSON.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -114,6 +118,20 @@ pub fn ask(vm: &VmEntry, request: ControlRequest) -> Result<(), Failure> {
         (ControlReply::Done, ..) => Ok(()),
         _ => Err(nonsense(vm)),
     }
+}
+
+/// Pauses the VM's vCPUs, or lets them go on. Returns when others see it, too.
+pub fn pause(vm: &VmEntry, paused: bool) -> Result<(), Failure> {
+    ask(vm, if paused { ControlRequest::Pause } else { ControlRequest::Resume })?;
+    // The supervisor, which writes the record, hears of it a moment later than this process.
+    let deadline = Instant::now() + RECORD_PATIENCE;
+    while vm.dir.read_record().is_some_and(|record| record.paused != paused) {
+        if Instant::now() > deadline {
+            return Err(Failure::fault(format!("the record of '{}' is not kept", vm.label())));
+        }
+        std::thread::sleep(RECORD_PAUSE);
+    }
+    Ok(())
 }
 
 /// Queries the size of the VM's balloon.

@@ -265,11 +265,11 @@ impl Sandbox {
     }
 
     pub fn pause(&self) -> Result<(), Failure> {
-        control::ask(&self.entry, ControlRequest::Pause)
+        control::pause(&self.entry, true)
     }
 
     pub fn resume(&self) -> Result<(), Failure> {
-        control::ask(&self.entry, ControlRequest::Resume)
+        control::pause(&self.entry, false)
     }
 
     /// Keeps the present state, for [`Sandbox::rollback`].

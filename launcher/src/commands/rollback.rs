@@ -15,11 +15,17 @@ pub fn rollback(args: OneVm) -> Outcome {
 }
 
 pub fn pause(args: OneVm) -> Outcome {
-    ask(&args, ControlRequest::Pause)
+    set_paused(&args, true)
 }
 
 pub fn resume(args: OneVm) -> Outcome {
-    ask(&args, ControlRequest::Resume)
+    set_paused(&args, false)
+}
+
+fn set_paused(args: &OneVm, paused: bool) -> Outcome {
+    control::pause(&Base::open()?.find(&args.vm)?, paused)?;
+    output::line(&args.vm)?;
+    Ok(0)
 }
 
 fn ask(args: &OneVm, request: ControlRequest) -> Outcome {

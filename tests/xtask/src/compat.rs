@@ -136,7 +136,7 @@ pub fn build(arguments: &[&str], flags: Option<&str>) -> Result<(), Box<dyn Erro
 }
 
 /// Installs Python packages into `place`, unless it has the required ones.
-fn install_python(requirements: &Path, place: &Path) -> Result<(), Box<dyn Error>> {
+pub fn install_python(requirements: &Path, place: &Path) -> Result<(), Box<dyn Error>> {
     let (wanted, stamp) = (fs::read_to_string(requirements)?, place.join("requirements.txt"));
     if fs::read_to_string(&stamp).is_ok_and(|there| there == wanted) {
         return Ok(());

@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use crate::on_kvm::{self, NestedPlace, OnKvmError, Ran};
 use crate::probe::{self, Found};
-use crate::{artifacts, cargo, checkout, packages, progress, report};
+use crate::{artifacts, cache, cargo, checkout, compat, packages, progress, report};
 
 /// The exit code of the suite's program if a test has failed.
 const FAILED: u8 = 101;
@@ -27,7 +27,7 @@ const SECOND_BOOT: &str = "reboot::soak_snapshot_of_an_earlier_boot_goes_on";
 const OF_SCIENCE: &str = "code::soak_figures_and_tables_of_real_packages_come_out";
 
 /// The packages that the tests use on this machine in addition to a minimal Debian.
-const PACKAGES: [&str; 11] = [
+const PACKAGES: [&str; 12] = [
     "busybox-static",
     "e2fsprogs",
     "iproute2",
@@ -36,6 +36,7 @@ const PACKAGES: [&str; 11] = [
     "nodejs",
     "procps",
     "python3",
+    "python3-pip",
     "strace",
     "xfsprogs",
     "xz-utils",
@@ -119,6 +120,8 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     build_kernel()?;
     let artifacts = artifacts::prepare()?;
     artifacts::prepare_tools()?;
+    let clients = cache::dir().join("serve/python");
+    compat::install_python(&checkout::root().join("tests/serve/requirements.txt"), &clients)?;
     artifacts.with_stock_initrd()?;
     let stock = artifacts.with_debian_kernel()?;
     progress::step(format!("guest kernels: {}, {}", artifacts.kernel.label, stock.label));

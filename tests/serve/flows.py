@@ -1,0 +1,205 @@
+"""The published PandaStack client against `pvmm serve`: every flow that needs no large template.
+
+    flows.py PVMM [NAME...]
+
+Each flow is a function; one that raises is a failure.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+
+TEMPLATE = "base"
+
+
+def flow_exec_gives_output_code_and_streams(client):
+    with client.create() as sandbox:
+        result = sandbox.exec("echo out; echo err >&2; exit 3")
+        assert (result.stdout, result.stderr, result.exit_code) == ("out\n", "err\n", 3), result
+        pieces = []
+        code = sandbox.exec_stream("echo one; sleep 0.2; echo two; exit 4", on_stdout=pieces.append)
+        assert (code, "".join(pieces)) == (4, "one\ntwo\n"), (code, pieces)
+
+
+def flow_files_go_in_and_come_out(client):
+    with client.create() as sandbox:
+        files = sandbox.filesystem
+        files.write("/workspace/a.txt", "hello é\n")
+        assert files.read("/workspace/a.txt").decode() == "hello é\n"
+        blob = bytes(range(256)) * 4096
+        files.write("/workspace/b.bin", blob)
+        assert files.read("/workspace/b.bin") == blob
+        assert sorted(it.name for it in files.listdir("/workspace")) == ["a.txt", "b.bin"]
+        assert files.stat("/workspace/b.bin").size == len(blob)
+        assert files.exists("/etc/passwd") and not files.exists("/etc/nothing")
+
+
+def flow_code_context_keeps_its_variables_and_shows_values(client):
+    with client.create() as sandbox:
+        with sandbox.create_code_context("python") as context:
+            context.run_code("x = 41")
+            assert context.run_code("x + 1").text == "42"
+            failed = context.run_code("1 / 0")
+            assert "ZeroDivisionError" in failed.error, failed
+        assert sandbox.run_code("print(6 * 7)").stdout == "42\n"
+
+
+def flow_fork_goes_on_with_the_parents_files(client):
+    with client.create() as sandbox:
+        sandbox.exec("echo parent > /root/f")
+        with sandbox.fork(metadata={"k": "v"}) as child:
+            assert child.id != sandbox.id
+            assert child.exec("cat /root/f").stdout == "parent\n"
+
+
+def flow_fork_tree_and_promotion(client):
+    with client.create() as sandbox:
+        sandbox.exec("echo parent > /root/f")
+        children = sandbox.fork_tree(count=3)
+        assert len(children) == 3, children
+        for number, child in enumerate(children):
+            assert child.exec("cat /root/f").stdout == "parent\n"
+            child.exec(f"echo {number} > /root/f")
+        said = [child.exec("cat /root/f").stdout.strip() for child in children]
+        assert said == ["0", "1", "2"], said
+        assert sandbox.exec("cat /root/f").stdout == "parent\n"
+        promoted = children[1].promote(cleanup_siblings=True)
+        assert sorted(promoted["deleted"]) == sorted([children[0].id, children[2].id]), promoted
+        assert children[1].exec("cat /root/f").stdout == "1\n"
+        children[1].kill()
+
+
+def flow_explore_finds_the_best_candidate(client):
+    with client.create() as sandbox:
+        result = sandbox.explore(
+            ["echo 1", "echo PASS", "exit 1"],
+            score_fn=lambda sb, outcome: 1.0 if "PASS" in outcome.stdout_tail else 0.0,
+        )
+        assert result.winner is not None
+        result.winner.sandbox.kill() if hasattr(result.winner, "sandbox") else result.winner.kill()
+
+
+def flow_pause_resume_hibernate_wake(client):
+    with client.create(persistent=True) as sandbox:
+        sandbox.exec("echo kept > /root/f")
+        sandbox.pause()
+        assert sandbox.refresh().status == "paused"
+        sandbox.resume()
+        assert sandbox.exec("cat /root/f").stdout == "kept\n"
+        sandbox.hibernate()
+        assert sandbox.refresh().status == "hibernated"
+        # The next request wakes it.
+        assert sandbox.exec("cat /root/f").stdout == "kept\n"
+        sandbox.hibernate()
+        sandbox.wake()
+        assert sandbox.exec("cat /root/f").stdout == "kept\n"
+        sandbox.set_ttl(60)
+        sandbox.kill()
+
+
+def flow_snapshot_is_a_place_to_start_from(client):
+    with client.create() as sandbox:
+        sandbox.exec("echo then > /root/f")
+        snapshot = sandbox.snapshot()
+        sandbox.exec("echo now > /root/f")
+    with client.create(from_snapshot=snapshot) as other:
+        assert other.exec("cat /root/f").stdout == "then\n"
+    client.snapshots.delete(snapshot)
+
+
+def flow_volume_outlives_its_sandboxes(client):
+    client.volumes.create("flows", size_mb=64)
+    try:
+        mount = [{"name": "flows", "read_only": False}]
+        with client.create(volumes=mount) as sandbox:
+            sandbox.exec("echo kept > /workspace/f")
+            try:
+                client.create(volumes=mount).kill()
+                raise AssertionError("a volume has two writers")
+            except client.errors.BadRequestError:
+                pass
+        with client.create(volumes=mount) as sandbox:
+            assert sandbox.exec("cat /workspace/f").stdout == "kept\n"
+    finally:
+        client.volumes.delete("flows")
+
+
+def flow_command_that_takes_too_long_is_a_timeout(client):
+    with client.create() as sandbox:
+        try:
+            sandbox.exec("echo begun; sleep 60", timeout_seconds=1)
+            raise AssertionError("a command outlived its time")
+        except client.errors.SandboxTimeout:
+            pass
+        assert sandbox.exec("echo on").stdout == "on\n"
+
+
+def flow_unknown_sandbox_and_wrong_token_are_the_clients_own_errors(client):
+    for call in (client.Sandbox.get, lambda id: client.Sandbox.get(id).kill()):
+        try:
+            call("00000000-0000-4000-8000-000000000000")
+            raise AssertionError("an unknown sandbox was found")
+        except client.errors.NotFoundError:
+            pass
+    request = urllib.request.Request(os.environ["PANDASTACK_API"] + "/v1/sandboxes")
+    for header in ({}, {"Authorization": "Bearer wrong"}):
+        request.headers = header
+        try:
+            urllib.request.urlopen(request)
+            raise AssertionError("a wrong token was taken")
+        except urllib.error.HTTPError as error:
+            assert error.code == 401, error.code
+
+
+class Client:
+    def __init__(self):
+        import pandastack
+        from pandastack import exceptions
+
+        self.Sandbox, self.errors = pandastack.Sandbox, exceptions
+        client = pandastack.Client()
+        self.snapshots, self.volumes = client.snapshots, client.volumes
+
+    def create(self, **options):
+        return self.Sandbox.create(template=TEMPLATE, ttl_seconds=600, **options)
+
+
+def main():
+    pvmm, wanted = sys.argv[1], sys.argv[2:]
+    server = subprocess.Popen(
+        [pvmm, "serve", "--listen", "127.0.0.1:0", "--with-parent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    address = json.loads(server.stdout.readline())
+    os.environ["PANDASTACK_API"] = address["url"]
+    os.environ["PANDASTACK_API_KEY"] = address["token"]
+    failed = 0
+    try:
+        client = Client()
+        for name, flow in list(globals().items()):
+            if not name.startswith("flow_") or (wanted and not any(w in name for w in wanted)):
+                continue
+            start = time.monotonic()
+            try:
+                flow(client)
+                print(f"{name}: ok ({time.monotonic() - start:.1f} s)", flush=True)
+            except Exception:
+                import traceback
+
+                failed += 1
+                print(f"{name}: failed", flush=True)
+                traceback.print_exc()
+    finally:
+        server.stdin.close()
+        server.wait(timeout=60)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
