@@ -159,11 +159,13 @@ pub struct Fields {
     pub leaving: bool,
     /// Whether the sandbox has ended.
     pub ended: bool,
+    /// When the state on disk was written, in milliseconds since 1970; 0 for never.
+    pub kept_ms: u64,
 }
 
 impl Entry {
     fn new(row: SandboxRow, vm: Option<Sandbox>) -> Self {
-        let fields = Fields { row, vm, active: 0, leaving: false, ended: false };
+        let fields = Fields { row, vm, active: 0, leaving: false, ended: false, kept_ms: 0 };
         Self { fields: Mutex::new(fields), change: tokio::sync::Mutex::new(()) }
     }
 

@@ -18,8 +18,8 @@ use crate::error::ApiError;
 use crate::extract::Owner;
 use crate::proxy;
 use crate::resources::{
-    absent, checkpoints, code, exec, files, forks, hibernation, lifecycle, logs, me, pause, pool,
-    ports, sandboxes, snapshots, templates, volumes,
+    absent, checkpoints, code, egress, exec, files, forks, hibernation, lifecycle, logs, me, pause,
+    pool, ports, sandboxes, snapshots, templates, volumes,
 };
 
 const HEALTH: &str = "/healthz";
@@ -93,6 +93,8 @@ fn table() -> Table {
         .get("/v1/sandboxes/{id}/lifecycle", lifecycle::get)
         .patch("/v1/sandboxes/{id}/lifecycle", lifecycle::patch)
         .get("/v1/sandboxes/{id}/ports", ports::list)
+        .get("/v1/sandboxes/{id}/egress", egress::get)
+        .put("/v1/sandboxes/{id}/egress", egress::put)
         .post("/v1/sandboxes/{id}/snapshots", snapshots::create)
         .get("/v1/snapshots", snapshots::list)
         .get("/v1/snapshots/{id}", snapshots::get)

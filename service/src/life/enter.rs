@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
-use pvmm_sandbox::Sandbox;
+use pvmm_sandbox::{Sandbox, Sandboxes};
 
 use crate::app::{App, Entry};
 use crate::error::ApiError;
@@ -21,6 +21,7 @@ const PATIENCE: Duration = Duration::from_secs(120);
 pub struct InUse {
     entry: Arc<Entry>,
     vm: Sandbox,
+    sandboxes: Sandboxes,
 }
 
 impl InUse {
@@ -42,7 +43,20 @@ impl InUse {
     /// Connects to the agent in the guest; refused while the sandbox is paused. Waits.
     pub fn agent(&self) -> Result<Agent, ApiError> {
         self.require_awake()?;
-        Ok(self.vm.agent()?)
+        self.vm.agent().map_err(|failure| self.explain(failure.into()))
+    }
+
+    /// Replaces an error that only says that the agent is lost, if the sandbox has ended. Waits.
+    pub fn explain(&self, error: ApiError) -> ApiError {
+        if error.code != "internal" && error.code != "overdue" {
+            return error;
+        }
+        let ended = self.entry.lock().ended;
+        let alive = || self.sandboxes.get(self.vm.id()).is_ok_and(|vm| vm.status().is_alive());
+        if !ended && alive() {
+            return error;
+        }
+        ApiError::not_found(format!("sandbox '{}' not found: it has ended", self.row().id))
     }
 
     /// Refuses a sandbox whose vCPUs stand still.
@@ -67,7 +81,7 @@ pub async fn enter(app: &Arc<App>, id: &str) -> Result<InUse, ApiError> {
     let entry = app.find(id)?;
     let deadline = Instant::now() + PATIENCE;
     loop {
-        if let Some(in_use) = enter_now(&entry)? {
+        if let Some(in_use) = enter_now(app, &entry)? {
             return Ok(in_use);
         }
         let left = deadline.saturating_duration_since(Instant::now());
@@ -81,7 +95,7 @@ pub async fn enter(app: &Arc<App>, id: &str) -> Result<InUse, ApiError> {
 }
 
 /// Enters a sandbox that runs; returns `None` if it must be waited for or woken.
-fn enter_now(entry: &Arc<Entry>) -> Result<Option<InUse>, ApiError> {
+fn enter_now(app: &App, entry: &Arc<Entry>) -> Result<Option<InUse>, ApiError> {
     let mut fields = entry.lock();
     let gone = |id: &str| ApiError::not_found(format!("sandbox '{id}' not found: it has ended"));
     if fields.ended {
@@ -94,7 +108,8 @@ fn enter_now(entry: &Arc<Entry>) -> Result<Option<InUse>, ApiError> {
         (State::Running | State::Paused, Some(vm)) => {
             fields.active += 1;
             fields.touch();
-            Ok(Some(InUse { entry: Arc::clone(entry), vm }))
+            let (entry, sandboxes) = (Arc::clone(entry), app.sandboxes.clone());
+            Ok(Some(InUse { entry, vm, sandboxes }))
         }
         (State::Hibernated, _) => Ok(None),
         (State::Failed, _) | (_, None) => {

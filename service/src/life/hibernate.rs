@@ -1,7 +1,7 @@
 //! Hibernates a sandbox to a snapshot on disk, and wakes it from there.
 //!
-//! The folder of the last hibernation is kept while the sandbox runs, so that a host that restarts
-//! still has that state. A new one replaces it only when it is complete.
+//! The folder is kept while the sandbox runs, so that a host that restarts still has that state. A
+//! new one replaces it only when it is complete.
 
 use std::fs;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::clock;
 use crate::error::ApiError;
 use crate::store::State;
 
-use super::folders::{new_folder, remove_folder, replace_folder};
+use super::folders::{new_folder, remove_folder, remove_folders, replace_folder};
 use super::start::{egress_of, mounts};
 
 /// How long a hibernation that was asked for waits for requests that still run.
@@ -87,8 +87,38 @@ async fn hibernate_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiE
     fields.row.state = State::Hibernated;
     // A time to live counts while the sandbox runs, and begins anew when it wakes.
     fields.row.expires_ms = None;
+    fields.kept_ms = clock::now_ms();
     app.store.put_sandboxes(&[&fields.row])?;
     Ok(())
+}
+
+/// Writes the state of a sandbox that nobody uses to disk while the sandbox goes on, so that little
+/// is lost with the host. Does nothing if the sandbox is in use by now.
+pub(super) async fn keep_state(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
+    let Ok(_change) = entry.change.try_lock() else { return Ok(()) };
+    let (id, vm) = {
+        let mut fields = entry.lock();
+        if fields.ended || fields.active > 0 || fields.row.state != State::Running {
+            return Ok(());
+        }
+        // Also if it fails: the next try is after the next use.
+        fields.kept_ms = clock::now_ms();
+        (fields.row.id.clone(), fields.vm.clone())
+    };
+    let Some(vm) = vm else { return Ok(()) };
+    app.admission.require_disk()?;
+    let folder = app.hibernation_dir(&id);
+    let work = move || {
+        let new = new_folder(&folder);
+        remove_folder(&new)?;
+        if let Some(parent) = folder.parent() {
+            fs::create_dir_all(parent)?;
+        }
+        vm.snapshot(&new)?;
+        replace_folder(&folder)?;
+        Ok(())
+    };
+    app.blocking.run(Work::Long, work).await
 }
 
 /// Wakes a sandbox; does nothing if it runs.
@@ -122,7 +152,11 @@ pub(super) async fn wake_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<()
     let sandboxes = app.sandboxes.clone();
     let work = move || {
         let options = CreateOptions { volumes: mounts(&row.volumes, true)?, ..options };
-        Ok(sandboxes.restore(&folder, &options)?)
+        let vm = sandboxes.restore(&folder, &options)?;
+        if !row.may_keep_state() {
+            remove_folders(&folder)?;
+        }
+        Ok(vm)
     };
     let vm = app.blocking.run(Work::Long, work).await?;
     let mut fields = entry.lock();

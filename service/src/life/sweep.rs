@@ -17,12 +17,14 @@ use crate::error::ApiError;
 use crate::store::{SandboxRow, State};
 
 use super::end::end;
-use super::hibernate::hibernate_idle;
+use super::hibernate::{hibernate_idle, keep_state};
 
 /// How often the clock is looked at.
 const TICK: Duration = Duration::from_secs(1);
 /// How many ticks pass between two looks at all VMs.
 const TICKS_PER_LOOK: u32 = 5;
+/// The time without a request after which the state of a persistent sandbox is written to disk.
+const KEEP_AFTER: Duration = Duration::from_secs(30);
 
 /// The change that the clock asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,9 +32,11 @@ enum Due {
     Nothing,
     End,
     Hibernate,
+    /// Write the state to disk; the sandbox goes on.
+    Keep,
 }
 
-fn due(row: &SandboxRow, active: usize, now_ms: u64, idle: Duration) -> Due {
+fn due(row: &SandboxRow, active: usize, kept_ms: u64, now_ms: u64, idle: Duration) -> Due {
     let expired = row.expires_ms.is_some_and(|at| at <= now_ms);
     let idle_ms = now_ms.saturating_sub(row.active_ms);
     match row.state {
@@ -40,6 +44,15 @@ fn due(row: &SandboxRow, active: usize, now_ms: u64, idle: Duration) -> Due {
         State::Running if expired && active == 0 => Due::Hibernate,
         State::Running if row.persistent && active == 0 && idle_ms >= idle.as_millis() as u64 => {
             Due::Hibernate
+        }
+        State::Running
+            if row.persistent
+                && row.may_keep_state()
+                && active == 0
+                && kept_ms <= row.active_ms
+                && idle_ms >= KEEP_AFTER.as_millis() as u64 =>
+        {
+            Due::Keep
         }
         _ => Due::Nothing,
     }
@@ -66,12 +79,13 @@ async fn serve_clock(app: &Arc<App>, entry: &Arc<Entry>) {
     let (row, due) = {
         let fields = entry.lock();
         let idle = app.options.limits.idle;
-        (fields.row.clone(), due(&fields.row, fields.active, clock::now_ms(), idle))
+        (fields.row.clone(), due(&fields.row, fields.active, fields.kept_ms, clock::now_ms(), idle))
     };
     let (act, outcome) = match due {
         Due::Nothing => return,
         Due::End => ("expire", end(app, entry).await),
         Due::Hibernate => ("hibernate", hibernate_idle(app, entry).await.map(drop)),
+        Due::Keep => ("keep", keep_state(app, entry).await),
     };
     if let Err(error) = &outcome {
         log::error!("sandbox {}: {}", row.id, error.message);
@@ -136,26 +150,39 @@ async fn lost(app: &Arc<App>, entry: &Arc<Entry>, vm: &str, status: Option<VmSta
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::store::VolumeUse;
 
     const IDLE: Duration = Duration::from_secs(10);
 
     #[test]
     fn expired_sandbox_ends_and_persistent_one_hibernates() {
         let row = SandboxRow { expires_ms: Some(100), active_ms: 100, ..SandboxRow::default() };
-        assert_eq!(due(&row, 0, 99, IDLE), Due::Nothing);
-        assert_eq!(due(&row, 1, 100, IDLE), Due::End);
+        assert_eq!(due(&row, 0, 0, 99, IDLE), Due::Nothing);
+        assert_eq!(due(&row, 1, 0, 100, IDLE), Due::End);
         let kept = SandboxRow { persistent: true, ..row };
-        assert_eq!(due(&kept, 0, 100, IDLE), Due::Hibernate);
-        assert_eq!(due(&kept, 1, 100, IDLE), Due::Nothing);
+        assert_eq!(due(&kept, 0, 0, 100, IDLE), Due::Hibernate);
+        assert_eq!(due(&kept, 1, 0, 100, IDLE), Due::Nothing);
     }
 
     #[test]
     fn only_idle_persistent_sandbox_hibernates() {
         let row = SandboxRow { persistent: true, ..SandboxRow::default() };
-        assert_eq!(due(&row, 0, 9_999, IDLE), Due::Nothing);
-        assert_eq!(due(&row, 0, 10_000, IDLE), Due::Hibernate);
-        assert_eq!(due(&row, 1, 10_000, IDLE), Due::Nothing);
+        assert_eq!(due(&row, 0, 0, 9_999, IDLE), Due::Nothing);
+        assert_eq!(due(&row, 0, 0, 10_000, IDLE), Due::Hibernate);
+        assert_eq!(due(&row, 1, 0, 10_000, IDLE), Due::Nothing);
         let ordinary = SandboxRow { persistent: false, ..row };
-        assert_eq!(due(&ordinary, 0, 10_000, IDLE), Due::Nothing);
+        assert_eq!(due(&ordinary, 0, 0, 10_000, IDLE), Due::Nothing);
+    }
+
+    #[test]
+    fn state_is_kept_once_after_each_use() {
+        let idle = Duration::from_secs(300);
+        let row = SandboxRow { persistent: true, active_ms: 1000, ..SandboxRow::default() };
+        assert_eq!(due(&row, 0, 0, 30_999, idle), Due::Nothing);
+        assert_eq!(due(&row, 0, 0, 31_000, idle), Due::Keep);
+        assert_eq!(due(&row, 0, 31_000, 40_000, idle), Due::Nothing);
+        let volume = VolumeUse { name: "v".to_owned(), ..VolumeUse::default() };
+        let with_volume = SandboxRow { volumes: vec![volume], ..row };
+        assert_eq!(due(&with_volume, 0, 0, 31_000, idle), Due::Nothing);
     }
 }

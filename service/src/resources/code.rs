@@ -160,7 +160,10 @@ pub async fn run(
         let begun = Instant::now();
         let in_use = enter(&app, &id).await?;
         let request = CodeRequest::new(&body.code[..]).timeout(timeout);
-        let call = move || Ok(in_use.agent()?.run_code(&session, &request)?);
+        let call = move || {
+            let output = in_use.agent()?.run_code(&session, &request);
+            output.map_err(|error| in_use.explain(error.into()))
+        };
         let outcome = app.blocking.run(Work::Long, call).await;
         let mut act = Act::new("run_code", &owner, &id).what(&body.code).since(begun);
         act = act.outcome(&outcome);

@@ -136,7 +136,7 @@ fn run(in_use: &InUse, body: &Exec) -> Result<Output, ApiError> {
     if let Some(stdin) = &body.stdin {
         request = request.input(stdin.as_bytes());
     }
-    Ok(agent.exec(&request)?)
+    agent.exec(&request).map_err(|error| in_use.explain(error.into()))
 }
 
 /// Says inside an answer whose head was sent that its command failed. Clients read a missing exit
@@ -221,7 +221,7 @@ pub async fn exec_stream(
     let (events, response) = sse::events();
     let shared = Arc::clone(&app);
     let work = move || {
-        let outcome = stream(&agent, &body, &events);
+        let outcome = stream(&agent, &body, &events).map_err(|error| in_use.explain(error));
         match &outcome {
             Ok(Some(status)) if status.timed_out => {
                 events.send("error", &timed_out(&body).json());

@@ -6,6 +6,7 @@
 pub mod absent;
 pub mod checkpoints;
 pub mod code;
+pub mod egress;
 pub mod exec;
 pub mod files;
 pub mod forks;

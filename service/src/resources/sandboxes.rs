@@ -89,6 +89,14 @@ pub fn check_metadata(metadata: &BTreeMap<String, String>) -> Result<(), ApiErro
     Ok(())
 }
 
+/// Checks the number of rules for the network.
+pub fn check_rules(rules: &[String]) -> Result<(), ApiError> {
+    if rules.len() > MAX_RULES {
+        return Err(ApiError::bad_request(format!("egress_allowlist: at most {MAX_RULES}")));
+    }
+    Ok(())
+}
+
 /// Checks a time to live.
 pub fn check_ttl(seconds: u64) -> Result<u64, ApiError> {
     match seconds {
@@ -156,9 +164,7 @@ impl Create {
         }
         let metadata = self.metadata.unwrap_or_default();
         check_metadata(&metadata)?;
-        if self.egress_allowlist.as_ref().is_some_and(|rules| rules.len() > MAX_RULES) {
-            return Err(ApiError::bad_request(format!("egress_allowlist: at most {MAX_RULES}")));
-        }
+        self.egress_allowlist.as_deref().map_or(Ok(()), check_rules)?;
         Ok(StartRequest {
             owner,
             source: match self.from_snapshot {

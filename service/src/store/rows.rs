@@ -93,6 +93,15 @@ pub struct SandboxRow {
     pub has_checkpoint: bool,
 }
 
+impl SandboxRow {
+    /// Returns whether a state of the sandbox stays usable while the sandbox goes on. A guest
+    /// remembers what it has read of a volume, so an old state and a volume that was written since
+    /// do not fit.
+    pub fn may_keep_state(&self) -> bool {
+        self.volumes.iter().all(|volume| volume.read_only)
+    }
+}
+
 /// A snapshot; its folder has the same name as its id.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
