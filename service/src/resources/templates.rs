@@ -71,6 +71,9 @@ pub async fn delete(
     if app.list().iter().any(|entry| entry.row().template == name) {
         return Err(ApiError::conflict(format!("template '{name}' is in use by a sandbox")));
     }
+    if app.store.snapshots()?.iter().any(|row| row.template == name) {
+        return Err(ApiError::conflict(format!("template '{name}' is in use by a snapshot")));
+    }
     let removed = name.clone();
     let work = move || {
         find(&removed)?;
