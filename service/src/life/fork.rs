@@ -41,6 +41,7 @@ pub async fn fork(
 ) -> Result<Vec<SandboxRow>, ApiError> {
     let begun = Instant::now();
     let parent = enter(app, id).await?;
+    parent.require_awake()?;
     let like = parent.row();
     let wanted =
         Use { sandboxes: count as u64, memory_mib: like.memory_mib.saturating_mul(count as u64) };

@@ -7,7 +7,7 @@ use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pvmm_sandbox::CreateOptions;
+use pvmm_sandbox::{CreateOptions, Sandbox, Sandboxes};
 
 use crate::app::{App, Entry};
 use crate::blocking::Work;
@@ -63,10 +63,11 @@ pub(super) async fn hibernate_idle(app: &Arc<App>, entry: &Arc<Entry>) -> Result
 /// Hibernates a sandbox whose change is locked and which no new request enters.
 async fn hibernate_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
     app.admission.require_disk()?;
-    let (id, vm) = {
+    let (id, vm, paused) = {
         let fields = entry.lock();
-        (fields.row.id.clone(), fields.vm.clone())
+        (fields.row.id.clone(), fields.vm.clone(), fields.row.state == State::Paused)
     };
+    let sandboxes = app.sandboxes.clone();
     let vm = vm.ok_or_else(|| ApiError::conflict("the sandbox does not run"))?;
     let folder = app.hibernation_dir(&id);
     app.blocking
@@ -76,6 +77,8 @@ async fn hibernate_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiE
             if let Some(parent) = folder.parent() {
                 fs::create_dir_all(parent)?;
             }
+            // A guest that stands still cannot make itself ready.
+            let vm = if paused { resumed(&sandboxes, &vm)? } else { vm };
             vm.hibernate(&new)?;
             replace_folder(&folder)?;
             Ok(())
@@ -85,11 +88,18 @@ async fn hibernate_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiE
     fields.vm = None;
     fields.row.vm = None;
     fields.row.state = State::Hibernated;
+    fields.row.has_checkpoint = false;
     // A time to live counts while the sandbox runs, and begins anew when it wakes.
     fields.row.expires_ms = None;
     fields.kept_ms = clock::now_ms();
     app.store.put_sandboxes(&[&fields.row])?;
     Ok(())
+}
+
+/// Lets a paused VM go on, and returns it in its new state.
+fn resumed(sandboxes: &Sandboxes, vm: &Sandbox) -> Result<Sandbox, ApiError> {
+    vm.resume()?;
+    Ok(sandboxes.get(vm.id())?)
 }
 
 /// Writes the state of a sandbox that nobody uses to disk while the sandbox goes on, so that little

@@ -101,21 +101,18 @@ async fn look(app: &Arc<App>) -> Result<(), ApiError> {
     let vms = app.blocking.run(Work::Short, move || Ok(sandboxes.list()?)).await?;
     for entry in app.list() {
         let Some(id) = entry.lock().vm.as_ref().map(|vm| vm.id().to_owned()) else { continue };
-        let status = vms.iter().find(|vm| vm.id() == id).map(|vm| vm.status().clone());
-        // A VM that was made after the list was taken is not in it.
-        let younger = clock::now_ms().saturating_sub(entry.lock().row.created_ms) < 10_000;
-        match status {
-            Some(status) if status.is_alive() => {}
-            None if younger => {}
-            _ => lost(app, &entry, &id, status).await,
+        let alive = vms.iter().any(|vm| vm.id() == id && vm.status().is_alive());
+        if !alive {
+            perhaps_lost(app, &entry, &id).await;
         }
     }
     Ok(())
 }
 
-/// Handles a sandbox whose VM has ended by itself.
-async fn lost(app: &Arc<App>, entry: &Arc<Entry>, vm: &str, status: Option<VmStatus>) {
-    let Ok(_change) = entry.change.try_lock() else { return };
+/// Handles a sandbox whose VM has ended by itself. Looks again first: a VM that was made after the
+/// list was taken is not in it.
+async fn perhaps_lost(app: &Arc<App>, entry: &Arc<Entry>, vm: &str) {
+    let Ok(change) = entry.change.try_lock() else { return };
     let row = {
         let fields = entry.lock();
         if fields.ended || fields.vm.as_ref().is_none_or(|now| now.id() != vm) {
@@ -123,7 +120,11 @@ async fn lost(app: &Arc<App>, entry: &Arc<Entry>, vm: &str, status: Option<VmSta
         }
         fields.row.clone()
     };
+    let (sandboxes, vm) = (app.sandboxes.clone(), vm.to_owned());
+    let status = move || Ok(sandboxes.get(&vm).map(|vm| vm.status().clone()).ok());
+    let Ok(status) = app.blocking.run(Work::Short, status).await else { return };
     let reason = match status {
+        Some(status) if status.is_alive() => return,
         Some(VmStatus::Exited(ending)) => ending.reason,
         _ => "its monitor process is gone".to_owned(),
     };
@@ -132,7 +133,7 @@ async fn lost(app: &Arc<App>, entry: &Arc<Entry>, vm: &str, status: Option<VmSta
     act.what = Some(reason);
     app.audit.write(&act);
     if !row.persistent {
-        drop(_change);
+        drop(change);
         if let Err(error) = end(app, entry).await {
             log::error!("sandbox {}: {}", row.id, error.message);
         }

@@ -18,6 +18,7 @@ use crate::life::enter;
 
 async fn checkpointed(app: Arc<App>, id: String) -> Result<(), ApiError> {
     let in_use = enter(&app, &id).await?;
+    in_use.require_awake()?;
     let entry = Arc::clone(in_use.entry());
     let _change = entry.change.lock().await;
     let vm = in_use.vm().clone();
@@ -30,6 +31,7 @@ async fn checkpointed(app: Arc<App>, id: String) -> Result<(), ApiError> {
 
 async fn rolled_back(app: Arc<App>, id: String) -> Result<(), ApiError> {
     let in_use = enter(&app, &id).await?;
+    in_use.require_awake()?;
     let entry = Arc::clone(in_use.entry());
     let _change = entry.change.lock().await;
     if !entry.lock().row.has_checkpoint {

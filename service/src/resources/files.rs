@@ -29,6 +29,8 @@ const MAX_FILE: u64 = 4 << 30;
 const MAX_LISTING: u64 = 16 << 20;
 /// How long a client may pause within a file that it sends.
 const STALL: Duration = Duration::from_secs(60);
+/// The most of a refused body that is read and dropped.
+const MAX_DROPPED: usize = 64 << 20;
 /// The chunks that wait for the guest.
 const QUEUE: usize = 16;
 const CHUNK: usize = 256 << 10;
@@ -155,10 +157,11 @@ fn receive(
     Ok(writer.finish()?)
 }
 
-/// Passes the body on, chunk by chunk, until it ends or fails.
+/// Passes the body on, chunk by chunk, until it ends or fails. The rest of a body that the guest
+/// refuses is read and dropped, up to a limit: clients read the answer only when all is sent.
 async fn pass_on(body: Body, sender: mpsc::Sender<Result<Bytes, ApiError>>) {
-    let mut body = body;
-    loop {
+    let (mut body, mut dropped) = (body, 0);
+    while dropped < MAX_DROPPED {
         let item = match tokio::time::timeout(STALL, body.frame()).await {
             Ok(None) => return,
             Ok(Some(Ok(frame))) => match frame.into_data() {
@@ -168,8 +171,11 @@ async fn pass_on(body: Body, sender: mpsc::Sender<Result<Bytes, ApiError>>) {
             Ok(Some(Err(_))) => Err(ApiError::bad_request("the body was cut short")),
             Err(_) => Err(ApiError::bad_request("the body took too long")),
         };
-        let failed = item.is_err();
-        if sender.send(item).await.is_err() || failed {
+        let (failed, length) = (item.is_err(), item.as_ref().map_or(0, Bytes::len));
+        if sender.send(item).await.is_err() {
+            dropped += length;
+        }
+        if failed {
             return;
         }
     }

@@ -52,6 +52,7 @@ fn disk_bytes(folder: &Path) -> std::io::Result<u64> {
 async fn taken(app: &Arc<App>, id: &str, owner: &str) -> Result<SnapshotRow, ApiError> {
     app.admission.require_disk()?;
     let in_use = enter(app, id).await?;
+    in_use.require_awake()?;
     let (sandbox, snapshot) = (in_use.row(), ids::new_id()?);
     let folder = app.snapshot_dir(&snapshot);
     let work = move || {
