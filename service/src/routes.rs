@@ -19,7 +19,7 @@ use crate::extract::Owner;
 use crate::proxy;
 use crate::resources::{
     absent, checkpoints, code, egress, exec, files, forks, hibernation, lifecycle, logs, me, pause,
-    pool, ports, sandboxes, snapshots, templates, volumes,
+    pool, ports, sandboxes, snapshots, ssh, templates, volumes,
 };
 
 const HEALTH: &str = "/healthz";
@@ -69,6 +69,7 @@ fn table() -> Table {
         .delete(ONE, sandboxes::delete)
         .post("/v1/sandboxes/{id}/exec", exec::exec)
         .post("/v1/sandboxes/{id}/exec/stream", exec::exec_stream)
+        .get("/v1/sandboxes/{id}/ssh", ssh::ssh)
         .get("/v1/sandboxes/{id}/repl/sessions", code::list)
         .post("/v1/sandboxes/{id}/repl/sessions", code::open)
         .delete(SESSION, code::close)

@@ -34,6 +34,8 @@ const LAST_GRACE: Duration = Duration::from_secs(2);
 /// Serves requests until a signal, or until standard input closes if the server has a parent.
 pub fn serve(options: ServeOptions) -> Result<(), Failure> {
     let tls = options.tls.as_ref().map(tls::acceptor).transpose()?;
+    life::egress_of(&options.default_egress)
+        .map_err(|error| Failure::usage(format!("--allow: {}", error.message)))?;
     private_dir(&options.data_dir)?;
     let mut options = options;
     let (store, own_dir) = data_dir::claim(&mut options)?;

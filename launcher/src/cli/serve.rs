@@ -18,8 +18,8 @@ Examples:
   pvmm serve --listen 0.0.0.0:8443 --tls-cert cert.pem --tls-key key.pem
   pvmm serve --allow pypi.org --allow '*.example.com:443'
 
-PANDASTACK_API=http://127.0.0.1:8088 PANDASTACK_API_KEY=TOKEN lets programs that were written for PandaStack use
-it. Sandboxes go on when the server ends, and the next server takes them up.
+Programs that were written for PandaStack use it with PANDASTACK_API=http://127.0.0.1:8088 and
+PANDASTACK_API_KEY=TOKEN. Sandboxes go on when the server ends, and the next server takes them up.
 ")]
 pub struct Serve {
     /// Where to listen, ADDR:PORT or unix:PATH; may be repeated

@@ -234,7 +234,8 @@ fn is_network(rule: &str) -> bool {
     parses(address) || parses(without_port)
 }
 
-/// Returns the mounts of a sandbox's volumes; `mounted` says that its guest has them already. Waits.
+/// Returns the mounts of a sandbox's volumes; `mounted` says that its guest has them already.
+/// Waits.
 pub fn mounts(volumes: &[VolumeUse], mounted: bool) -> Result<Vec<VolumeMount>, ApiError> {
     if volumes.is_empty() {
         return Ok(Vec::new());

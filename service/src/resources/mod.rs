@@ -19,5 +19,6 @@ pub mod pool;
 pub mod ports;
 pub mod sandboxes;
 pub mod snapshots;
+pub mod ssh;
 pub mod templates;
 pub mod volumes;

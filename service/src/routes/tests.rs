@@ -98,6 +98,8 @@ async fn unknown_and_absent_paths_are_json_errors() {
         ("GET", &format!("{one}/fs"), 400),
         ("GET", &format!("{one}/fs?path=/x"), 404),
         ("GET", &format!("{one}/ports/0/proxy/"), 400),
+        ("GET", &format!("{one}/ssh?rows=x"), 400),
+        ("GET", &format!("{one}/ssh"), 404),
     ] {
         let answer = ask(&app, method, path, "secret", "").await;
         assert_eq!(answer.status, status, "{method} {path}: {}", answer.body);
