@@ -163,6 +163,8 @@ impl EgressProcess {
             frames_fd: FRAMES_FD,
             control_fd: Some(CONTROL_FD),
             log_fd: Some(LOG_FD),
+            secrets_fd: None,
+            authorities: None,
             guest_ip: GUEST,
             guest_mac: Some(pvmm_egress::EthernetAddress(self.mac.0)),
             gateway_ip: GATEWAY,
