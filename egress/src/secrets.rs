@@ -30,8 +30,9 @@ const DOCUMENT_MAX: u64 = 4 << 20;
 /// Why secrets are not accepted. No message has a value.
 #[derive(Debug, thiserror::Error)]
 pub enum SecretsError {
-    #[error("secret {name:?}: write letters, digits and underscores, and no digit first")]
-    Name { name: String },
+    // The name may be a value that was written in its place.
+    #[error("the name of a secret has letters, digits and underscores, and no digit first")]
+    Name,
     #[error("secret {name}: {host:?} is not a host name; write one such as api.example.com")]
     Host { name: String, host: String },
     #[error("secret {name}: the value is empty")]
@@ -187,7 +188,7 @@ fn check(name: &str, host: &str, value: &SecretValue) -> Result<String, SecretsE
     let good_name = name.bytes().next().is_some_and(is_start)
         && name.bytes().all(|byte| is_start(byte) || byte.is_ascii_digit());
     if !good_name || name.len() > 255 {
-        return Err(SecretsError::Name { name: owned() });
+        return Err(SecretsError::Name);
     }
     let normal = normal_name(host).filter(|_| host.parse::<std::net::IpAddr>().is_err());
     let host = normal.ok_or_else(|| SecretsError::Host { name: owned(), host: host.to_owned() })?;

@@ -28,6 +28,7 @@ mod rootfs;
 mod scratch;
 mod screen;
 mod seccomp;
+mod secrets;
 mod snapshots;
 mod sys;
 mod vm_dir;

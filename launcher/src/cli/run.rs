@@ -14,6 +14,7 @@ use crate::egress::EgressFlags;
 use crate::jail::JailFlags;
 use crate::net_card::{self, NetCard};
 use crate::ports::{self, PortSpec};
+use crate::secrets::SecretFlags;
 use crate::sys::signals::{FORWARDED, WITH_TERMINAL};
 
 /// Run a command in a fresh VM
@@ -26,6 +27,7 @@ Examples:
   pvmm run --timeout 30s -e TOKEN=x -w /tmp -- sh -c 'echo $TOKEN; pwd'
   pvmm run -d --name web -p 8080:8000 -- python3 -m http.server
   pvmm run --allow-host pypi.org --allow-host '*.pythonhosted.org' -- pip install requests
+  pvmm run --secret API_KEY@api.example.com -- ./agent    sees a placeholder, the host the key
   pvmm run --kernel vmlinux --rootfs rootfs.ext4 -- /bin/ls
 ")]
 pub struct Run {
@@ -62,6 +64,8 @@ pub struct Run {
     pub net: Option<NetCard>,
     #[command(flatten)]
     pub egress: EgressFlags,
+    #[command(flatten)]
+    pub secrets: SecretFlags,
     /// Let the guest give memory back: what it frees, and more when `pvmm balloon` asks
     #[arg(long)]
     pub balloon: bool,

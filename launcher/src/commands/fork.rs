@@ -4,10 +4,12 @@
 //! disk. The rest is common to both: one monitor process per child, all sharing the pages that none
 //! has changed.
 
+use std::fs::File;
 use std::time::Duration;
 
 use pvmm::snapshot::{Key, LoadOptions};
 use pvmm::{Kvm, Template};
+use pvmm_egress::secrets::Placeholders;
 
 use crate::cli::{Fork, Restore};
 use crate::control;
@@ -18,6 +20,7 @@ use crate::jail::{self, JailFlags};
 use crate::output;
 use crate::overrides::CopyFlags;
 use crate::scratch;
+use crate::secrets::{self, Sealed};
 use crate::snapshots;
 use crate::sys::signals::{FORWARDED, Signals};
 use crate::vm_dir::{Base, Claim, Egress, Record, VmDirError, now};
@@ -32,10 +35,11 @@ pub fn fork(args: Fork) -> Outcome {
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
     scratch::place(false)?;
-    let mut parent = None;
+    let (mut parent, mut secrets) = (None, None);
     let (machine, record) = match base.find(&args.source) {
         Ok(vm) => {
             parent = vm.dir.read_egress().filter(|_| vm.has_egress());
+            secrets = secrets::of_vm(&vm.dir)?;
             let record =
                 Record { template: format!("fork of {}", vm.label()), ..vm.record.clone() };
             (control::hand_over(&vm)?, record)
@@ -52,11 +56,15 @@ pub fn fork(args: Fork) -> Outcome {
     };
     require_card(&args.egress, parent.is_some())?;
     let egress = args.egress.egress(parent.as_ref())?;
-    Copies { machine, like: record, flags: &args.copy, makes_taps: true, jail: &args.jail, egress }
+    let (flags, jail) = (&args.copy, &args.jail);
+    // The guest's memory has its placeholders already.
+    let placeholders = None;
+    Copies { machine, like: record, flags, makes_taps: true, jail, egress, secrets, placeholders }
         .start(&base, names)
 }
 
 pub fn restore(args: Restore) -> Outcome {
+    let sealed = args.secrets.seal()?;
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
     let dir = snapshots::place(&args.snapshot)?;
@@ -74,9 +82,19 @@ pub fn restore(args: Restore) -> Outcome {
     let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
     // Several VMs cannot share one tap.
     let makes_taps = names.len() > 1;
-    require_card(&args.egress, template.taps().iter().any(|tap| tap == egress::LINK_NAME))?;
-    let egress = args.egress.egress(None)?;
-    Copies { machine, like, flags: &args.copy, makes_taps, jail: &args.jail, egress }
+    let has_card = template.taps().iter().any(|tap| tap == egress::LINK_NAME);
+    require_card(&args.egress, has_card)?;
+    if sealed.is_some() && !has_card {
+        return Err(Failure::usage("--secret: the VM has no network card with a policy")
+            .hint("start the original with: pvmm run --net"));
+    }
+    let mut egress = args.egress.egress(None)?;
+    if let Some(sealed) = &sealed {
+        sealed.allow(&mut egress);
+    }
+    let (secrets, placeholders) = sealed.map(Sealed::into_parts).unzip();
+    let (flags, jail) = (&args.copy, &args.jail);
+    Copies { machine, like, flags, makes_taps, jail, egress, secrets, placeholders }
         .start(&base, names)
 }
 
@@ -102,6 +120,9 @@ struct Copies<'a> {
     jail: &'a JailFlags,
     /// The policy of a network card without a tap, if the template has one.
     egress: Egress,
+    /// The values of the children's secrets, and the placeholders that their guests are told.
+    secrets: Option<File>,
+    placeholders: Option<Placeholders>,
 }
 
 impl Copies<'_> {
@@ -143,6 +164,9 @@ impl Copies<'_> {
         };
         let mut claim = base.create(record, self.jail.users())?;
         claim.dir().write_egress(&self.egress)?;
+        if let Some(values) = &self.secrets {
+            secrets::install(values, claim.dir())?;
+        }
         let order = Order {
             machine: &self.machine,
             record: claim.dir().read_record().unwrap_or_default(),
@@ -152,6 +176,7 @@ impl Copies<'_> {
             boot_patience: PATIENCE,
             jailed: !self.jail.no_jail,
             ttl: self.jail.ttl,
+            placeholders: self.placeholders.as_ref(),
         };
         let process = copy::spawn(&order, &claim)?;
         claim.hand_over_lock();

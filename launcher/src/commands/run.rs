@@ -28,6 +28,7 @@ use crate::overrides::CopyParts;
 use crate::ports::{self, BoundPort};
 use crate::prepare::{self, Sources};
 use crate::scratch;
+use crate::secrets::{self, Sealed};
 use crate::sys::signals::Signals;
 use crate::vm_dir::{Base, Claim, Egress, Record, VmDir, now};
 use crate::vmm_process::{self, Mode, Plan, Start, VmmProcess};
@@ -38,6 +39,7 @@ const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
 const SHELL: &str = "command -v bash >/dev/null && exec bash -l; exec sh -l";
 
 pub fn run(args: Run, quiet: bool) -> Outcome {
+    let secrets = args.secrets.seal()?;
     // All arguments are checked before anything is created.
     let argv = command(&args)?;
     attach::require_terminal(&args.command)?;
@@ -48,7 +50,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     if let Some(name) = &args.name {
         base.refuse_taken(name)?;
     }
-    let (net, egress) = network(&args)?;
+    let (net, egress) = network(&args, secrets.as_ref())?;
     let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
@@ -66,6 +68,11 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     let claim = base.create(record(&args, &argv, &start, &ports), args.jail.users())?;
     if let Some(egress) = &egress {
         claim.dir().write_egress(egress)?;
+    }
+    // The values are this VM's alone from here on, and no process is forked while they are open.
+    let (values, placeholders) = secrets.map(Sealed::into_parts).unzip();
+    if let Some(values) = values {
+        secrets::install(&values, claim.dir())?;
     }
     let record = claim.dir().read_record().unwrap_or_default();
     let id = record.id.clone();
@@ -87,6 +94,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         ports: detached_ports,
         copy: CopyParts::default(),
         frames: None,
+        placeholders,
         extras: Extras { drives: args.drive.clone(), net, balloon: args.balloon },
     };
     let process = vmm_process::spawn(plan, &claim)?;
@@ -116,17 +124,30 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
 }
 
 /// Returns the network card of the VM, if it has one, and the policy of one without a tap.
-fn network(args: &Run) -> Result<(Option<NetCard>, Option<Egress>), Failure> {
+fn network(
+    args: &Run,
+    secrets: Option<&Sealed>,
+) -> Result<(Option<NetCard>, Option<Egress>), Failure> {
     match &args.net {
         Some(card) if card.tap != TapWish::Egress => {
             if args.egress.is_given() {
                 return Err(Failure::usage("--allow: a card on a tap of this host has no policy")
                     .hint("write --net without a tap, or leave --allow out"));
             }
+            if secrets.is_some() {
+                return Err(Failure::usage("--secret: a card on a tap of this host has no policy")
+                    .hint("write --net without a tap, or leave --secret out"));
+            }
             Ok((Some(card.clone()), None))
         }
-        None if !args.egress.is_given() => Ok((None, None)),
-        _ => Ok((Some(egress::card()?), Some(args.egress.egress(None)?))),
+        None if !args.egress.is_given() && secrets.is_none() => Ok((None, None)),
+        _ => {
+            let mut egress = args.egress.egress(None)?;
+            if let Some(secrets) = secrets {
+                secrets.allow(&mut egress);
+            }
+            Ok((Some(egress::card()?), Some(egress)))
+        }
     }
 }
 
@@ -144,6 +165,7 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
         || args.rootfs.is_some()
         || args.net.is_some()
         || args.egress.is_given()
+        || args.secrets.is_given()
         || args.balloon
         || args.console.is_some()
         || !args.drive.is_empty();
