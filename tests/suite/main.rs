@@ -43,6 +43,7 @@ mod refresh;
 mod run;
 mod runtimes;
 mod seccomp;
+mod secrets;
 mod snapshot;
 mod snapshot_files;
 mod soak;

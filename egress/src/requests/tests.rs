@@ -100,7 +100,7 @@ fn every_request_of_a_connection_is_rewritten_and_counted() {
 }
 
 #[test]
-fn request_for_another_host_is_refused() {
+fn d14_request_for_another_host_is_refused() {
     for request in [
         "GET / HTTP/1.1\r\nHost: evil.example\r\n\r\n",
         "GET / HTTP/1.1\r\nHost: api.example.evil.example\r\n\r\n",
@@ -122,7 +122,7 @@ fn request_for_another_host_is_refused() {
 }
 
 #[test]
-fn request_that_can_be_read_in_two_ways_is_refused() {
+fn d14_request_that_can_be_read_in_two_ways_is_refused() {
     let post = |headers: &str| format!("POST / HTTP/1.1\r\nHost: api.example\r\n{headers}\r\n");
     for headers in [
         "Content-Length: 3\r\nContent-Length: 3\r\n",
@@ -173,7 +173,7 @@ fn request_that_can_be_read_in_two_ways_is_refused() {
 }
 
 #[test]
-fn chunks_that_lie_are_refused() {
+fn d14_chunks_that_lie_are_refused() {
     let head = "POST / HTTP/1.1\r\nHost: api.example\r\nTransfer-Encoding: chunked\r\n\r\n";
     for body in [
         "3\r\nabcd\r\n0\r\n\r\n",
@@ -192,7 +192,7 @@ fn chunks_that_lie_are_refused() {
 }
 
 #[test]
-fn body_that_looks_like_a_request_is_a_body() {
+fn d14_body_that_looks_like_a_request_is_a_body() {
     let hidden = get(&format!("X-Key: {PLACEHOLDER}\r\n"));
     let stream = format!(
         "POST / HTTP/1.1\r\nHost: api.example\r\nContent-Length: {}\r\n\r\n{hidden}",

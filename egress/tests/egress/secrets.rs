@@ -3,6 +3,7 @@
 use std::net::SocketAddrV4;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use pvmm_egress::secrets::{NewSecret, Placeholders, SecretValue, SecretsDocument};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
@@ -40,6 +41,13 @@ impl World {
 
     /// Starts a server with a certificate for a name.
     fn server(&mut self, name: &str) -> Upstream {
+        let server = Upstream::tls(self.certificate(name));
+        self.port = server.address.port();
+        server
+    }
+
+    /// Returns the settings of a server with a certificate for a name.
+    fn certificate(&self, name: &str) -> Arc<ServerConfig> {
         let key = KeyPair::generate().unwrap();
         let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
         let certificate = params.signed_by(&key, &self.issuer).unwrap();
@@ -50,9 +58,7 @@ impl World {
             .with_no_client_auth()
             .with_single_cert(vec![certificate.der().clone()], key)
             .unwrap();
-        let server = Upstream::tls(Arc::new(config));
-        self.port = server.address.port();
-        server
+        Arc::new(config)
     }
 
     /// Starts a gateway with the secret TOKEN for api.example, and what the guest is told of it.
@@ -158,7 +164,7 @@ fn plain_http_never_gets_the_value() {
 }
 
 #[test]
-fn server_that_is_not_the_host_gets_nothing() {
+fn d15_server_that_is_not_the_host_gets_nothing() {
     // Neither with a certificate of an unknown authority nor with one for another name.
     for (name, trusted) in [("api.example", false), ("evil.example", true)] {
         let mut world = World::new(&["api.example"]);
@@ -177,7 +183,7 @@ fn server_that_is_not_the_host_gets_nothing() {
 }
 
 #[test]
-fn request_with_another_host_on_the_same_connection_is_refused() {
+fn d14_request_with_another_host_on_the_same_connection_is_refused() {
     let mut world = World::new(&["api.example"]);
     let server = world.server("api.example");
     let (mut guest, shown) = world.guest(&world.authority, &["--allow-host", "api.example"]);
@@ -223,4 +229,47 @@ fn host_that_no_rule_allows_is_not_reached_for_its_secret() {
     assert!(guest.resolve("api.example.").is_err());
     assert_eq!(guest.exchange(at(&server), &http("api.example")), End::Reset);
     assert!(server.heard().is_empty());
+}
+
+#[test]
+fn long_bodies_pass_both_ways_unchanged() {
+    const LEN: usize = 3 << 20;
+    let mut world = World::new(&["api.example"]);
+    let server = Upstream::tls_echo(world.certificate("api.example"), LEN);
+    world.port = server.address.port();
+    let (mut guest, shown) = world.guest(&world.authority, &["--allow-host", "api.example"]);
+    guest.resolve("api.example.").unwrap();
+    let token = shown.variables[0].1.as_bytes();
+    let body: Vec<u8> = token.iter().copied().cycle().take(LEN).collect();
+    let head = format!("POST / HTTP/1.1\r\nHost: api.example\r\nContent-Length: {LEN}\r\n\r\n");
+    let mut pieces = vec![head.as_bytes()];
+    pieces.extend(body.chunks(10_000));
+    let tls = client(&shown.authority, "api.example");
+    let answer = guest.exchange_tls(at(&server), tls, &pieces).unwrap();
+    let start = answer.windows(4).position(|part| part == b"\r\n\r\n").unwrap() + 4;
+    assert!(answer[start..] == body);
+    assert!(guest.gateway_memory_kib() < 64 << 10);
+    let status = guest.status();
+    assert!(status["totals"]["bytes_out"].as_u64().unwrap() > LEN as u64, "{status}");
+}
+
+#[test]
+fn open_connection_without_requests_costs_no_processor_time() {
+    let mut world = World::new(&["api.example"]);
+    let server = world.server("api.example");
+    let (mut guest, shown) = world.guest(&world.authority, &["--allow-host", "api.example"]);
+    guest.resolve("api.example.").unwrap();
+    let mut tls = client(&shown.authority, "api.example");
+    let handle = guest.connect(at(&server));
+    let request = request("api.example", &shown.variables[0].1);
+    let mut pieces = [request.as_bytes()].into_iter();
+    let used = guest.until(|guest| {
+        assert_eq!(guest.step_tls(handle, &mut tls, &mut pieces, &mut Vec::new()), None);
+        (guest.status()["secrets"][0]["uses"] == 1).then_some(())
+    });
+    assert_eq!(used, Some(()));
+    let (before, end) = (guest.gateway_ticks(), Instant::now() + Duration::from_secs(1));
+    guest.until(|_| (Instant::now() >= end).then_some(()));
+    let ticks = guest.gateway_ticks() - before;
+    assert!(ticks < 10, "{ticks} hundredths of a second");
 }
