@@ -109,10 +109,10 @@ impl SecretFlags {
             return Ok(Some(Sealed { document, shown }));
         }
         if self.secret.is_empty() {
-            return match self.secret_ca.is_empty() {
-                true => Ok(None),
-                false => Err(Failure::usage("--secret-ca: there is no --secret that it is for")),
-            };
+            if !self.secret_ca.is_empty() {
+                return Err(Failure::usage("--secret-ca: there is no --secret that it is for"));
+            }
+            return Ok(None);
         }
         let (mut secrets, mut variables) = (Vec::new(), Vec::new());
         for (number, text) in (1..).zip(&self.secret) {

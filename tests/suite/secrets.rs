@@ -1,8 +1,8 @@
 //! Secrets that never enter the sandbox: a real guest uses one, and it is looked for everywhere.
 
 use std::fs::{self, File};
-use std::io::{Read, Seek, SeekFrom};
-use std::os::unix::fs::PermissionsExt;
+use std::io::Read;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use pvmm_tests::cli::{Said, User};
@@ -11,6 +11,10 @@ use pvmm_tests::network;
 use serde_json::Value;
 
 const VALUE: &str = "hunter2-5a1f0c77e2b94d36";
+const PAGE: u64 = 4096;
+/// Bits of the last byte of an entry of a page map.
+const PRESENT: u8 = 1 << 7;
+const SWAPPED: u8 = 1 << 6;
 
 /// Fetches a page with the secret in a header; verifies the server if told so.
 const FETCH: &str = r#"
@@ -57,21 +61,20 @@ fn files_with(text: &str, dir: &Path) -> Vec<PathBuf> {
         let (path, kind) = (entry.path(), entry.file_type().unwrap());
         if kind.is_dir() {
             found.extend(files_with(text, &path));
-        } else if kind.is_file() && has(&mut File::open(&path).unwrap(), u64::MAX, text) {
+        } else if kind.is_file() && has(&mut File::open(&path).unwrap(), text) {
             found.push(path);
         }
     }
     found
 }
 
-/// Returns whether `text` is in the next `len` bytes.
-fn has(from: &mut impl Read, len: u64, text: &str) -> bool {
-    let (mut from, text) = (from.take(len), text.as_bytes());
+/// Returns whether `text` is in what is left to read.
+fn has(from: &mut impl Read, text: &str) -> bool {
     let mut window = vec![0; 1 << 20];
     let mut kept = 0;
     while let Ok(count @ 1..) = from.read(&mut window[kept..]) {
         let end = kept + count;
-        if window[..end].windows(text.len()).any(|part| part == text) {
+        if is_in(&window[..end], text) {
             return true;
         }
         kept = end.min(text.len() - 1);
@@ -80,7 +83,19 @@ fn has(from: &mut impl Read, len: u64, text: &str) -> bool {
     false
 }
 
-/// Returns the processes of a name, and whether `text` is in their memory, arguments or environment.
+fn is_in(bytes: &[u8], text: &str) -> bool {
+    let (first, text) = (text.as_bytes()[0], text.as_bytes());
+    let mut rest = bytes;
+    while let Some(at) = rest.iter().position(|byte| *byte == first) {
+        if rest[at..].starts_with(text) {
+            return true;
+        }
+        rest = &rest[at + 1..];
+    }
+    false
+}
+
+/// Returns for each process of a name whether `text` is in its memory, arguments or environment.
 fn processes_with(text: &str, name: &str) -> Vec<bool> {
     let mut found = Vec::new();
     for process in fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path()) {
@@ -93,19 +108,26 @@ fn processes_with(text: &str, name: &str) -> Vec<bool> {
 
 fn is_in_process(text: &str, process: &Path) -> bool {
     let file = |name: &str| fs::read(process.join(name)).unwrap_or_default();
-    if ["cmdline", "environ"].iter().any(|name| has(&mut &file(name)[..], u64::MAX, text)) {
+    if ["cmdline", "environ"].iter().any(|name| is_in(&file(name), text)) {
         return true;
     }
     let maps = String::from_utf8(file("maps")).unwrap();
-    let mut memory = File::open(process.join("mem")).unwrap();
-    maps.lines().any(|line| {
-        let (range, rest) = line.split_once(' ').unwrap();
-        let (from, to) = range.split_once('-').unwrap();
+    let memory = File::open(process.join("mem")).unwrap();
+    let entries = File::open(process.join("pagemap")).unwrap();
+    maps.lines().filter(|line| line.contains(" r")).any(|line| {
+        let (from, to) = line.split(' ').next().unwrap().split_once('-').unwrap();
         let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).unwrap());
-        rest.starts_with('r')
-            && !rest.contains("[v")
-            && memory.seek(SeekFrom::Start(from)).is_ok()
-            && has(&mut memory, to - from, text)
+        let mut present = vec![0; ((to - from) / PAGE * 8) as usize];
+        // Special mappings have no entries.
+        let _ = entries.read_exact_at(&mut present, from / PAGE * 8);
+        let present = present.chunks(8).map(|entry| entry[7] & (PRESENT | SWAPPED) != 0);
+        // The end of the page before, and a page: the text may begin in one and end in the next.
+        let mut bytes = vec![0; text.len() - 1 + PAGE as usize];
+        present.enumerate().filter(|(_, present)| *present).any(|(page, _)| {
+            bytes.copy_within(PAGE as usize.., 0);
+            let (_, room) = bytes.split_at_mut(text.len() - 1);
+            memory.read_exact_at(room, from + page as u64 * PAGE).is_ok() && is_in(&bytes, text)
+        })
     })
 }
 

@@ -185,7 +185,8 @@ pub fn memory_file(name: &CStr, bytes: &[u8]) -> io::Result<File> {
     Ok(file)
 }
 
-/// Takes a descriptor that the program which executed this one left open. Each number is taken once.
+/// Takes a descriptor that the program which executed this one left open. Each number is taken
+/// once.
 pub fn inherited(number: i32) -> io::Result<OwnedFd> {
     if number <= 2 {
         return Err(io::ErrorKind::InvalidInput.into());
