@@ -57,7 +57,8 @@ fn placeholder(user: &User, vm: &str) -> String {
 /// Returns the files below a folder that contain `text`.
 fn files_with(text: &str, dir: &Path) -> Vec<PathBuf> {
     let mut found = Vec::new();
-    for entry in fs::read_dir(dir).unwrap().flatten() {
+    // A folder that is gone has none.
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
         let (path, kind) = (entry.path(), entry.file_type().unwrap());
         if kind.is_dir() {
             found.extend(files_with(text, &path));
