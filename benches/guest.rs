@@ -10,7 +10,7 @@ use pvmm::agent::Agent;
 use pvmm::exec::ExecRequest;
 use pvmm::{Drive, Initrd, Net, TapSource, VmConfig, Vsock};
 use pvmm_agent_image::AGENT;
-use pvmm_sandbox::{Cache, Kernel, Template};
+use pvmm_images::{Cache, Kernel, Template};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -52,7 +52,7 @@ impl Guest {
     /// `place`. Returns the copies, and facts about them.
     pub fn prepare(place: &Path) -> Outcome<(Self, Value)> {
         let cache = Cache::open()?;
-        let kernel = Kernel::default_in(&cache, &mut pvmm_sandbox::Silent)?;
+        let kernel = Kernel::default_in(&cache, &mut pvmm_images::Silent)?;
         let template = Template::find(&cache, "base")?;
         let guest = Self {
             kernel: place.join("vmlinux"),
@@ -150,5 +150,5 @@ pub fn deadline() -> Instant {
 }
 
 pub fn digest(path: &Path) -> Outcome<String> {
-    Ok(pvmm_sandbox::cache::file_digest(path)?)
+    Ok(pvmm_images::cache::file_digest(path)?)
 }

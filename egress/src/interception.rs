@@ -76,7 +76,8 @@ impl Interception {
             told_host: false,
             answered: false,
             refused: false,
-            has_more: false,
+            // The hello of this side is to be sent.
+            has_more: true,
         })
     }
 

@@ -20,7 +20,7 @@
 //! | `link.rs` | the packet socket to the guest's card |
 //! | `connection.rs`, `connections.rs` | TCP connections: stages, table, stack |
 //! | `secrets.rs`, `tls.rs` | placeholders and values; certificates of hosts with secrets |
-//! | `interception.rs`, `requests.rs`, `base64.rs` | connections and requests to such hosts |
+//! | `interception.rs`, `requests.rs` | connections and requests to such hosts |
 //! | `dns.rs`, `resolver.rs` | DNS messages; questions to upstream resolvers |
 //! | `counters.rs`, `audit.rs`, `rate.rs` | what was used and denied, the log, and its rate |
 //! | `control.rs`, `control_server.rs` | the control protocol and its sockets |
@@ -31,7 +31,6 @@
 
 pub mod arguments;
 mod audit;
-mod base64;
 mod confine;
 mod connection;
 mod connections;

@@ -7,7 +7,9 @@
 
 use std::rc::Rc;
 
-use crate::base64;
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as BASE64;
+
 use crate::policy::normal_name;
 use crate::secrets::Secret;
 
@@ -216,11 +218,11 @@ impl Requests {
         if name == b"authorization"
             && let Some((scheme, encoded)) = value.split_at_checked(6)
             && scheme.eq_ignore_ascii_case(b"basic ")
-            && let Some(decoded) = base64::decode(encoded.trim_ascii())
+            && let Ok(decoded) = BASE64.decode(encoded.trim_ascii())
         {
             let put = self.put_plain(&decoded, used);
             if put != decoded {
-                return [scheme, base64::encode(&put).as_bytes()].concat();
+                return [scheme, BASE64.encode(&put).as_bytes()].concat();
             }
         }
         self.put_plain(value, used)

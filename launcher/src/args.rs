@@ -9,9 +9,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
-use pvmm_sandbox::overlay;
+use pvmm_images::{overlay, volume};
 
-use crate::vm_dir::UidRange;
+/// Parses `--name`.
+pub use pvmm_sandbox::vm_dir::check_name as vm_name;
+/// Parses `--uid-range`.
+pub use pvmm_sandbox::vm_dir::uid_range;
 
 /// The longest `--timeout`: thirty days.
 const MAX_TIMEOUT: Duration = Duration::from_secs(30 * 24 * 3600);
@@ -20,7 +23,6 @@ const MIN_DISK_MIB: u64 = overlay::MIN_BYTES >> 20;
 const MAX_DISK_MIB: u64 = overlay::MAX_BYTES >> 20;
 /// The largest `--max-size`; no filesystem holds more.
 const MAX_COPY_MIB: u64 = 1 << 30;
-const MAX_NAME: usize = 63;
 
 /// Parses a size in MiB: `512M`, `2G`, or `512` (MiB).
 fn size_mib(text: &str) -> Result<u64, String> {
@@ -55,6 +57,45 @@ pub fn disk_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, MIN_DISK_MIB, MAX_DISK_MIB)
 }
 
+/// Parses the size of a volume in MiB.
+pub fn volume_mib(text: &str) -> Result<u64, String> {
+    in_range(size_mib(text)?, volume::MIN_BYTES >> 20, volume::MAX_BYTES >> 20)
+}
+
+/// Parses `--volume`: `NAME[:/FOLDER][:ro]`.
+pub fn volume_mount(text: &str) -> Result<VolumeFlag, String> {
+    const SHAPE: &str = "write NAME, NAME:/FOLDER or NAME:/FOLDER:ro";
+    let (rest, read_only) = match text.strip_suffix(":ro") {
+        Some(rest) => (rest, true),
+        None => (text, false),
+    };
+    let (name, at) = rest.split_once(':').unwrap_or((rest, "/workspace"));
+    if !at.starts_with('/') || at.len() < 2 || at.contains(char::is_control) {
+        return Err(SHAPE.to_owned());
+    }
+    Ok(VolumeFlag { name: vm_name(name)?, at: at.to_owned(), read_only })
+}
+
+/// The value of one `--volume` flag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VolumeFlag {
+    pub name: String,
+    pub at: String,
+    pub read_only: bool,
+}
+
+/// How long a VM may live from now on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lifetime(pub Option<Duration>);
+
+/// Parses a time to live, or `none`.
+pub fn ttl(text: &str) -> Result<Lifetime, String> {
+    match text {
+        "none" => Ok(Lifetime(None)),
+        text => duration(text).map(|ttl| Lifetime(Some(ttl))),
+    }
+}
+
 /// Parses `--max-size` of a copy in MiB.
 pub fn copy_mib(text: &str) -> Result<u64, String> {
     in_range(size_mib(text)?, 1, MAX_COPY_MIB)
@@ -73,20 +114,6 @@ pub fn cpus(text: &str) -> Result<u32, String> {
     match text.parse() {
         Ok(count) if (1..=MAX_VCPUS).contains(&count) => Ok(count),
         _ => Err(format!("use a number from 1 to {MAX_VCPUS}")),
-    }
-}
-
-/// Parses `--uid-range`: `FIRST-LAST`.
-pub fn uid_range(text: &str) -> Result<UidRange, String> {
-    let ends = text.split_once('-').and_then(|(first, last)| {
-        Some((first.trim().parse::<u32>().ok()?, last.trim().parse::<u32>().ok()?))
-    });
-    match ends {
-        // The largest number means "no user".
-        Some((first, last)) if 0 < first && first <= last && last < u32::MAX => {
-            Ok(UidRange(first..=last))
-        }
-        _ => Err("use two numbers from 1 on, as in 100000-165535".to_owned()),
     }
 }
 
@@ -174,21 +201,6 @@ pub fn process(text: &str) -> Result<ProcessName, String> {
         (Some((vm, _)), Some(id)) => Ok(ProcessName { vm: vm.to_owned(), id }),
         _ => Err("write VM:ID, as in web:7; `pvmm ps VM` lists them".to_owned()),
     }
-}
-
-/// Parses `--name`: text that is valid as a path, a host name and a table cell.
-pub fn vm_name(text: &str) -> Result<String, String> {
-    let allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
-    let starts_well = text.starts_with(|c: char| c.is_ascii_alphanumeric());
-    if !starts_well || text.len() > MAX_NAME || !text.chars().all(allowed) {
-        return Err(format!(
-            "use 1 to {MAX_NAME} letters, digits, '-', '_' or '.', starting with a letter or digit"
-        ));
-    }
-    if crate::vm_dir::is_id(text) {
-        return Err("12 hexadecimal digits would be read as an id; choose another name".to_owned());
-    }
-    Ok(text.to_owned())
 }
 
 /// Parses `--user`: a name or number, optionally with a group.

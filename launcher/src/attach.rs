@@ -10,16 +10,16 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
 use pvmm::exec::{
-    ExecError, ExecRequest, ExecStatus, ExitStatus, Process, ProcessEvent, Signaller, Stage, Stdin,
+    ExecError, ExecRequest, ExecStatus, ExitStatus, Process, ProcessEvent, Signaller, Stdin,
 };
 
 use crate::cli::CommandFlags;
 use crate::exit::{self, Failure, Outcome};
-use crate::guest_agent;
 use crate::screen::Screen;
-use crate::sys::poll;
-use crate::sys::signals::Signals;
 use crate::sys::terminal::{self, RawMode};
+use pvmm_sandbox::guest_agent::{self, Names};
+use pvmm_sandbox::sys::poll;
+use pvmm_sandbox::sys::signals::Signals;
 
 /// A second Ctrl-C within this time aborts, however the command handles the first.
 const TWICE: Duration = Duration::from_secs(2);
@@ -75,7 +75,7 @@ impl End {
     pub fn outcome(self, names: &Names) -> Outcome {
         match self {
             End::Exited(status) if matches!(status.status, ExecStatus::CouldNotStart { .. }) => {
-                Err(could_not_start(&status, names))
+                Err(guest_agent::could_not_start(&status, names))
             }
             End::Exited(status) => Ok(status.shell_code()),
             End::Output(error) => Err(error.into()),
@@ -324,54 +324,11 @@ pub fn oom_remark(agent: &Agent) -> String {
     }
 }
 
-/// Builds the failure for a command that could not be started; `names` are the user's own
-/// arguments.
-pub fn could_not_start(status: &ExitStatus, names: &Names) -> Failure {
-    let code = status.shell_code();
-    let ExecStatus::CouldNotStart { stage, errno } = status.status else {
-        return Failure::silent(code);
-    };
-    let cause = exit::errno_text(errno);
-    let Names { program, user, workdir } = names;
-    let message = match stage {
-        Stage::User => format!("--user: there is no '{user}' in the guest"),
-        Stage::Credentials => format!("--user: cannot become '{user}' in the guest: {cause}"),
-        Stage::Chdir => format!("--workdir: cannot enter {workdir} in the guest: {cause}"),
-        Stage::Limits => format!("the guest cannot limit the command: {cause}"),
-        Stage::Exec if code == exit::NOT_FOUND => format!("'{program}' was not found in the guest"),
-        Stage::Exec => format!("'{program}' cannot be executed in the guest: {cause}"),
-        _ => format!("the guest cannot start a process: {cause}"),
-    };
-    Failure { code, ..Failure::fault(message) }
-}
-
-/// The user's arguments, for messages about them.
-#[derive(Clone, Debug, Default)]
-pub struct Names {
-    program: String,
-    user: String,
-    workdir: String,
-}
-
-impl Names {
-    pub fn of(argv: &[std::ffi::OsString], flags: &CommandFlags) -> Self {
-        Self {
-            program: argv.first().map_or_else(String::new, |word| word.display().to_string()),
-            user: flags.user.clone().unwrap_or_default(),
-            workdir: flags
-                .workdir
-                .as_ref()
-                .map_or_else(String::new, |dir| dir.display().to_string()),
-        }
-    }
-}
-
-/// Builds the failure for an exec that returned no exit status.
-pub fn refuse(error: ExecError) -> Failure {
-    match error {
-        ExecError::Agent(error) => guest_agent::refuse(error),
-        ExecError::InvalidRequest { .. } => Failure::usage(error.to_string()),
-        ExecError::NotStarted(status) => could_not_start(&status, &Names::default()),
-        ExecError::Overdue(_) => Failure::fault(error.to_string()),
+/// Returns the user's arguments, for messages about them.
+pub fn names(argv: &[std::ffi::OsString], flags: &CommandFlags) -> Names {
+    Names {
+        program: argv.first().map_or_else(String::new, |word| word.display().to_string()),
+        user: flags.user.clone().unwrap_or_default(),
+        workdir: flags.workdir.as_ref().map_or_else(String::new, |dir| dir.display().to_string()),
     }
 }

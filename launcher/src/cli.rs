@@ -7,9 +7,12 @@ mod balloon;
 mod code;
 mod copies;
 mod host;
+mod keep;
 mod look;
 mod net;
 mod run;
+mod serve;
+pub mod start;
 mod watch;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -18,17 +21,20 @@ use clap::{Args, Parser, Subcommand, ValueHint};
 
 use crate::args::{self, Place};
 use crate::exit::{Failure, Outcome, USAGE};
-use crate::ports::{self, PortSpec};
+use pvmm_sandbox::ports::{self, PortSpec};
 
 pub use balloon::Balloon;
 pub use code::{Code, CodeLanguage};
 pub use copies::{Fork, OneVm, Restore, Snapshot, Snapshots, SnapshotsVerb, SyncMode};
 pub use host::{
-    Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, Template, TemplateVerb,
+    Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, Template,
+    TemplateVerb, VolumeMode,
 };
+pub use keep::{Hibernate, Ttl, Volume, VolumeVerb, Wake};
 pub use look::{Kill, KillSignal, Logs, Ps, Rm, Stats};
 pub use net::NetArgs;
 pub use run::{Attach, CommandFlags, Exec, Run};
+pub use serve::Serve;
 pub use watch::Watch;
 
 const TEMPLATE: &str =
@@ -47,7 +53,7 @@ Exit codes:
 Environment:
   PVMM_RUNTIME_DIR   where running VMs are kept [default: $XDG_RUNTIME_DIR/pvmm, /run/pvmm, /tmp/pvmm-UID]
   XDG_CACHE_HOME     kernels and templates are kept in its pvmm folder [default: ~/.cache]
-  XDG_DATA_HOME      snapshots are kept in its pvmm folder [default: ~/.local/share]
+  XDG_DATA_HOME      snapshots and volumes are kept in its pvmm folder [default: ~/.local/share]
   PVMM_BOOT_TIMEOUT  how long a guest may take to answer [default: 60s]
   NO_COLOR           no colour on a terminal";
 
@@ -114,6 +120,10 @@ Examples:
   pvmm resume web
 ")]
     Resume(OneVm),
+    Hibernate(Hibernate),
+    Wake(Wake),
+    Ttl(Ttl),
+    Volume(Volume),
     Ps(Ps),
     Stats(Stats),
     Balloon(Balloon),
@@ -122,6 +132,7 @@ Examples:
     Kill(Kill),
     Rm(Rm),
     Template(Template),
+    Serve(Box<Serve>),
     Doctor(Doctor),
     Firecracker(Firecracker),
     SnapshotEditor(SnapshotEditor),

@@ -5,86 +5,14 @@
 
 use std::io::{self, Write as _};
 
-use crate::output;
+pub use pvmm_sandbox::failure::{
+    BROKEN_PIPE, Failure, NOT_FOUND, TIMEOUT, USAGE, by_signal, errno_text, io_text,
+};
 
-/// pvmm refuses the input: an invalid flag, a missing file, an unknown VM.
-pub const USAGE: u8 = 2;
-/// The command ran longer than `--timeout`.
-pub const TIMEOUT: u8 = 124;
-/// pvmm or its host failed, not the command.
-pub const FAULT: u8 = 125;
-/// The command does not exist in the guest.
-pub const NOT_FOUND: u8 = 127;
-/// The command was ended by signal n: 128 + n.
-pub const SIGNAL_BASE: u8 = 128;
+use crate::output;
 
 /// The result of a command: the exit code, or why it failed.
 pub type Outcome = Result<u8, Failure>;
-
-/// Why a command could not do what was asked.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Failure {
-    pub code: u8,
-    pub message: String,
-    /// Further lines of output, such as the end of the guest's console.
-    pub context: Vec<String>,
-    pub hint: Option<String>,
-}
-
-impl Failure {
-    /// Builds a failure caused by the user's input; the message should name the field.
-    pub fn usage(message: impl Into<String>) -> Self {
-        Self { message: message.into(), ..Self::silent(USAGE) }
-    }
-
-    /// Builds a failure caused by pvmm or the host.
-    pub fn fault(message: impl Into<String>) -> Self {
-        Self { message: message.into(), ..Self::silent(FAULT) }
-    }
-
-    /// Builds a failure without a message.
-    pub fn silent(code: u8) -> Self {
-        Self { code, message: String::new(), context: Vec::new(), hint: None }
-    }
-
-    /// Adds a hint on what to try next.
-    pub fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hint = Some(hint.into());
-        self
-    }
-}
-
-/// The exit code when the reader of standard output is gone: ends as other tools in a pipeline do.
-pub const BROKEN_PIPE: u8 = SIGNAL_BASE + libc::SIGPIPE as u8;
-
-/// Converts a failed write to standard output; a reader that is gone is not reported.
-impl From<io::Error> for Failure {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            io::ErrorKind::BrokenPipe => Self::silent(BROKEN_PIPE),
-            _ => Self::fault(format!("cannot write the output: {}", io_text(&error))),
-        }
-    }
-}
-
-/// Returns the exit code for a command ended by `signal`.
-pub fn by_signal(signal: i32) -> u8 {
-    u8::try_from(signal).ok().and_then(|n| SIGNAL_BASE.checked_add(n)).unwrap_or(FAULT)
-}
-
-/// Describes an error number, without the number.
-pub fn errno_text(errno: i32) -> String {
-    let text = io::Error::from_raw_os_error(errno).to_string();
-    match text.rfind(" (os error") {
-        Some(end) => text[..end].to_owned(),
-        None => text,
-    }
-}
-
-/// Describes an I/O error, without its number.
-pub fn io_text(error: &io::Error) -> String {
-    error.raw_os_error().map_or_else(|| error.to_string(), errno_text)
-}
 
 /// Prints the failure, if there is one, and ends the process.
 pub fn leave(outcome: Outcome) -> ! {
@@ -100,7 +28,7 @@ pub fn leave(outcome: Outcome) -> ! {
     // A failed flush can no longer be reported.
     let _ = io::stdout().flush();
     if code == BROKEN_PIPE {
-        crate::sys::signals::die_of(libc::SIGPIPE);
+        pvmm_sandbox::sys::signals::die_of(libc::SIGPIPE);
     }
     std::process::exit(code.into())
 }
@@ -125,23 +53,4 @@ pub fn report(failure: &Failure) {
 fn line(label: &str, sgr: &str, message: &str, colour: bool) -> String {
     let label = if colour { format!("\x1b[1;{sgr}m{label}:\x1b[0m") } else { format!("{label}:") };
     format!("{label} {}\n", output::one_line(message))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn by_signal_of_any_number_is_a_documented_code() {
-        assert_eq!(by_signal(libc::SIGKILL), 137);
-        assert_eq!(by_signal(64), 192);
-        assert_eq!(by_signal(-1), FAULT);
-        assert_eq!(by_signal(1000), FAULT);
-    }
-
-    #[test]
-    fn broken_pipe_on_our_output_is_silent() {
-        let failure = Failure::from(io::Error::from(io::ErrorKind::BrokenPipe));
-        assert_eq!(failure, Failure::silent(141));
-    }
 }

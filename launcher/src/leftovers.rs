@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use crate::attach;
 use crate::exit::{self, Failure};
-use crate::sys::signals::{FORWARDED, Signals};
+use pvmm_sandbox::sys::signals::{FORWARDED, Signals};
 
 /// How often to retry: a folder that another thread still writes to may need several attempts.
 const TRIES: u32 = 20;

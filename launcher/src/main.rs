@@ -7,44 +7,27 @@ mod args;
 mod attach;
 mod cli;
 mod commands;
-mod control;
-mod drive;
-mod egress;
 mod exit;
 mod firecracker;
-mod guest_agent;
-mod jail;
+mod interrupt;
 mod leftovers;
-mod log_file;
-mod logger;
-mod machine;
-mod net_card;
 mod output;
-mod overrides;
-mod ports;
-mod prepare;
 mod progress;
-mod rootfs;
-mod scratch;
 mod screen;
-mod seccomp;
 mod secrets;
-mod snapshots;
 mod sys;
-mod vm_dir;
-mod vmm_process;
-mod warm;
 
 use clap::Parser;
 
 fn main() {
     end_on_panic();
-    sys::process::keep_one_heap();
-    if let Err(error) = sys::dumps::forbid() {
+    pvmm_sandbox::sys::process::keep_one_heap();
+    if let Err(error) = pvmm_sandbox::sys::dumps::forbid() {
         exit::leave(Err(error.into()));
     }
-    if std::env::args_os().next().is_some_and(|name| name == vmm_process::copy::NAME) {
-        vmm_process::copy::run();
+    if std::env::args_os().next().is_some_and(|name| name == pvmm_sandbox::vmm_process::copy::NAME)
+    {
+        pvmm_sandbox::vmm_process::copy::run();
     }
     if let Some((program, words)) = firecracker::words(std::env::args_os().collect()) {
         std::process::exit(firecracker::run(program, words).into());

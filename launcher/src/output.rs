@@ -7,6 +7,8 @@ use std::io::{self, IsTerminal, Write};
 
 use serde::Serialize;
 
+pub use pvmm_sandbox::failure::one_line;
+
 /// Whether standard error may be coloured.
 pub fn stderr_has_colour() -> bool {
     io::stderr().is_terminal() && colour_wanted()
@@ -113,20 +115,6 @@ pub fn age(seconds: u64) -> String {
         7200..172_800 => format!("{} h", seconds / 3600),
         _ => format!("{} d", seconds / 86400),
     }
-}
-
-/// Escapes control characters, which would break the line or control the terminal: a file name may
-/// contain anything.
-pub fn one_line(message: &str) -> String {
-    let mut clean = String::with_capacity(message.len());
-    for char in message.trim().chars() {
-        if char.is_control() {
-            clean.extend(char.escape_default());
-        } else {
-            clean.push(char)
-        }
-    }
-    clean
 }
 
 #[cfg(test)]

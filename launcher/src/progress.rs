@@ -7,10 +7,10 @@ use std::io::{self, IsTerminal};
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
-use pvmm_sandbox::{Event, Progress};
+use pvmm_images::{Event, Progress};
 
 use crate::output;
-use crate::sys::signals;
+use pvmm_sandbox::sys::signals;
 
 /// A step shorter than this is not shown.
 const WORTH_A_LINE: Duration = Duration::from_millis(500);

@@ -7,27 +7,23 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fmt;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Seek};
+use std::fs::{self, File};
+use std::io::{self, Read};
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
 
 use clap::{Args, ValueHint};
-use pvmm::agent::Refresh;
 use pvmm_egress::secrets::{
     NewSecret, Placeholders, SecretValue, SecretsDocument, SecretsError, VALUE_MAX,
 };
+use pvmm_sandbox::secrets::VmSecrets;
+use pvmm_sandbox::sys::process;
 
 use crate::exit::{Failure, io_text};
-use crate::sys::process;
-use crate::vm_dir::{Egress, VmDir};
 
-/// The port of a secret's host that the guest may reach without a rule.
-const HTTPS: u16 = 443;
 const SECRET: &str = "--secret";
 const SEALED: &str = "--sealed-secrets";
 const FORMS: &str = "write NAME@HOST for the variable NAME of this environment, or \
@@ -79,12 +75,6 @@ impl FromStr for SealedFiles {
     }
 }
 
-/// Secrets that this process knows by name and host only.
-pub struct Sealed {
-    document: File,
-    shown: Placeholders,
-}
-
 /// The place that a value comes from.
 #[derive(Debug, PartialEq, Eq)]
 enum Source<'a> {
@@ -100,13 +90,13 @@ impl SecretFlags {
 
     /// Returns the secrets. If this process has read their values for that, it does not return: it
     /// becomes a new one that has not. Called before anything is created.
-    pub fn seal(&self) -> Result<Option<Sealed>, Failure> {
+    pub fn seal(&self) -> Result<Option<VmSecrets>, Failure> {
         if let Some(SealedFiles(document, shown)) = self.sealed_secrets {
             let failed = |error: io::Error| Failure::usage(format!("{SEALED}: {error}"));
             let document = process::inherited(document).map_err(failed)?.into();
             let shown: File = process::inherited(shown).map_err(failed)?.into();
             let shown = serde_json::from_reader(shown).map_err(|error| failed(error.into()))?;
-            return Ok(Some(Sealed { document, shown }));
+            return Ok(Some(VmSecrets { values: document, shown: Some(shown) }));
         }
         if self.secret.is_empty() {
             if !self.secret_ca.is_empty() {
@@ -191,7 +181,7 @@ fn start_again(
     document: &SecretsDocument,
     shown: &Placeholders,
     variables: &[&str],
-) -> Result<Option<Sealed>, Failure> {
+) -> Result<Option<VmSecrets>, Failure> {
     let failed = |error: io::Error| Failure::fault(format!("cannot seal the secrets: {error}"));
     let bytes = document.to_bytes().map_err(|error| failed(io::Error::other(error)))?;
     let document = process::memory_file(c"pvmm-secrets", &bytes).map_err(failed)?;
@@ -231,60 +221,6 @@ fn sealed_words(words: impl Iterator<Item = OsString>, files: OsString) -> Vec<O
         kept.extend(files.take());
     }
     kept
-}
-
-impl Sealed {
-    /// Lets the guest reach the hosts of its secrets.
-    pub fn allow(&self, egress: &mut Egress) {
-        for host in &self.shown.hosts {
-            let rule = format!("{host}:{HTTPS}");
-            if !egress.policy.allow_host.contains(&rule) {
-                egress.policy.allow_host.push(rule);
-            }
-        }
-    }
-
-    /// Returns the file with the values, and what the guest is told.
-    pub fn into_parts(self) -> (File, Placeholders) {
-        (self.document, self.shown)
-    }
-}
-
-/// Opens the values of a VM, for a fork of it; `None` if it has none.
-pub fn of_vm(dir: &VmDir) -> Result<Option<File>, Failure> {
-    match File::open(dir.secrets()) {
-        Ok(file) => Ok(Some(file)),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => {
-            Err(Failure::fault(format!("cannot read the VM's secrets: {}", io_text(&error))))
-        }
-    }
-}
-
-/// Copies values into a VM's directory, where only its egress process gets them from.
-pub fn install(mut document: &File, dir: &VmDir) -> Result<(), Failure> {
-    let mut copy = || -> io::Result<u64> {
-        let mut options = OpenOptions::new();
-        let mut file = options.write(true).create_new(true).mode(0o600).open(dir.secrets())?;
-        document.rewind()?;
-        // From file to file in the kernel: the values do not come into this process.
-        io::copy(&mut document, &mut file)
-    };
-    copy().map(drop).map_err(|error| {
-        Failure::fault(format!("cannot keep the VM's secrets: {}", io_text(&error)))
-    })
-}
-
-/// Adds placeholders and the authority of the certificates that the guest will see to a refresh.
-pub fn tell(shown: Option<&Placeholders>, refresh: Refresh) -> Refresh {
-    match shown {
-        Some(shown) => {
-            let variables = shown.variables.iter();
-            let variables = variables.map(|(name, value)| (name.as_str(), value.as_str()));
-            refresh.trust(&shown.authority, variables)
-        }
-        None => refresh,
-    }
 }
 
 #[cfg(test)]

@@ -1,37 +1,39 @@
-//! Prepares the parts of a sandbox: guest kernels, root filesystems, writable disks.
+//! The life of a sandbox, written once for every door: the `pvmm` commands, the service, MCP.
 //!
-//! A separate crate because all of it runs before, and outside, the monitor process. It needs no
-//! root and no Docker; packages are fetched with apt. `examples/prepare.rs` shows the whole crate.
-//!
-//! Start with [`Cache::open`]; [`Kernel::default_in`] then gives a guest kernel, and
-//! [`Template::ensure`] with [`Recipe::base`] a root filesystem image, which it builds if there is
-//! none. Both report what they do to a [`Progress`]; [`Silent`] is one that ignores it.
-//!
-//! | module | contents |
-//! | --- | --- |
-//! | [`cache`] | the directory that keeps everything below between runs |
-//! | [`kernel`], [`initramfs()`] | the guest kernel, and the initramfs with the agent |
-//! | [`template`], [`packages`] | root filesystem images, and the Debian packages in them |
-//! | [`overlay`] | the writable disk of one VM |
-//! | [`progress`] | events of long work, for a caller that shows them |
+//! A sandbox is a VM with a directory (`vm_dir`), a supervisor and a monitor process in a jail
+//! (`vmm_process`, `jail`), and, if it was asked for, a process through which it reaches the
+//! network (`egress`). No daemon is needed: all that one program knows of a sandbox that another
+//! has started is in its directory.
 
-pub mod cache;
-mod deb;
-pub mod initramfs;
-pub mod kernel;
-pub mod overlay;
-pub mod packages;
-pub mod progress;
-mod rootfs;
-mod sys;
-pub mod template;
-mod tool;
+pub mod control;
+pub mod copies;
+pub mod drive;
+pub mod egress;
+pub mod end;
+pub mod failure;
+pub mod guest_agent;
+pub mod hibernated;
+pub mod jail;
+pub mod log_file;
+pub mod logger;
+pub mod machine;
+pub mod net;
+pub mod net_card;
+pub mod overrides;
+pub mod ports;
+pub mod prepare;
+pub mod rootfs;
+pub mod sandboxes;
+pub mod scratch;
+pub mod seccomp;
+pub mod secrets;
+pub mod snapshots;
+pub mod sys;
+pub mod vm_dir;
+pub mod vmm_process;
+pub mod volumes;
+pub mod warm;
 
-pub use cache::Cache;
-pub use deb::DebError;
-pub use initramfs::initramfs;
-pub use kernel::Kernel;
-pub use progress::{Event, Progress, Silent};
-pub use rootfs::RootfsError;
-pub use template::{Recipe, Template};
-pub use tool::ToolError;
+pub use failure::{Failure, FailureKind};
+pub use sandboxes::{CreateOptions, ForkOptions, Sandbox, Sandboxes};
+pub use vm_dir::VolumeMount;

@@ -2,9 +2,9 @@
 
 use pvmm::{BootProtocol, Initrd, Outcome};
 use pvmm_agent_image::AGENT;
-use pvmm_sandbox::initramfs::appendix;
-use pvmm_sandbox::kernel::Format;
-use pvmm_sandbox::{Kernel, Silent};
+use pvmm_images::initramfs::appendix;
+use pvmm_images::kernel::Format;
+use pvmm_images::{Kernel, Silent};
 use pvmm_tests::guest::{self, Guest};
 
 #[test]

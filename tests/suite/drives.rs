@@ -248,8 +248,8 @@ fn writable_block_device_is_copied_for_a_fork() {
 #[test]
 fn disk_of_a_vm_with_reflink_shares_its_blocks_with_the_pristine_one() {
     let host = FileSystem::xfs(600);
-    let cache = pvmm_sandbox::Cache::at(&host.path().join("cache")).unwrap();
-    let disk = pvmm_sandbox::overlay::create_upper(&cache, &host.path(), 256 * MIB).unwrap();
+    let cache = pvmm_images::Cache::at(&host.path().join("cache")).unwrap();
+    let disk = pvmm_images::overlay::create_upper(&cache, &host.path(), 256 * MIB).unwrap();
     let open = format!("/proc/{}/fd/{}", std::process::id(), disk.as_raw_fd());
     let said = Command::new("filefrag").args(["-v", &open]).output().unwrap();
     let text = String::from_utf8_lossy(&said.stdout);

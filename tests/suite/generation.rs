@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use pvmm_sandbox::{Kernel, Silent};
+use pvmm_images::{Kernel, Silent};
 use pvmm_tests::guest::{self, Guest};
 
 const DRIVER: &str = "ls /sys/bus/*/drivers/vmgenid/ | grep -c PVMM0001";

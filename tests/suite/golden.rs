@@ -12,7 +12,7 @@ use pvmm::exec::ExecRequest;
 use pvmm::snapshot::testing::{self, Change};
 use pvmm::snapshot::{LoadOptions, MachineFacts, Manifest, WriteOptions};
 use pvmm::{Balloon, Drive, ErrorKind, Initrd, Kvm, Net, Overrides, TapSource, Template, Vsock};
-use pvmm_sandbox::initramfs::appendix;
+use pvmm_images::initramfs::appendix;
 use pvmm_tests::guest::Guest;
 use tempfile::TempDir;
 

@@ -27,6 +27,7 @@ mod identity;
 mod interrupted;
 mod jail;
 mod jailed;
+mod keeping;
 mod killed;
 mod limits;
 mod mmds;

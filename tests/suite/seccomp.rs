@@ -13,10 +13,10 @@ use policy::{Policy, Rule};
 use pvmm_tests::cli::User;
 use pvmm_tests::firecracker::Firecracker;
 
-#[path = "../../launcher/seccomp/policy.rs"]
+#[path = "../../sandbox/seccomp/policy.rs"]
 mod policy;
 
-const POLICY: &str = include_str!("../../launcher/seccomp/x86_64.policy");
+const POLICY: &str = include_str!("../../sandbox/seccomp/x86_64.policy");
 
 /// Tests that together use everything that the policy permits.
 const TRACED: &[&str] = &[

@@ -51,7 +51,7 @@
 //!
 //! - A **kernel**: an ELF `vmlinux` or a `bzImage`. Its drivers for virtio-mmio are built in, or
 //!   modules in the initramfs.
-//! - An **initramfs with the agent** as `/init`. `pvmm_sandbox::initramfs` builds one in memory
+//! - An **initramfs with the agent** as `/init`. `pvmm_images::initramfs` builds one in memory
 //!   from the agent in `pvmm_agent_image::AGENT`, for [`Initrd::Bytes`]. The agent mounts the root
 //!   image that `pvmm.root=` on the kernel command line names.
 //! - A **path for the vsock socket**, which every VM needs to itself. The host reaches the agent

@@ -59,8 +59,8 @@ fn placeholder_in_any_header_value_becomes_the_value_however_it_is_cut() {
 
 #[test]
 fn placeholder_in_basic_authentication_becomes_the_value() {
-    let encoded = base64::encode(format!("user:{PLACEHOLDER}").as_bytes());
-    let expected = base64::encode(b"user:hunter2");
+    let encoded = BASE64.encode(format!("user:{PLACEHOLDER}"));
+    let expected = BASE64.encode("user:hunter2");
     let got = sent(&get(&format!("Authorization: Basic {encoded}\r\n"))).unwrap();
     assert_eq!(got, get(&format!("Authorization: Basic {expected}\r\n")));
     let other = get("Authorization: Basic dXNlcjp4\r\n");

@@ -6,9 +6,9 @@ use clap::{Args, Subcommand};
 
 use super::TEMPLATE;
 use crate::args;
-use crate::egress::EgressFlags;
-use crate::jail::JailFlags;
-use crate::overrides::CopyFlags;
+use crate::cli::start::EgressFlags;
+use crate::cli::start::OverrideFlags;
+use crate::cli::start::StartFlags;
 use crate::secrets::SecretFlags;
 
 /// Start copies of a running VM, or of a warm template
@@ -36,11 +36,11 @@ pub struct Fork {
     #[arg(long, value_name = "NAME", value_parser = args::vm_name)]
     pub name: Option<String>,
     #[command(flatten)]
-    pub copy: CopyFlags,
+    pub copy: OverrideFlags,
     #[command(flatten)]
     pub egress: EgressFlags,
     #[command(flatten)]
-    pub jail: JailFlags,
+    pub jail: StartFlags,
 }
 
 /// Write a running VM to disk: memory, devices, disks
@@ -143,13 +143,13 @@ pub struct Restore {
     #[arg(long)]
     pub verify: bool,
     #[command(flatten)]
-    pub copy: CopyFlags,
+    pub copy: OverrideFlags,
     #[command(flatten)]
     pub egress: EgressFlags,
     #[command(flatten)]
     pub secrets: SecretFlags,
     #[command(flatten)]
-    pub jail: JailFlags,
+    pub jail: StartFlags,
     /// Only a snapshot that was written with the same key
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,

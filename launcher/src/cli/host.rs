@@ -56,6 +56,12 @@ pub enum TemplateVerb {
         /// Disk size of the runs that start from it
         #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
         disk_size: u64,
+        /// With a network card, for sandboxes that have a policy
+        #[arg(long)]
+        net: bool,
+        /// For sandboxes with volumes, of which each is written or only read: rw,ro
+        #[arg(long, value_name = "MODES", value_delimiter = ',')]
+        volumes: Vec<VolumeMode>,
     },
     /// List the templates that are built or can be
     #[command(visible_alias = "list")]
@@ -165,4 +171,11 @@ pub struct Man {
     /// Folder for one page per verb
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub dir: Option<PathBuf>,
+}
+
+/// What a sandbox may do with a volume.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum VolumeMode {
+    Rw,
+    Ro,
 }

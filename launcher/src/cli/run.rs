@@ -8,14 +8,14 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueHint};
 
 use super::TEMPLATE;
-use crate::args::{self, EnvVar, ProcessName};
-use crate::drive::{self, DriveFlag};
-use crate::egress::EgressFlags;
-use crate::jail::JailFlags;
-use crate::net_card::{self, NetCard};
-use crate::ports::{self, PortSpec};
+use crate::args::{self, EnvVar, ProcessName, VolumeFlag};
+use crate::cli::start::EgressFlags;
+use crate::cli::start::StartFlags;
 use crate::secrets::SecretFlags;
-use crate::sys::signals::{FORWARDED, WITH_TERMINAL};
+use pvmm_sandbox::drive::{self, DriveFlag};
+use pvmm_sandbox::net_card::{self, NetCard};
+use pvmm_sandbox::ports::{self, PortSpec};
+use pvmm_sandbox::sys::signals::{FORWARDED, WITH_TERMINAL};
 
 /// Run a command in a fresh VM
 #[derive(Debug, Args)]
@@ -62,6 +62,9 @@ pub struct Run {
     #[arg(long, value_name = "CARD", value_parser = net_card::parse, num_args = 0..=1,
           default_missing_value = net_card::EGRESS)]
     pub net: Option<NetCard>,
+    /// Mount a volume: NAME[:/FOLDER][:ro] [default folder: /workspace]
+    #[arg(long, value_name = "VOLUME", value_parser = args::volume_mount)]
+    pub volume: Vec<VolumeFlag>,
     #[command(flatten)]
     pub egress: EgressFlags,
     #[command(flatten)]
@@ -87,7 +90,7 @@ pub struct Run {
     #[arg(short, long, conflicts_with_all = ["interactive", "tty", "timeout"])]
     pub detach: bool,
     #[command(flatten)]
-    pub jail: JailFlags,
+    pub jail: StartFlags,
     /// The command and its arguments
     #[arg(last = true, value_name = "CMD", value_hint = ValueHint::CommandWithArguments)]
     pub argv: Vec<OsString>,

@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use pvmm::agent::AgentError;
 use pvmm::exec::{AttachFrom, ExecError};
 
-use crate::attach::{self, Manner, Names};
+use crate::attach::{self, Manner};
 use crate::cli::Attach;
 use crate::exit::{self, Failure, Outcome};
-use crate::guest_agent;
 use crate::output;
-use crate::sys::signals::{Signals, WITH_TERMINAL};
-use crate::vm_dir::Base;
+use pvmm_sandbox::guest_agent::{self, Names};
+use pvmm_sandbox::sys::signals::{Signals, WITH_TERMINAL};
+use pvmm_sandbox::vm_dir::Base;
 
 /// How long the agent of a running VM may take to answer.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -50,6 +50,6 @@ pub fn refuse(error: ExecError, vm: &str) -> Failure {
             Failure::usage(format!("'{vm}' has no such command"))
                 .hint(format!("list them with 'pvmm ps {vm}'"))
         }
-        error => attach::refuse(error),
+        error => guest_agent::refuse_exec(error),
     }
 }

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use crate::cli::Balloon;
-use crate::control::{self, ControlRequest};
 use crate::exit::Outcome;
 use crate::output::{self, Table};
-use crate::vm_dir::Base;
+use pvmm_sandbox::control::{self, ControlRequest};
+use pvmm_sandbox::vm_dir::Base;
 
 /// How long the guest may take to reach a new size before its progress is shown.
 const PATIENCE: Duration = Duration::from_secs(3);

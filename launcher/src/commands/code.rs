@@ -17,11 +17,11 @@ use serde_json::{Map, Value, json};
 use crate::attach;
 use crate::cli::{Code, CodeLanguage};
 use crate::exit::{self, Failure, Outcome};
-use crate::guest_agent;
 use crate::output::{self, Table};
-use crate::sys::poll;
-use crate::sys::signals::{FORWARDED, Signals};
-use crate::vm_dir::Base;
+use pvmm_sandbox::guest_agent;
+use pvmm_sandbox::sys::poll;
+use pvmm_sandbox::sys::signals::{FORWARDED, Signals};
+use pvmm_sandbox::vm_dir::Base;
 
 /// The exit code when the code threw an exception.
 const THREW: u8 = 1;

@@ -4,13 +4,13 @@
 
 use pvmm::exec::{ExecError, Limits};
 
-use crate::attach::{self, Names};
+use crate::attach;
 use crate::cli::Exec;
 use crate::exit::{self, Outcome};
-use crate::guest_agent;
 use crate::output;
-use crate::sys::signals::Signals;
-use crate::vm_dir::Base;
+use pvmm_sandbox::guest_agent;
+use pvmm_sandbox::sys::signals::Signals;
+use pvmm_sandbox::vm_dir::Base;
 
 pub fn exec(args: Exec) -> Outcome {
     if !args.detach {
@@ -26,14 +26,14 @@ pub fn exec(args: Exec) -> Outcome {
         let memory = args.memory.map(|mib| mib << 20);
         request = request.limits(Limits { memory, pids: args.pids, cpu_milli: args.cpus });
     }
-    let names = Names::of(&args.argv, &args.command);
+    let names = attach::names(&args.argv, &args.command);
     if args.detach {
         if let Some(timeout) = args.timeout {
             request = request.timeout(timeout);
         }
         let started = agent.start_detached(&request, None).map_err(|error| match error {
-            ExecError::NotStarted(status) => attach::could_not_start(&status, &names),
-            error => attach::refuse(error),
+            ExecError::NotStarted(status) => guest_agent::could_not_start(&status, &names),
+            error => guest_agent::refuse_exec(error),
         })?;
         output::line(&started.id.to_string())?;
         return Ok(0);
@@ -41,7 +41,7 @@ pub fn exec(args: Exec) -> Outcome {
     // Exiting closes the connection, and the agent then ends what this client started.
     let abort = |code| exit::leave(Ok(code));
     let end = attach::attach(&agent, request, args.timeout, signals, abort);
-    let end = end.map_err(attach::refuse)?;
+    let end = end.map_err(guest_agent::refuse_exec)?;
     if let attach::End::Exited(status) = &end
         && status.oom
     {

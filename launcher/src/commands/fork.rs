@@ -4,37 +4,24 @@
 //! disk. The rest is common to both: one monitor process per child, all sharing the pages that none
 //! has changed.
 
-use std::fs::File;
-use std::time::Duration;
-
 use pvmm::snapshot::{Key, LoadOptions};
 use pvmm::{Kvm, Template};
-use pvmm_egress::secrets::Placeholders;
+use pvmm_sandbox::control::{self, HandedOver};
+use pvmm_sandbox::copies::{Copies, sized};
+use pvmm_sandbox::sys::signals::{FORWARDED, Signals};
+use pvmm_sandbox::vm_dir::{Base, Record, VmDirError};
+use pvmm_sandbox::{egress, secrets, snapshots, warm};
 
+use crate::cli::start::{self, EgressFlags};
 use crate::cli::{Fork, Restore};
-use crate::control;
-use crate::control::HandedOver;
-use crate::egress::{self, EgressFlags};
 use crate::exit::{Failure, Outcome, USAGE};
-use crate::jail::{self, JailFlags};
+use crate::interrupt;
 use crate::output;
-use crate::overrides::CopyFlags;
-use crate::scratch;
-use crate::secrets::{self, Sealed};
-use crate::snapshots;
-use crate::sys::signals::{FORWARDED, Signals};
-use crate::vm_dir::{Base, Claim, Egress, Record, VmDirError, now};
-use crate::vmm_process::VmmProcess;
-use crate::vmm_process::copy::{self, Order};
-use crate::warm;
-
-/// How long a child may take until its agent has answered.
-const PATIENCE: Duration = Duration::from_secs(60);
 
 pub fn fork(args: Fork) -> Outcome {
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
-    scratch::place(false)?;
+    interrupt::scratch_place(false)?;
     let (mut parent, mut secrets) = (None, None);
     let (machine, record) = match base.find(&args.source) {
         Ok(vm) => {
@@ -56,19 +43,26 @@ pub fn fork(args: Fork) -> Outcome {
     };
     require_card(&args.egress, parent.is_some())?;
     let egress = args.egress.egress(parent.as_ref())?;
-    let (flags, jail) = (&args.copy, &args.jail);
-    // The guest's memory has its placeholders already.
-    let placeholders = None;
-    Copies { machine, like: record, flags, makes_taps: true, jail, egress, secrets, placeholders }
-        .start(&base, names)
+    args.jail.warn(false);
+    let copies = Copies {
+        machine: &machine,
+        like: record,
+        flags: args.copy.copy_flags(),
+        volumes: Vec::new(),
+        makes_taps: true,
+        start: args.jail.options(),
+        egress,
+        secrets,
+    };
+    start(&copies, &base, names)
 }
 
 pub fn restore(args: Restore) -> Outcome {
-    let sealed = args.secrets.seal()?;
+    let secrets = args.secrets.seal()?;
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
     let dir = snapshots::place(&args.snapshot)?;
-    scratch::place(false)?;
+    interrupt::scratch_place(false)?;
     let key = args.key.as_deref().map(Key::read).transpose().map_err(|e| refuse(e.into()))?;
     // A snapshot written by a holder of the key is trusted to name any file.
     let roots = match &key {
@@ -84,18 +78,26 @@ pub fn restore(args: Restore) -> Outcome {
     let makes_taps = names.len() > 1;
     let has_card = template.taps().iter().any(|tap| tap == egress::LINK_NAME);
     require_card(&args.egress, has_card)?;
-    if sealed.is_some() && !has_card {
+    if secrets.is_some() && !has_card {
         return Err(Failure::usage("--secret: the VM has no network card with a policy")
             .hint("start the original with: pvmm run --net"));
     }
     let mut egress = args.egress.egress(None)?;
-    if let Some(sealed) = &sealed {
-        sealed.allow(&mut egress);
+    if let Some(secrets) = &secrets {
+        secrets.allow(&mut egress);
     }
-    let (secrets, placeholders) = sealed.map(Sealed::into_parts).unzip();
-    let (flags, jail) = (&args.copy, &args.jail);
-    Copies { machine, like, flags, makes_taps, jail, egress, secrets, placeholders }
-        .start(&base, names)
+    args.jail.warn(false);
+    let copies = Copies {
+        machine: &machine,
+        like,
+        flags: args.copy.copy_flags(),
+        volumes: Vec::new(),
+        makes_taps,
+        start: args.jail.options(),
+        egress,
+        secrets,
+    };
+    start(&copies, &base, names)
 }
 
 /// Refuses a policy for VMs that have no network card which would heed it.
@@ -107,81 +109,15 @@ fn require_card(flags: &EgressFlags, has_card: bool) -> Result<(), Failure> {
     Ok(())
 }
 
-fn sized(record: Record, template: &Template) -> Record {
-    Record { cpus: template.vcpus() as u32, memory_mib: template.memory_mib(), ..record }
-}
-
-/// The template, flags and record that children are made from.
-struct Copies<'a> {
-    machine: HandedOver,
-    like: Record,
-    flags: &'a CopyFlags,
-    makes_taps: bool,
-    jail: &'a JailFlags,
-    /// The policy of a network card without a tap, if the template has one.
-    egress: Egress,
-    /// The values of the children's secrets, and the placeholders that their guests are told.
-    secrets: Option<File>,
-    placeholders: Option<Placeholders>,
-}
-
-impl Copies<'_> {
-    /// Starts a child for each name, all at once, and prints their ids as their agents answer.
-    fn start(&self, base: &Base, names: Vec<Option<String>>) -> Outcome {
-        self.jail.warn(false);
-        let signals = Signals::hold(&FORWARDED)?;
-        let several = names.len() > 1;
-        // Invalid flags are refused before anything is created.
-        self.flags.of_copy(several.then_some(1), self.makes_taps)?;
-        let mut children = Vec::with_capacity(names.len());
-        for (number, name) in (1..).zip(names) {
-            children.push(self.spawn(base, name, several.then_some(number))?);
-        }
-        for (index, mut child) in children.into_iter().enumerate() {
-            let missing = child.process.wait_ready(&signals, None)?;
-            jail::show_missing(&missing, index > 0);
-            let id = child.claim.dir().read_record().unwrap_or_default().id;
-            child.keep()?;
-            output::line(&id)?;
-        }
-        Ok(0)
+/// Starts a child for each name, all at once, and prints their ids as their agents answer.
+fn start(copies: &Copies<'_>, base: &Base, names: Vec<Option<String>>) -> Outcome {
+    let signals = Signals::hold(&FORWARDED)?;
+    for (index, mut child) in copies.start(base, names)?.into_iter().enumerate() {
+        let missing = child.wait_ready(Some(&signals), None)?;
+        start::show_missing(&missing, index > 0);
+        output::line(&child.keep()?)?;
     }
-
-    fn spawn(
-        &self,
-        base: &Base,
-        name: Option<String>,
-        number: Option<u32>,
-    ) -> Result<Child, Failure> {
-        let record = Record {
-            name,
-            created: now(),
-            template: self.like.template.clone(),
-            kernel: self.like.kernel.clone(),
-            cpus: self.like.cpus,
-            memory_mib: self.like.memory_mib,
-            ..Record::default()
-        };
-        let mut claim = base.create(record, self.jail.users())?;
-        claim.dir().write_egress(&self.egress)?;
-        if let Some(values) = &self.secrets {
-            secrets::install(values, claim.dir())?;
-        }
-        let order = Order {
-            machine: &self.machine,
-            record: claim.dir().read_record().unwrap_or_default(),
-            flags: self.flags,
-            number,
-            makes_taps: self.makes_taps,
-            boot_patience: PATIENCE,
-            jailed: !self.jail.no_jail,
-            ttl: self.jail.ttl,
-            placeholders: self.placeholders.as_ref(),
-        };
-        let process = copy::spawn(&order, &claim)?;
-        claim.hand_over_lock();
-        Ok(Child { process, claim, kept: false })
-    }
+    Ok(0)
 }
 
 /// Returns a name for each child: the given one, numbered if there are several children.
@@ -196,30 +132,6 @@ fn names(base: &Base, name: Option<&str>, count: u32) -> Result<Vec<Option<Strin
         base.refuse_taken(name)?;
     }
     Ok(names)
-}
-
-/// A child VM that is ended on drop, unless kept.
-struct Child {
-    process: VmmProcess,
-    claim: Claim,
-    kept: bool,
-}
-
-impl Child {
-    fn keep(mut self) -> Result<(), Failure> {
-        self.process.keep()?;
-        self.kept = true;
-        self.claim.keep();
-        Ok(())
-    }
-}
-
-impl Drop for Child {
-    fn drop(&mut self) {
-        if !self.kept {
-            self.process.end();
-        }
-    }
 }
 
 /// Maps an error of loading a snapshot: exit code 2 where the snapshot or the request is at fault.

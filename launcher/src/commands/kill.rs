@@ -2,20 +2,18 @@
 //!
 //! Whether a VM is alive is decided by its lock, not by a process id from a file.
 
-use std::io;
 use std::time::Duration;
 
 use crate::args;
 use crate::cli::{Kill, KillSignal, Rm};
 use crate::exit::{Failure, Outcome};
-use crate::guest_agent;
 use crate::output;
-use crate::sys::process::Other;
-use crate::vm_dir::{Base, VmEntry};
+use pvmm_sandbox::end::end;
+use pvmm_sandbox::guest_agent;
+use pvmm_sandbox::hibernated;
+use pvmm_sandbox::vm_dir::{Base, VmDirError, VmEntry};
 
-/// How long a VM may take to end; longer than the monitor process gives its guest to shut down.
-const TERM_PATIENCE: Duration = Duration::from_secs(15);
-/// How long a killed process may take to end; only a stuck kernel needs more.
+/// How long the agent may take to answer.
 const KILL_PATIENCE: Duration = Duration::from_secs(10);
 
 pub fn kill(args: Kill) -> Outcome {
@@ -34,7 +32,17 @@ pub fn kill(args: Kill) -> Outcome {
 }
 
 pub fn rm(args: Rm) -> Outcome {
-    for_each(&args.vms, |base, vm| {
+    let base = Base::open()?;
+    let is_vm = |name: &String| !matches!(base.find(name), Err(VmDirError::Unknown(_)));
+    let (vms, others): (Vec<String>, Vec<String>) = args.vms.into_iter().partition(is_vm);
+    for name in &others {
+        match hibernated::find(name) {
+            Ok(asleep) => asleep.remove()?,
+            Err(_) => return Err(VmDirError::Unknown(name.clone()).into()),
+        }
+        output::line(name)?;
+    }
+    for_each(&vms, |base, vm| {
         if vm.state.is_alive() {
             if !args.force {
                 let message = format!("'{}' is {}", vm.label(), vm.state.word());
@@ -80,44 +88,5 @@ fn for_each(names: &[String], each: impl Fn(&Base, &VmEntry) -> Result<(), Failu
     match failed {
         Some(failure) => Err(failure),
         None => Ok(0),
-    }
-}
-
-/// Ends the monitor process: with SIGTERM first, unless `at_once`.
-fn end(vm: &VmEntry, at_once: bool) -> Result<(), Failure> {
-    let unreachable = |error: io::Error| {
-        Failure::fault(format!("cannot signal the process of '{}': {error}", vm.label()))
-    };
-    let pid = vm.record.pid.ok_or_else(|| {
-        Failure::fault(format!("'{}' is only just starting", vm.label())).hint("try again")
-    })?;
-    let process = match Other::open(pid) {
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => return wait(vm, KILL_PATIENCE),
-        process => process.map_err(unreachable)?,
-    };
-    // Checked after opening the process: while the lock is held, its id belongs to the monitor
-    // process.
-    if !vm.dir.is_alive() {
-        return Ok(());
-    }
-    let send = |signal| match process.signal(signal) {
-        Err(error) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
-        sent => sent.map_err(unreachable),
-    };
-    if !at_once {
-        send(libc::SIGTERM)?;
-        if vm.dir.wait_for_end(TERM_PATIENCE)? {
-            return Ok(());
-        }
-    }
-    send(libc::SIGKILL)?;
-    wait(vm, KILL_PATIENCE)
-}
-
-fn wait(vm: &VmEntry, patience: Duration) -> Result<(), Failure> {
-    if vm.dir.wait_for_end(patience)? {
-        Ok(())
-    } else {
-        Err(Failure::fault(format!("'{}' was killed but does not end", vm.label())))
     }
 }

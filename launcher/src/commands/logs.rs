@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use crate::cli::Logs;
 use crate::exit::{Failure, Outcome};
-use crate::log_file::{LogReader, Pieces, Stream};
-use crate::vm_dir::Base;
+use pvmm_sandbox::log_file::{LogReader, Pieces, Stream};
+use pvmm_sandbox::vm_dir::Base;
 
 /// The interval at which `-f` checks for more output.
 const LOOK_AGAIN: Duration = Duration::from_millis(100);

@@ -11,6 +11,7 @@ mod cp;
 mod doctor;
 mod exec;
 mod fork;
+mod hibernate;
 mod kill;
 mod logs;
 mod man;
@@ -21,9 +22,11 @@ mod ps;
 mod ps_commands;
 mod rollback;
 mod run;
+mod serve;
 mod snapshot;
 mod stats;
 mod template;
+mod volume;
 mod watch;
 
 use crate::cli::{Cli, Verb};
@@ -51,11 +54,16 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Rollback(args) => rollback::rollback(args),
         Verb::Pause(args) => rollback::pause(args),
         Verb::Resume(args) => rollback::resume(args),
+        Verb::Hibernate(args) => hibernate::hibernate(args),
+        Verb::Wake(args) => hibernate::wake(args),
+        Verb::Ttl(args) => hibernate::ttl(args),
+        Verb::Volume(args) => volume::volume(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Stats(args) => stats::stats(args),
         Verb::Balloon(args) => balloon::balloon(args),
         Verb::Net(args) => net::net(args),
         Verb::Template(args) => template::template(args, cli.quiet),
+        Verb::Serve(args) => serve::serve(*args, cli.quiet),
         Verb::Doctor(args) => doctor::doctor(args),
         // Usually handled in `main` already, because its exit codes are Firecracker's.
         Verb::Firecracker(args) => Ok(firecracker::run(Program::Firecracker, args.words)),

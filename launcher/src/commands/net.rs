@@ -1,23 +1,14 @@
 //! `pvmm net`: shows and changes what a VM's guest may reach, by asking its egress process.
 
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read, Write};
-use std::os::unix::net::UnixStream;
-use std::time::Duration;
-
 use pvmm_egress::policy::PolicyDocument;
 use serde_json::{Value, json};
 
 use crate::cli::NetArgs;
 use crate::exit::{Failure, Outcome};
 use crate::output::{self, Table};
-use crate::sys::lock;
-use crate::vm_dir::{Base, VmEntry};
+use pvmm_sandbox::net::{self, ask};
+use pvmm_sandbox::vm_dir::{Base, VmEntry};
 
-/// How long the process may take to answer.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The longest answer.
-const ANSWER_MAX: u64 = 4 << 20;
 /// The exit code of a check whose target is denied.
 const DENIED: u8 = 1;
 
@@ -48,27 +39,17 @@ fn find(name: &str) -> Result<VmEntry, Failure> {
 
 /// Replaces the policy as a whole, in the process and in the VM's directory.
 fn change(vm: &VmEntry, args: &NetArgs) -> Outcome {
-    // Two changes at once would lose one of them.
-    let folder = File::open(vm.dir.path())?;
-    if !lock::exclusive(&folder, PATIENCE)? {
-        return Err(Failure::fault(format!(
-            "'{}' is being changed by another command",
-            vm.label()
-        )));
-    }
-    let mut egress = vm.dir.read_egress().unwrap_or_default();
-    for rule in &args.allow {
-        put(&mut egress.policy, rule, |policy| &mut policy.allow);
-    }
-    for rule in &args.allow_host {
-        put(&mut egress.policy, rule, |policy| &mut policy.allow_host);
-    }
-    for rule in &args.deny {
-        put(&mut egress.policy, rule, |policy| &mut policy.deny);
-    }
-    let policy = serde_json::to_value(&egress.policy).map_err(io::Error::other)?;
-    ask(vm, &json!({ "set": policy }))?;
-    vm.dir.write_egress(&egress)?;
+    net::change(vm, |policy| {
+        for rule in &args.allow {
+            put(policy, rule, |policy| &mut policy.allow);
+        }
+        for rule in &args.allow_host {
+            put(policy, rule, |policy| &mut policy.allow_host);
+        }
+        for rule in &args.deny {
+            put(policy, rule, |policy| &mut policy.deny);
+        }
+    })?;
     Ok(0)
 }
 
@@ -147,25 +128,4 @@ fn rows(value: &Value) -> &[Value] {
 
 fn text(value: &Value) -> String {
     value.as_str().unwrap_or("-").to_owned()
-}
-
-/// Sends a request to the VM's egress process and returns the answer.
-fn ask(vm: &VmEntry, request: &Value) -> Result<Value, Failure> {
-    let failed = |error: io::Error| {
-        Failure::fault(format!("cannot ask the network process of '{}': {error}", vm.label()))
-    };
-    let exchange = || -> io::Result<Value> {
-        let mut socket = UnixStream::connect(vm.dir.egress_socket())?;
-        socket.set_read_timeout(Some(PATIENCE))?;
-        socket.set_write_timeout(Some(PATIENCE))?;
-        socket.write_all(format!("{request}\n").as_bytes())?;
-        let mut line = String::new();
-        BufReader::new(socket.take(ANSWER_MAX)).read_line(&mut line)?;
-        Ok(serde_json::from_str(&line)?)
-    };
-    let answer = exchange().map_err(failed)?;
-    match answer["error"].as_str() {
-        Some(error) => Err(Failure::usage(error)),
-        None => Ok(answer),
-    }
 }

@@ -7,10 +7,11 @@ use std::os::fd::AsFd;
 
 use crate::cli::Port;
 use crate::exit::{self, Failure, Outcome};
-use crate::sys::poll;
-use crate::sys::signals::{FORWARDED, Signals};
-use crate::vm_dir::Base;
-use crate::{output, ports};
+use crate::output;
+use pvmm_sandbox::ports;
+use pvmm_sandbox::sys::poll;
+use pvmm_sandbox::sys::signals::{FORWARDED, Signals};
+use pvmm_sandbox::vm_dir::Base;
 
 pub fn port(args: Port) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;

@@ -7,34 +7,40 @@ use serde::Serialize;
 use crate::cli::Ps;
 use crate::exit::Outcome;
 use crate::output::{self, Table};
-use crate::vm_dir::{Base, VmEntry, VmStatus, now};
+use pvmm_sandbox::hibernated::{self, Hibernated};
+use pvmm_sandbox::vm_dir::{Base, Record, VmEntry, VmStatus, now};
 
 pub fn ps(args: Ps, quiet: bool) -> Outcome {
     if let Some(vm) = &args.vm {
         return super::ps_commands::ps(vm, args.json, quiet);
     }
     let entries = Base::open()?.list()?;
+    let asleep = hibernated::list()?;
     match (args.json, quiet) {
-        (true, _) => output::json(&entries.iter().map(Row::of).collect::<Vec<_>>())?,
+        (true, _) => {
+            let rows = entries.iter().map(Row::of).chain(asleep.iter().map(Row::asleep));
+            output::json(&rows.collect::<Vec<_>>())?;
+        }
         (false, true) => {
             for vm in &entries {
                 output::line(&vm.record.id)?;
             }
         }
-        (false, false) => table(&entries).print()?,
+        (false, false) => table(&entries, &asleep).print()?,
     }
     Ok(0)
 }
 
-fn table(entries: &[VmEntry]) -> Table {
+fn table(entries: &[VmEntry], asleep: &[Hibernated]) -> Table {
     let heading = ["ID", "NAME", "STATE", "AGE", "TEMPLATE", "CPUS", "MEMORY", "PORTS", "COMMAND"];
     let mut table = Table::new(&heading);
-    for vm in entries {
-        let record = &vm.record;
+    let awake = entries.iter().map(|vm| (&vm.record, state(&vm.state)));
+    let asleep = asleep.iter().map(|vm| (&vm.record, "hibernated".to_owned()));
+    for (record, state) in awake.chain(asleep) {
         table.row(vec![
             record.id.clone(),
             record.name.clone().unwrap_or_else(|| "-".to_owned()),
-            state(&vm.state),
+            state,
             output::age(now().saturating_sub(record.created)),
             record.template.clone(),
             record.cpus.to_string(),
@@ -90,31 +96,46 @@ struct Row<'a> {
     ports: &'a [String],
     taps: &'a [String],
     /// The socket of the guest's vsock device.
-    vsock: String,
+    vsock: Option<String>,
 }
 
 impl<'a> Row<'a> {
     fn of(vm: &'a VmEntry) -> Self {
-        let (record, ending) = match &vm.state {
-            VmStatus::Exited(ending) => (&vm.record, Some(ending)),
-            _ => (&vm.record, None),
+        let ending = match &vm.state {
+            VmStatus::Exited(ending) => Some(ending),
+            _ => None,
         };
         Self {
-            id: &record.id,
-            name: record.name.as_deref(),
             state: vm.state.word(),
             exit_code: ending.and_then(|ending| ending.exit_code),
             reason: ending.map(|ending| ending.reason.as_str()),
+            pid: vm.record.pid.filter(|_| vm.state.is_alive()),
+            vsock: Some(vm.dir.shown_vsock().display().to_string()),
+            ..Self::of_record(&vm.record)
+        }
+    }
+
+    fn asleep(vm: &'a Hibernated) -> Self {
+        Self { state: "hibernated", ..Self::of_record(&vm.record) }
+    }
+
+    fn of_record(record: &'a Record) -> Self {
+        Self {
+            id: &record.id,
+            name: record.name.as_deref(),
+            state: "dead",
+            exit_code: None,
+            reason: None,
             created: record.created,
             template: &record.template,
             kernel: &record.kernel,
             cpus: record.cpus,
             memory_mib: record.memory_mib,
-            pid: record.pid.filter(|_| vm.state.is_alive()),
+            pid: None,
             command: &record.command,
             ports: &record.ports,
             taps: &record.taps,
-            vsock: vm.dir.shown_vsock().display().to_string(),
+            vsock: None,
         }
     }
 }

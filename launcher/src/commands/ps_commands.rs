@@ -6,18 +6,17 @@ use pvmm::exec::{ExecStatus, Listed};
 use serde::Serialize;
 
 use super::ps::shortened;
-use crate::attach;
 use crate::exit::Outcome;
-use crate::guest_agent;
 use crate::output::{self, Table};
-use crate::vm_dir::Base;
+use pvmm_sandbox::guest_agent;
+use pvmm_sandbox::vm_dir::Base;
 
 pub fn ps(vm: &str, json: bool, quiet: bool) -> Outcome {
     let vm = Base::open()?.find(vm)?;
     vm.require_running()?;
     let agent =
         guest_agent::connect(&vm.dir, guest_agent::PATIENCE).map_err(guest_agent::refuse)?;
-    let listed = agent.processes().map_err(attach::refuse)?;
+    let listed = agent.processes().map_err(guest_agent::refuse_exec)?;
     match (json, quiet) {
         (true, _) => output::json(&listed.iter().map(Row::of).collect::<Vec<_>>())?,
         (false, true) => {

@@ -1,10 +1,10 @@
 //! `pvmm checkpoint`, `rollback`, `pause` and `resume` of a running VM.
 
 use crate::cli::OneVm;
-use crate::control::{self, ControlRequest};
 use crate::exit::Outcome;
 use crate::output;
-use crate::vm_dir::Base;
+use pvmm_sandbox::control::{self, ControlRequest};
+use pvmm_sandbox::vm_dir::Base;
 
 pub fn checkpoint(args: OneVm) -> Outcome {
     ask(&args, ControlRequest::Checkpoint)

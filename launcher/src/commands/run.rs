@@ -15,24 +15,28 @@ use std::time::{Duration, Instant};
 use pvmm::agent::AgentError;
 use pvmm::exec::{ExecError, ExecRequest};
 
-use crate::attach::{self, Names};
-use crate::cli::Run;
-use crate::egress;
+use crate::args::VolumeFlag;
+use crate::attach;
+use crate::cli::{Run, start};
 use crate::exit::{self, Failure, Outcome};
-use crate::guest_agent;
-use crate::jail;
-use crate::machine::Extras;
-use crate::net_card::{NetCard, TapWish};
+use crate::interrupt;
 use crate::output;
-use crate::overrides::CopyParts;
-use crate::ports::{self, BoundPort};
-use crate::prepare::{self, Sources};
-use crate::scratch;
-use crate::secrets::{self, Sealed};
-use crate::sys::signals::Signals;
-use crate::vm_dir::{Base, Claim, Egress, Record, VmDir, now};
-use crate::vmm_process::{self, Mode, Plan, Start, VmmProcess};
-use crate::warm::{self, Shape};
+use crate::progress::Steps;
+use pvmm_sandbox::copies::RunningVm;
+use pvmm_sandbox::egress;
+use pvmm_sandbox::guest_agent::{self, Names};
+use pvmm_sandbox::machine::Extras;
+use pvmm_sandbox::net_card::{NetCard, TapWish};
+use pvmm_sandbox::overrides::CopyParts;
+use pvmm_sandbox::ports::{self, BoundPort};
+use pvmm_sandbox::prepare::Sources;
+use pvmm_sandbox::secrets::{self, VmSecrets};
+use pvmm_sandbox::sys::signals::Signals;
+use pvmm_sandbox::vm_dir::{Base, Egress, Record, VmDir, VolumeMount, now};
+use pvmm_sandbox::vmm_process::volume;
+use pvmm_sandbox::vmm_process::{self, Mode, Plan, Start};
+use pvmm_sandbox::volumes::Volumes;
+use pvmm_sandbox::warm::{self, Shape};
 
 const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
 /// A login shell for `run -it` without a command.
@@ -51,31 +55,35 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         base.refuse_taken(name)?;
     }
     let (net, egress) = network(&args, secrets.as_ref())?;
+    let volumes = volumes(&args)?;
     let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
 
     args.jail.warn(quiet);
     args.egress.warn(quiet);
-    scratch::place(quiet)?;
+    interrupt::scratch_place(quiet)?;
     let start = start(&args, sources, quiet)?;
     // From here on signals are for the guest; one that came just before is still handled.
     let signals = Signals::hold(args.command.signals())?;
-    prepare::or_interrupted(Ok(()))?;
+    interrupt::or_interrupted(Ok(()))?;
 
     let deadline = args.timeout.map(|timeout| Instant::now() + timeout);
-    let names = Names::of(&argv, &args.command);
+    let names = attach::names(&argv, &args.command);
     let request = (!argv.is_empty()).then(|| attach::request(&argv, &args.command));
-    let claim = base.create(record(&args, &argv, &start, &ports), args.jail.users())?;
+    let claim =
+        base.create(record(&args, &argv, &start, &ports, volumes), args.jail.options().users())?;
     if let Some(egress) = &egress {
         claim.dir().write_egress(egress)?;
     }
     // The values are this VM's alone from here on, and no process is forked while they are open.
-    let (values, placeholders) = secrets.map(Sealed::into_parts).unzip();
-    if let Some(values) = values {
-        secrets::install(&values, claim.dir())?;
-    }
+    let placeholders = match secrets {
+        Some(VmSecrets { values, shown }) => {
+            secrets::install(&values, claim.dir())?;
+            shown
+        }
+        None => None,
+    };
     let record = claim.dir().read_record().unwrap_or_default();
-    let id = record.id.clone();
     let mode = if args.detach {
         Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) }
     } else {
@@ -98,10 +106,10 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         extras: Extras { drives: args.drive.clone(), net, balloon: args.balloon },
     };
     let process = vmm_process::spawn(plan, &claim)?;
-    let mut vm = RunningVm { process, claim, kept: false };
+    let mut vm = RunningVm::new(process, claim);
     // On failure `vm` is dropped, which ends the process and removes the directory.
-    let missing = vm.process.wait_ready(&signals, deadline)?;
-    jail::show_missing(&missing, quiet);
+    let missing = vm.wait_ready(Some(&signals), deadline)?;
+    start::show_missing(&missing, quiet);
 
     match request {
         Some(request) if !args.detach => {
@@ -112,12 +120,11 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
                 );
             }
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            serve_ports(vm.claim.dir(), ports);
+            serve_ports(vm.dir(), ports);
             foreground(vm, request, &names, left, signals)
         }
         _ => {
-            vm.keep()?;
-            output::line(&id)?;
+            output::line(&vm.keep()?)?;
             Ok(0)
         }
     }
@@ -126,7 +133,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
 /// Returns the network card of the VM, if it has one, and the policy of one without a tap.
 fn network(
     args: &Run,
-    secrets: Option<&Sealed>,
+    secrets: Option<&VmSecrets>,
 ) -> Result<(Option<NetCard>, Option<Egress>), Failure> {
     match &args.net {
         Some(card) if card.tap != TapWish::Egress => {
@@ -151,6 +158,24 @@ fn network(
     }
 }
 
+/// Returns the volumes of the VM, each of which must exist and be free.
+fn volumes(args: &Run) -> Result<Vec<VolumeMount>, Failure> {
+    if args.volume.is_empty() {
+        return Ok(Vec::new());
+    }
+    let known = Volumes::open()?;
+    let mount = |flag: &VolumeFlag| {
+        let volume = known.get(&flag.name)?;
+        if volume.in_use && !flag.read_only {
+            return Err(Failure::usage(format!("--volume: '{}' is in use", flag.name))
+                .hint("end the VM that uses it, or read it with ':ro'"));
+        }
+        let (at, read_only) = (flag.at.clone(), flag.read_only);
+        Ok(VolumeMount { image: volume.image, at, read_only, mounted: false })
+    };
+    args.volume.iter().map(mount).collect()
+}
+
 /// The initial state of the VM, and the name of its kernel.
 struct Begin {
     with: Start,
@@ -168,26 +193,34 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
         || args.secrets.is_given()
         || args.balloon
         || args.console.is_some()
-        || !args.drive.is_empty();
+        || !args.drive.is_empty()
+        || !args.volume.is_empty();
     if !args.cold && !special {
         let shape = Shape {
             template: args.template.clone(),
             cpus: args.cpus,
             memory_mib: args.memory,
             disk_mib: args.disk_size,
+            ..Shape::of(&args.template)
         };
         if let Some(warm) = warm::find(&shape) {
             let with = Start::Template(Arc::new(warm.template));
             return Ok(Begin { with, kernel: warm.kernel });
         }
     }
-    let parts = sources.prepare(quiet)?;
+    let parts = interrupt::interruptible(|| sources.prepare(&mut Steps::new(quiet)))?;
     let kernel = parts.kernel.label.clone();
     Ok(Begin { with: Start::Boot(Box::new(parts)), kernel })
 }
 
 /// Builds the record that other commands read.
-fn record(args: &Run, argv: &[OsString], start: &Begin, ports: &[BoundPort]) -> Record {
+fn record(
+    args: &Run,
+    argv: &[OsString],
+    start: &Begin,
+    ports: &[BoundPort],
+    volumes: Vec<VolumeMount>,
+) -> Record {
     let rootfs = args.rootfs.as_ref().map(|path| path.display().to_string());
     Record {
         name: args.name.clone(),
@@ -200,6 +233,7 @@ fn record(args: &Run, argv: &[OsString], start: &Begin, ports: &[BoundPort]) -> 
         command: Record::command_of(if args.argv.is_empty() { &[] } else { argv }),
         ports: ports.iter().map(BoundPort::to_string).collect(),
         ephemeral: !args.detach,
+        volumes,
         ..Record::default()
     }
 }
@@ -264,7 +298,7 @@ fn foreground(
     timeout: Option<Duration>,
     signals: Signals,
 ) -> Outcome {
-    let dir = vm.claim.dir().clone();
+    let dir = vm.dir().clone();
     let vm = Arc::new(Mutex::new(Some(vm)));
     let take =
         |vm: &Mutex<Option<RunningVm>>| vm.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -288,34 +322,13 @@ fn foreground(
         }
     };
     match attached {
-        Ok(end) => end.outcome(names),
+        Ok(end) => {
+            let volumes = dir.read_record().unwrap_or_default().volumes;
+            volume::flush(&dir.run().vsock(), &volumes);
+            end.outcome(names)
+        }
         // The monitor process's report says more than the broken connection.
         Err(ExecError::Agent(AgentError::Lost(_))) => Err(vm.process.why_gone()),
-        Err(error) => Err(attach::refuse(error)),
-    }
-}
-
-/// A VM that is removed on drop, unless kept: first its process, then its directory.
-struct RunningVm {
-    process: VmmProcess,
-    claim: Claim,
-    kept: bool,
-}
-
-impl RunningVm {
-    /// Lets the VM run on after this process.
-    fn keep(mut self) -> Result<(), Failure> {
-        self.process.keep()?;
-        self.kept = true;
-        self.claim.keep();
-        Ok(())
-    }
-}
-
-impl Drop for RunningVm {
-    fn drop(&mut self) {
-        if !self.kept {
-            self.process.end();
-        }
+        Err(error) => Err(guest_agent::refuse_exec(error)),
     }
 }

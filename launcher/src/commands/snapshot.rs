@@ -11,13 +11,13 @@ use serde::Serialize;
 
 use crate::cli::{Snapshot, Snapshots, SnapshotsVerb, SyncMode};
 use crate::commands::fork::refuse;
-use crate::control;
 use crate::exit::{Failure, Outcome, io_text};
 use crate::leftovers::Leftovers;
 use crate::output::{self, Table};
 use crate::progress::Counter;
-use crate::snapshots;
-use crate::vm_dir::{Base, now};
+use pvmm_sandbox::control;
+use pvmm_sandbox::snapshots;
+use pvmm_sandbox::vm_dir::{Base, now};
 
 pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
     let vm = Base::open()?.find(&args.vm)?;

@@ -7,9 +7,9 @@ use serde::Serialize;
 
 use crate::cli::Stats;
 use crate::exit::Outcome;
-use crate::guest_agent;
 use crate::output::{self, Table};
-use crate::vm_dir::Base;
+use pvmm_sandbox::guest_agent;
+use pvmm_sandbox::vm_dir::Base;
 
 /// The time between the two samples of the CPU counters.
 const LOOK: Duration = Duration::from_millis(500);

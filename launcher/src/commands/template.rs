@@ -1,18 +1,19 @@
 //! `pvmm template`: builds, lists, shows and removes root filesystem templates.
 //!
-//! The `sandbox` crate does the work; this file only prints results and progress.
+//! The `images` crate does the work; this file only prints results and progress.
 
-use pvmm_sandbox::{Cache, Recipe, Template};
+use pvmm_images::{Cache, Recipe, Template};
 use serde::Serialize;
 
-use crate::cli::{self, TemplateVerb};
+use crate::cli::{self, TemplateVerb, VolumeMode};
 use crate::exit::{Failure, Outcome};
+use crate::interrupt::{interruptible, or_interrupted};
+use crate::leftovers::Leftovers;
 use crate::output::{self, Table};
-use crate::prepare;
 use crate::progress::Steps;
-use crate::sys::signals;
-use crate::vm_dir::now;
-use crate::warm::{self, Shape};
+use pvmm_sandbox::prepare;
+use pvmm_sandbox::vm_dir::now;
+use pvmm_sandbox::warm::{self, Shape};
 
 pub fn template(args: cli::Template, quiet: bool) -> Outcome {
     let cache = Cache::open().map_err(prepare::refuse)?;
@@ -20,22 +21,28 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
         TemplateVerb::Build { name, packages, recipe, force, json } => {
             let recipe = match recipe {
                 Some(path) => Recipe::load(&path),
-                None if name == pvmm_sandbox::template::BASE && packages.is_empty() => {
-                    Ok(Recipe::base())
-                }
-                None => Recipe::new(&name, &packages),
+                None => match Recipe::built_in(&name).filter(|_| packages.is_empty()) {
+                    Some(recipe) => Ok(recipe),
+                    None => Recipe::new(&name, &packages),
+                },
             };
             let recipe = recipe.map_err(prepare::refuse)?;
             let template = build(&cache, &recipe, force, quiet)?;
             if pvmm::kvm::host::probe().is_ok() {
-                warm::bake(&Shape::of(template.name()), quiet)?;
+                bake(&Shape::of(template.name()), quiet)?;
             }
             if json { output::json(&template)? } else { output::line(template.name())? }
         }
-        TemplateVerb::Bake { name, memory, cpus, disk_size } => {
-            let shape =
-                Shape { template: name.clone(), cpus, memory_mib: memory, disk_mib: disk_size };
-            warm::bake(&shape, quiet)?;
+        TemplateVerb::Bake { name, memory, cpus, disk_size, net, volumes } => {
+            let shape = Shape {
+                cpus,
+                memory_mib: memory,
+                disk_mib: disk_size,
+                net,
+                spare_drives: volumes.into_iter().map(|mode| mode == VolumeMode::Ro).collect(),
+                ..Shape::of(&name)
+            };
+            bake(&shape, quiet)?;
             output::line(&name)?;
         }
         TemplateVerb::Ls { json } => list(&cache, json)?,
@@ -54,14 +61,24 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
 }
 
 fn build(cache: &Cache, recipe: &Recipe, force: bool, quiet: bool) -> Result<Template, Failure> {
-    signals::catch_interrupts();
-    let mut steps = Steps::new(quiet);
-    let built = if force {
-        Template::build(cache, recipe, &mut steps)
-    } else {
-        Template::ensure(cache, recipe, &mut steps)
+    interruptible(|| {
+        let mut steps = Steps::new(quiet);
+        let built = if force {
+            Template::build(cache, recipe, &mut steps)
+        } else {
+            Template::ensure(cache, recipe, &mut steps)
+        };
+        built.map_err(prepare::refuse)
+    })
+}
+
+fn bake(shape: &Shape, quiet: bool) -> Result<(), Failure> {
+    let watch = || -> Result<warm::Note, Failure> {
+        or_interrupted(Ok(()))?;
+        let leftovers = Leftovers::watch()?;
+        Ok(Box::new(move |folder| leftovers.note(folder)))
     };
-    prepare::or_interrupted(built.map_err(prepare::refuse))
+    interruptible(|| warm::bake(shape, &mut Steps::new(quiet), watch)).map(drop)
 }
 
 /// A template in the `--json` output: what `inspect` shows, without the packages.

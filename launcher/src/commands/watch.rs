@@ -8,10 +8,10 @@ use serde_json::json;
 
 use crate::cli::Watch;
 use crate::exit::{self, Failure, Outcome};
-use crate::guest_agent;
 use crate::output;
-use crate::sys::signals::{FORWARDED, Signals};
-use crate::vm_dir::Base;
+use pvmm_sandbox::guest_agent;
+use pvmm_sandbox::sys::signals::{FORWARDED, Signals};
+use pvmm_sandbox::vm_dir::Base;
 
 /// The interval between checks for a signal.
 const LOOK: Duration = Duration::from_millis(200);

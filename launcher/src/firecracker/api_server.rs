@@ -27,9 +27,9 @@ use super::routes;
 use super::rules::Done;
 use super::running::Running;
 use super::seccomp_file;
-use crate::seccomp::Filters;
-use crate::sys::poll::{self, Want};
-use crate::sys::signals::{self, Signals};
+use pvmm_sandbox::seccomp::Filters;
+use pvmm_sandbox::sys::poll::{self, Want};
+use pvmm_sandbox::sys::signals::{self, Signals};
 
 /// How long the VM's threads, its console and the last answers may take to finish.
 const STOP_PATIENCE: Duration = Duration::from_secs(3);

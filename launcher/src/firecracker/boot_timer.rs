@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::{BusDevice, Registers};
 
-use crate::sys::process;
+use pvmm_sandbox::sys::process;
 
 /// Where Firecracker's guests expect the register.
 const ADDRESS: u64 = 0xc000_0000;

@@ -26,7 +26,7 @@ use super::bodies::{Fork, ForkLoad, RefreshBy, Serial};
 use super::http::Refusal;
 use super::running::{Running, refuse};
 use super::snapshot::{self, Changes};
-use crate::sys::{passing, poll};
+use pvmm_sandbox::sys::{passing, poll};
 
 /// How long the socket accepts children, and how long one child may take to receive its data.
 const OPEN: Duration = Duration::from_secs(60);

@@ -12,7 +12,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use super::http::{self, Answer, HttpRequest, Parsed, Refusal};
-use crate::sys::poll::{Ready, Want};
+use pvmm_sandbox::sys::poll::{Ready, Want};
 
 /// How long a client may take to complete a request, from its first byte, and to read an answer.
 pub const PATIENCE: Duration = Duration::from_secs(10);

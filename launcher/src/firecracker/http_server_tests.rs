@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 use super::*;
-use crate::sys::{passing, poll};
+use pvmm_sandbox::sys::{passing, poll};
 
 struct Bench {
     server: HttpServer,

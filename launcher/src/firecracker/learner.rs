@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use pvmm::{Template, Vm};
-use pvmm_sandbox::cache::{self, Cache};
+use pvmm_images::cache::{self, Cache};
 
 /// When a VM has answered its first request, and has done little else.
 const LEARN_AFTER: Duration = Duration::from_secs(1);

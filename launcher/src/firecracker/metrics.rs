@@ -17,7 +17,7 @@ use super::http::{Method, Refusal};
 use super::logger;
 use super::metric_names;
 use super::running::Running;
-use crate::sys::process;
+use pvmm_sandbox::sys::process;
 
 /// The interval between lines that no client requested.
 const PERIOD: Duration = Duration::from_secs(60);

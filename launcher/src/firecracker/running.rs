@@ -14,7 +14,7 @@ use super::bodies::{
 use super::http::Refusal;
 use super::learner::Learner;
 use super::mmds::Mmds;
-use crate::machine::SETTLE_MAX;
+use pvmm_sandbox::machine::SETTLE_MAX;
 
 /// How long the guest may take to report its memory statistics; all clients wait meanwhile.
 const STATS_PATIENCE: Duration = Duration::from_millis(200);

@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use pvmm::{SystemCallFilter, ThreadFilters};
 
-use crate::seccomp::Filters;
+use pvmm_sandbox::seccomp::Filters;
 
 /// The largest file: Firecracker's own limit.
 const FILE_MAX: u64 = 100_000;

@@ -25,7 +25,7 @@ use super::bodies::{
 use super::http::Refusal;
 use super::learner::Learner;
 use super::running::{Running, refuse};
-use crate::sys::process::effective_uid;
+use pvmm_sandbox::sys::process::effective_uid;
 
 /// The format version of the state files that are written, as `--snapshot-version` prints it.
 pub const VERSION: u32 = 1;

@@ -12,7 +12,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-use super::process::{self, Ended, Side};
+use pvmm_sandbox::sys::process::{self, Ended, Side};
 
 fn answer(result: libc::c_long) -> io::Result<libc::c_long> {
     match result {

@@ -5,10 +5,10 @@
 
 use std::time::Instant;
 
-use pvmm_sandbox::cache::CacheError;
-use pvmm_sandbox::kernel::KernelError;
-use pvmm_sandbox::template::TemplateError;
-use pvmm_sandbox::{Cache, Event, Kernel, Recipe, Template};
+use pvmm_images::cache::CacheError;
+use pvmm_images::kernel::KernelError;
+use pvmm_images::template::TemplateError;
+use pvmm_images::{Cache, Event, Kernel, Recipe, Template};
 
 use crate::packages::{self, PackageError};
 use crate::progress;

@@ -11,9 +11,9 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use pvmm_sandbox::cache::{self, CacheError};
-use pvmm_sandbox::template::TemplateError;
-use pvmm_sandbox::{Cache, Progress, Recipe, Template};
+use pvmm_images::cache::{self, CacheError};
+use pvmm_images::template::TemplateError;
+use pvmm_images::{Cache, Progress, Recipe, Template};
 
 const NAME: &str = "suite-stock";
 const PACKAGES: [&str; 4] =

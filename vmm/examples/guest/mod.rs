@@ -13,7 +13,7 @@ use pvmm::agent::Agent;
 use pvmm::exec::ExecRequest;
 use pvmm::{Drive, Initrd, Overrides, VmConfig, Vsock};
 use pvmm_agent_image::AGENT;
-use pvmm_sandbox::{Cache, Kernel, Silent, Template};
+use pvmm_images::{Cache, Kernel, Silent, Template};
 
 /// Enough for a boot even where processors are emulated.
 pub const PATIENCE: Duration = Duration::from_secs(120);

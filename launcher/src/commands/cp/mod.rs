@@ -16,11 +16,11 @@ use pvmm::agent::{Agent, AgentError};
 use crate::args::Place;
 use crate::cli::Cp;
 use crate::exit::{self, Failure, Outcome};
-use crate::guest_agent;
 use crate::output;
 use crate::progress::Transfer;
-use crate::sys::signals::{FORWARDED, Signals};
-use crate::vm_dir::Base;
+use pvmm_sandbox::guest_agent;
+use pvmm_sandbox::sys::signals::{FORWARDED, Signals};
+use pvmm_sandbox::vm_dir::Base;
 
 pub fn cp(args: Cp, quiet: bool) -> Outcome {
     match (args.source, args.target) {

@@ -13,7 +13,7 @@ use pvmm::agent::{FileKind, Metadata, SparseError};
 
 use super::{Copy, destination, ends_with_slash, in_guest, on_host, tree};
 use crate::exit::Failure;
-use crate::sys::process;
+use pvmm_sandbox::sys::process;
 
 pub fn copy(copy: &mut Copy, source: &Path, target: &Path) -> Result<(), Failure> {
     // A symbolic link given as the source is followed; links inside a folder are copied as links.

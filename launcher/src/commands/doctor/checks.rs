@@ -10,14 +10,15 @@ use std::process::{Command, Stdio};
 
 use pvmm::config::MAX_VCPUS;
 use pvmm::kvm::host::{self as kvm, ProbeError};
-use pvmm_sandbox::Cache;
+use pvmm_images::Cache;
 
 use super::{Check, Status};
 use crate::exit::{Failure, io_text};
-use crate::jail;
 use crate::output::bytes;
-use crate::sys::{host, process};
-use crate::vm_dir::Base;
+use crate::sys::host;
+use pvmm_sandbox::jail;
+use pvmm_sandbox::sys::process;
+use pvmm_sandbox::vm_dir::Base;
 
 const NO_CACHE: &str = "set XDG_CACHE_HOME to a directory that you can write to";
 

@@ -1,0 +1,156 @@
+//! Starts VMs from a template: the forks of a running VM, of a warm template or of a snapshot.
+//!
+//! Each VM gets a directory, a user and processes of its own; all share the pages that none has
+//! changed.
+
+use std::time::{Duration, Instant};
+
+use pvmm::Template;
+
+use crate::control::HandedOver;
+use crate::failure::Failure;
+use crate::overrides::CopyFlags;
+use crate::secrets::{self, VmSecrets};
+use crate::sys::process;
+use crate::sys::signals::Signals;
+use crate::vm_dir::{Base, Claim, Egress, Record, UidRange, VmDir, VolumeMount, now};
+use crate::vmm_process::VmmProcess;
+use crate::vmm_process::copy::{self, Order};
+
+/// How long a copy may take until its agent has answered.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How the processes of a VM are kept.
+#[derive(Clone, Debug)]
+pub struct StartOptions {
+    /// Whether the monitor process is put into a jail.
+    pub jailed: bool,
+    /// With root: the users of which each VM gets one.
+    pub users: UidRange,
+    /// How long the VM may live.
+    pub ttl: Option<Duration>,
+}
+
+impl StartOptions {
+    /// Returns the users that VMs get, if they get any.
+    pub fn users(&self) -> Option<&UidRange> {
+        (self.jailed && process::effective_uid() == 0).then_some(&self.users)
+    }
+}
+
+/// The template, overrides and record that copies are made from.
+pub struct Copies<'a> {
+    pub machine: &'a HandedOver,
+    pub like: Record,
+    pub flags: CopyFlags,
+    /// Images behind the template's spare drives.
+    pub volumes: Vec<VolumeMount>,
+    pub makes_taps: bool,
+    pub start: StartOptions,
+    /// The policy of a network card without a tap, if the template has one.
+    pub egress: Egress,
+    /// The secrets of the copies, if they have any.
+    pub secrets: Option<VmSecrets>,
+}
+
+impl Copies<'_> {
+    /// Starts a VM for each name, all at once. A VM of which [`RunningVm::keep`] is not called ends
+    /// when it is dropped.
+    pub fn start(
+        &self,
+        base: &Base,
+        names: Vec<Option<String>>,
+    ) -> Result<Vec<RunningVm>, Failure> {
+        let several = names.len() > 1;
+        // Invalid overrides are refused before anything is created.
+        self.flags.of_copy(several.then_some(1), self.makes_taps)?;
+        let numbered = (1..).zip(names);
+        numbered.map(|(number, name)| self.spawn(base, name, several.then_some(number))).collect()
+    }
+
+    fn spawn(
+        &self,
+        base: &Base,
+        name: Option<String>,
+        number: Option<u32>,
+    ) -> Result<RunningVm, Failure> {
+        let record = Record {
+            name,
+            created: now(),
+            template: self.like.template.clone(),
+            kernel: self.like.kernel.clone(),
+            cpus: self.like.cpus,
+            memory_mib: self.like.memory_mib,
+            volumes: self.volumes.clone(),
+            ..Record::default()
+        };
+        let mut claim = base.create(record, self.start.users())?;
+        claim.dir().write_egress(&self.egress)?;
+        if let Some(secrets) = &self.secrets {
+            secrets::install(&secrets.values, claim.dir())?;
+        }
+        let order = Order {
+            machine: self.machine,
+            record: claim.dir().read_record().unwrap_or_default(),
+            flags: &self.flags,
+            number,
+            makes_taps: self.makes_taps,
+            boot_patience: PATIENCE,
+            jailed: self.start.jailed,
+            ttl: self.start.ttl,
+            placeholders: self.secrets.as_ref().and_then(|secrets| secrets.shown.as_ref()),
+        };
+        let process = copy::spawn(&order, &claim)?;
+        claim.hand_over_lock();
+        Ok(RunningVm::new(process, claim))
+    }
+}
+
+/// Returns `record` with the size of the template.
+pub fn sized(record: Record, template: &Template) -> Record {
+    Record { cpus: template.vcpus() as u32, memory_mib: template.memory_mib(), ..record }
+}
+
+/// A VM that is removed on drop, unless kept: first its processes, then its directory.
+pub struct RunningVm {
+    pub process: VmmProcess,
+    claim: Claim,
+    kept: bool,
+}
+
+impl RunningVm {
+    pub fn new(process: VmmProcess, claim: Claim) -> Self {
+        Self { process, claim, kept: false }
+    }
+
+    pub fn dir(&self) -> &VmDir {
+        self.claim.dir()
+    }
+
+    /// Waits until the guest's agent answers, and returns the layers that the jail lacks. A signal
+    /// or the deadline makes it fail.
+    pub fn wait_ready(
+        &mut self,
+        signals: Option<&Signals>,
+        deadline: Option<Instant>,
+    ) -> Result<Vec<String>, Failure> {
+        self.process.wait_ready(signals, deadline)
+    }
+
+    /// Lets the VM run on after this process. Returns its id.
+    pub fn keep(mut self) -> Result<String, Failure> {
+        let id = self.dir().read_record().unwrap_or_default().id;
+        self.process.keep()?;
+        self.kept = true;
+        self.claim.keep();
+        Ok(id)
+    }
+}
+
+impl Drop for RunningVm {
+    fn drop(&mut self) {
+        if !self.kept {
+            self.process.end();
+        }
+    }
+}

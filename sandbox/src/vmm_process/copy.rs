@@ -1,0 +1,200 @@
+//! The processes of a fork: this program executed again, with its order and open files sent
+//! over a socket.
+//!
+//! All forks of one VM come from one launcher. A plain fork(2) would give every monitor process the
+//! launcher's address space layout and stack canary, so that leaking those of one process reveals
+//! them for all; an exec gives each its own.
+
+use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use pvmm_egress::secrets::Placeholders;
+use serde::{Deserialize, Serialize};
+
+use super::{Mode, Plan, Reporter, Start, VmmProcess, supervisor};
+use crate::control::HandedOver;
+use crate::failure::{self, Failure};
+use crate::machine::Extras;
+use crate::overrides::CopyFlags;
+use crate::sys::{passing, process};
+use crate::vm_dir::{Claim, Record};
+
+/// The name of the process; `main` recognizes it by this.
+pub const NAME: &str = "pvmm-vmm";
+
+/// The longest order without the template, and the largest template without its files.
+const MAX_ORDERS: usize = 1 << 20;
+const MAX_TEMPLATE: u64 = 16 << 20;
+/// How long the process may take to read its order, and the launcher to send it.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The VM that a new monitor process is to make.
+pub struct Order<'a> {
+    pub machine: &'a HandedOver,
+    pub record: Record,
+    pub flags: &'a CopyFlags,
+    /// The fork's number, if several are made at once.
+    pub number: Option<u32>,
+    pub makes_taps: bool,
+    pub boot_patience: Duration,
+    pub jailed: bool,
+    pub ttl: Option<Duration>,
+    /// The placeholders of secrets that the guest is told.
+    pub placeholders: Option<&'a Placeholders>,
+}
+
+/// The order as one line of JSON, followed by the template's bytes.
+///
+/// Three files are sent before those of the template: the VM's lock, the pipe for reports and the
+/// launcher's lifeline.
+#[derive(Serialize, Deserialize)]
+struct Message {
+    dir: Vec<u8>,
+    record: Record,
+    net: Vec<String>,
+    drive: Vec<String>,
+    vsock: Option<Vec<u8>>,
+    cid: Option<u32>,
+    number: Option<u32>,
+    makes_taps: bool,
+    boot_patience_ms: u64,
+    jailed: bool,
+    ttl_ms: Option<u64>,
+    placeholders: Option<Placeholders>,
+    template_bytes: u64,
+}
+
+/// Starts the monitor process of a fork and sends it its order.
+pub fn spawn(order: &Order<'_>, claim: &Claim) -> Result<VmmProcess, Failure> {
+    let failed =
+        |error: io::Error| Failure::fault(format!("cannot start the VMM process: {error}"));
+    let (reports, reporter) = io::pipe().map_err(failed)?;
+    let (lifeline, held) = io::pipe().map_err(failed)?;
+    let (ours, theirs) = UnixStream::pair().map_err(failed)?;
+    let child = process::exec_self(NAME, theirs.into()).map_err(failed)?;
+    let mut vmm = VmmProcess::new(child, reports, held, claim);
+    match send(&ours, order, claim, reporter, lifeline) {
+        Ok(()) => Ok(vmm),
+        Err(error) => {
+            vmm.end();
+            Err(failed(error))
+        }
+    }
+}
+
+fn send(
+    mut socket: &UnixStream,
+    order: &Order<'_>,
+    claim: &Claim,
+    reporter: PipeWriter,
+    lifeline: PipeReader,
+) -> io::Result<()> {
+    socket.set_write_timeout(Some(PATIENCE))?;
+    let message = Message {
+        dir: claim.dir().path().as_os_str().as_bytes().to_vec(),
+        record: order.record.clone(),
+        net: order.flags.net.clone(),
+        drive: order.flags.drive.clone(),
+        vsock: order.flags.vsock.as_ref().map(|path| path.as_os_str().as_bytes().to_vec()),
+        cid: order.flags.cid,
+        number: order.number,
+        makes_taps: order.makes_taps,
+        boot_patience_ms: order.boot_patience.as_millis() as u64,
+        jailed: order.jailed,
+        ttl_ms: order.ttl.map(|ttl| ttl.as_millis() as u64),
+        placeholders: order.placeholders.cloned(),
+        template_bytes: order.machine.bytes.len() as u64,
+    };
+    let mut line = serde_json::to_vec(&message)?;
+    line.push(b'\n');
+    let mut files = vec![claim.lock()?, OwnedFd::from(reporter), OwnedFd::from(lifeline)];
+    for file in &order.machine.files {
+        files.push(file.try_clone()?);
+    }
+    let sent = passing::send(socket, &line, &files)?;
+    socket.write_all(&line[sent..])?;
+    socket.write_all(&order.machine.bytes)
+}
+
+/// The main function of a process that [`spawn`] has started.
+pub fn run() -> ! {
+    match Received::read() {
+        Ok(received) => received.carry_out(),
+        // Only a launcher starts this program by this name.
+        Err(error) => eprintln!("error: {NAME} got no orders: {error}"),
+    }
+    process::leave_now(failure::FAULT.into())
+}
+
+/// The order and the files received over the socket.
+struct Received {
+    message: Message,
+    lock: File,
+    reporter: PipeWriter,
+    lifeline: PipeReader,
+    machine: HandedOver,
+}
+
+impl Received {
+    fn read() -> io::Result<Self> {
+        let mut socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+        socket.set_read_timeout(Some(PATIENCE))?;
+        let (line, mut bytes, files) = passing::receive_line(&socket, MAX_ORDERS)?;
+        let message: Message = serde_json::from_slice(&line)?;
+        if message.template_bytes > MAX_TEMPLATE {
+            return Err(io::Error::other("the template is too large"));
+        }
+        let left = message.template_bytes.saturating_sub(bytes.len() as u64);
+        (&mut socket).take(left).read_to_end(&mut bytes)?;
+        if bytes.len() as u64 != message.template_bytes {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        let mut files = files.into_iter();
+        let mut next = || files.next().ok_or_else(|| io::Error::other("a file is missing"));
+        let (lock, reporter, lifeline) = (next()?.into(), next()?.into(), next()?.into());
+        let machine = HandedOver { bytes, files: files.collect() };
+        Ok(Self { message, lock, reporter, lifeline, machine })
+    }
+
+    /// Runs the monitor process. Returns only if the order is invalid, after reporting that.
+    fn carry_out(self) {
+        let Self { message, lock, reporter, lifeline, machine } = self;
+        let claim = Claim::adopt(path(message.dir.clone()), lock);
+        match message.plan(machine) {
+            Ok(plan) => supervisor::run(plan, &claim, reporter, lifeline),
+            Err(failure) => Reporter { pipe: reporter }.failed(failure),
+        }
+    }
+}
+
+impl Message {
+    fn plan(self, machine: HandedOver) -> Result<Plan, Failure> {
+        let (net, drive, cid) = (self.net, self.drive, self.cid);
+        let flags = CopyFlags { net, drive, vsock: self.vsock.map(path), cid };
+        Ok(Plan {
+            copy: flags.of_copy(self.number, self.makes_taps)?,
+            start: Start::Template(Arc::new(machine.template()?)),
+            record: self.record,
+            console_copy: None,
+            boot_patience: Duration::from_millis(self.boot_patience_ms),
+            jailed: self.jailed,
+            ttl: self.ttl_ms.map(Duration::from_millis),
+            mode: Mode::Detached { command: None },
+            ports: Vec::new(),
+            extras: Extras::default(),
+            frames: None,
+            placeholders: self.placeholders,
+        })
+    }
+}
+
+fn path(bytes: Vec<u8>) -> PathBuf {
+    OsString::from_vec(bytes).into()
+}

@@ -1,0 +1,94 @@
+//! Runs calls that wait in threads of their own, a bounded number at a time.
+//!
+//! The library and the agent's client block. Long work and short work have separate bounds, so that
+//! many running commands do not keep a `pause` waiting.
+
+use std::future::Future;
+use std::time::Duration;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use std::sync::Arc;
+
+use crate::error::ApiError;
+
+/// The most commands, transfers and streams at a time.
+const LONG: usize = 448;
+/// The most short calls at a time.
+const SHORT: usize = 64;
+/// The threads that the runtime may have for all of them.
+pub const THREADS: usize = LONG + SHORT;
+/// How long a request waits for a free thread.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// The kind of a call, by how long it may take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// A call that ends in seconds whatever the guest does.
+    Short,
+    /// A call that lasts as long as a command, a transfer or a stream.
+    Long,
+}
+
+/// The bounds on calls that wait.
+pub struct Blocking {
+    long: Arc<Semaphore>,
+    short: Arc<Semaphore>,
+}
+
+impl Default for Blocking {
+    fn default() -> Self {
+        Self { long: Arc::new(Semaphore::new(LONG)), short: Arc::new(Semaphore::new(SHORT)) }
+    }
+}
+
+impl Blocking {
+    async fn permit(&self, work: Work) -> Result<OwnedSemaphorePermit, ApiError> {
+        let semaphore = match work {
+            Work::Short => &self.short,
+            Work::Long => &self.long,
+        };
+        let acquire = Arc::clone(semaphore).acquire_owned();
+        match tokio::time::timeout(PATIENCE, acquire).await {
+            Ok(Ok(permit)) => Ok(permit),
+            _ => Err(ApiError::unavailable("the server has too much to do: try again", 5)),
+        }
+    }
+
+    /// Runs `call` in a thread and waits for its result. A caller that goes away does not end the
+    /// call.
+    pub async fn run<T, F>(&self, work: Work, call: F) -> Result<T, ApiError>
+    where
+        T: Send + 'static,
+        F: FnOnce() -> Result<T, ApiError> + Send + 'static,
+    {
+        let permit = self.permit(work).await?;
+        let task = tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            call()
+        });
+        task.await.map_err(|_| ApiError::internal("the server failed at this request"))?
+    }
+
+    /// Starts `call` in a thread without waiting for it.
+    pub async fn start<F>(&self, work: Work, call: F) -> Result<(), ApiError>
+    where
+        F: FnOnce() + Send + 'static,
+    {
+        let permit = self.permit(work).await?;
+        tokio::task::spawn_blocking(move || {
+            let _permit = permit;
+            call();
+        });
+        Ok(())
+    }
+}
+
+/// Runs a change to its end, also if the client goes away meanwhile: a half-made change would leave
+/// a VM that nobody knows.
+pub async fn to_the_end<T: Send + 'static>(
+    change: impl Future<Output = Result<T, ApiError>> + Send + 'static,
+) -> Result<T, ApiError> {
+    let task = tokio::spawn(change);
+    task.await.map_err(|_| ApiError::internal("the server failed at this request"))?
+}

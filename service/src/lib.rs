@@ -1,0 +1,40 @@
+//! The HTTP server of pvmm: sandboxes for agents, over the REST API that published clients speak.
+//!
+//! Handlers are thin: each takes a request apart, calls the library of sandboxes or the agent in a
+//! guest, and writes the answer. Monitors are processes of their own, so the server can end and
+//! come back while they run on.
+//!
+//! | module | content |
+//! | --- | --- |
+//! | `server`, `listen` | sockets, TLS, shutdown |
+//! | `routes`, `resources` | paths and their handlers, one file for each resource |
+//! | `life` | start, use, hibernate, wake, end; restart of the server |
+//! | `store` | the database and its migrations |
+//! | `tokens`, `limits`, `audit` | who may do how much, and what was done |
+
+mod announce;
+mod app;
+mod audit;
+mod bake;
+mod blocking;
+mod clock;
+mod data_dir;
+mod error;
+mod extract;
+mod ids;
+mod life;
+mod limits;
+mod listen;
+mod options;
+mod proxy;
+mod resources;
+mod routes;
+mod server;
+mod sse;
+mod store;
+mod text;
+mod tls;
+mod tokens;
+
+pub use options::{DEFAULT_LISTEN, Limits, Listen, ServeOptions, TlsFiles};
+pub use server::serve;

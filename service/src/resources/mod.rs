@@ -1,0 +1,22 @@
+//! The handlers of the API, one file for each resource.
+//!
+//! A handler takes its request apart, calls `life` or the agent in the guest, and writes the
+//! answer.
+
+pub mod absent;
+pub mod checkpoints;
+pub mod code;
+pub mod exec;
+pub mod files;
+pub mod forks;
+pub mod hibernation;
+pub mod lifecycle;
+pub mod logs;
+pub mod me;
+pub mod pause;
+pub mod pool;
+pub mod ports;
+pub mod sandboxes;
+pub mod snapshots;
+pub mod templates;
+pub mod volumes;

@@ -1,0 +1,167 @@
+//! The paths of the API and their handlers.
+//!
+//! The list of paths is compared with `docs/api.json` by a test, both ways.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Request, State};
+use axum::handler::Handler;
+use axum::http::{Method, header};
+use axum::middleware::{self, Next};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, any, delete, get, patch, post, put};
+
+use crate::app::App;
+use crate::audit::Act;
+use crate::error::ApiError;
+use crate::extract::Owner;
+use crate::proxy;
+use crate::resources::{
+    absent, checkpoints, code, exec, files, forks, hibernation, lifecycle, logs, me, pause, pool,
+    ports, sandboxes, snapshots, templates, volumes,
+};
+
+const HEALTH: &str = "/healthz";
+
+/// The paths, with the methods that each has.
+struct Table {
+    router: Router<Arc<App>>,
+    #[cfg_attr(not(test), allow(dead_code))]
+    list: Vec<(Method, &'static str)>,
+}
+
+impl Table {
+    fn on(mut self, method: Method, path: &'static str, handler: MethodRouter<Arc<App>>) -> Self {
+        self.list.push((method, path));
+        Self { router: self.router.route(path, handler), ..self }
+    }
+
+    fn get<T: 'static>(self, path: &'static str, handler: impl Handler<T, Arc<App>>) -> Self {
+        self.on(Method::GET, path, get(handler))
+    }
+
+    fn post<T: 'static>(self, path: &'static str, handler: impl Handler<T, Arc<App>>) -> Self {
+        self.on(Method::POST, path, post(handler))
+    }
+
+    fn put<T: 'static>(self, path: &'static str, handler: impl Handler<T, Arc<App>>) -> Self {
+        self.on(Method::PUT, path, put(handler))
+    }
+
+    fn patch<T: 'static>(self, path: &'static str, handler: impl Handler<T, Arc<App>>) -> Self {
+        self.on(Method::PATCH, path, patch(handler))
+    }
+
+    fn delete<T: 'static>(self, path: &'static str, handler: impl Handler<T, Arc<App>>) -> Self {
+        self.on(Method::DELETE, path, delete(handler))
+    }
+}
+
+fn table() -> Table {
+    const ONE: &str = "/v1/sandboxes/{id}";
+    const SESSION: &str = "/v1/sandboxes/{id}/repl/sessions/{session}";
+    Table { router: Router::new(), list: Vec::new() }
+        .get(HEALTH, pool::healthz)
+        .get("/v1/sandboxes", sandboxes::list)
+        .post("/v1/sandboxes", sandboxes::create)
+        .get(ONE, sandboxes::get)
+        .delete(ONE, sandboxes::delete)
+        .post("/v1/sandboxes/{id}/exec", exec::exec)
+        .post("/v1/sandboxes/{id}/exec/stream", exec::exec_stream)
+        .get("/v1/sandboxes/{id}/repl/sessions", code::list)
+        .post("/v1/sandboxes/{id}/repl/sessions", code::open)
+        .delete(SESSION, code::close)
+        .post("/v1/sandboxes/{id}/repl/sessions/{session}/run", code::run)
+        .get("/v1/sandboxes/{id}/fs", files::read)
+        .put("/v1/sandboxes/{id}/fs", files::write)
+        .delete("/v1/sandboxes/{id}/fs", files::remove)
+        .get("/v1/sandboxes/{id}/fs/dir", files::list)
+        .get("/v1/sandboxes/{id}/fs/stat", files::stat)
+        .post("/v1/sandboxes/{id}/fs/mkdir", files::mkdir)
+        .post("/v1/sandboxes/{id}/fs/move", files::rename)
+        .get("/v1/sandboxes/{id}/logs", logs::logs)
+        .post("/v1/sandboxes/{id}/pause", pause::pause)
+        .post("/v1/sandboxes/{id}/resume", pause::resume)
+        .post("/v1/sandboxes/{id}/fork", forks::fork)
+        .post("/v1/sandboxes/{id}/fork-tree", forks::fork_tree)
+        .post("/v1/sandboxes/{id}/promote", forks::promote)
+        .post("/v1/sandboxes/{id}/hibernate", hibernation::hibernate)
+        .post("/v1/sandboxes/{id}/wake", hibernation::wake)
+        .post("/v1/sandboxes/{id}/checkpoint", checkpoints::checkpoint)
+        .post("/v1/sandboxes/{id}/rollback", checkpoints::rollback)
+        .get("/v1/sandboxes/{id}/lifecycle", lifecycle::get)
+        .patch("/v1/sandboxes/{id}/lifecycle", lifecycle::patch)
+        .get("/v1/sandboxes/{id}/ports", ports::list)
+        .post("/v1/sandboxes/{id}/snapshots", snapshots::create)
+        .get("/v1/snapshots", snapshots::list)
+        .get("/v1/snapshots/{id}", snapshots::get)
+        .delete("/v1/snapshots/{id}", snapshots::delete)
+        .get("/v1/templates", templates::list)
+        .post("/v1/templates/build", templates::build)
+        .get("/v1/templates/builds", templates::builds)
+        .get("/v1/templates/builds/{id}", templates::get_build)
+        .get("/v1/templates/{name}", templates::get)
+        .delete("/v1/templates/{name}", templates::delete)
+        .get("/v1/volumes", volumes::list)
+        .post("/v1/volumes", volumes::create)
+        .get("/v1/volumes/{name}", volumes::get)
+        .delete("/v1/volumes/{name}", volumes::delete)
+        .get("/v1/me", me::me)
+        .get("/v1/me/tokens", me::tokens)
+        .post("/v1/me/tokens", me::create_token)
+        .delete("/v1/me/tokens/{prefix}", me::revoke_token)
+        .get("/v1/pool", pool::pool)
+}
+
+/// Builds the router of the whole API.
+pub fn router(app: Arc<App>) -> Router {
+    table()
+        .router
+        .route("/v1/sandboxes/{id}/ports/{port}/proxy/", any(ports::forward))
+        .route("/v1/sandboxes/{id}/ports/{port}/proxy/{*path}", any(ports::forward))
+        .fallback(absent::absent)
+        .method_not_allowed_fallback(absent::other_method)
+        .layer(middleware::from_fn_with_state(Arc::clone(&app), authenticate))
+        .layer(middleware::from_fn_with_state(Arc::clone(&app), preview))
+        .with_state(app)
+}
+
+/// Returns the token of a request.
+fn bearer(request: &Request) -> Option<&str> {
+    let value = request.headers().get(header::AUTHORIZATION)?.to_str().ok()?;
+    let (scheme, token) = value.split_once(' ')?;
+    scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
+}
+
+/// Refuses a request without a token that is accepted.
+async fn authenticate(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
+    if request.uri().path() == HEALTH {
+        return next.run(request).await;
+    }
+    let Some(owner) = bearer(&request).and_then(|token| app.tokens.check(token)) else {
+        let error = ApiError::unauthorized("send a valid token: Authorization: Bearer TOKEN");
+        let act = Act::new("refuse", "", "").what(request.uri().path());
+        app.audit.write(&act.outcome(&Err::<(), _>(error.clone())));
+        return error.into_response();
+    };
+    request.extensions_mut().insert(Owner(owner));
+    next.run(request).await
+}
+
+/// Passes a request to a preview host on to its guest. The id in the name is the credential.
+async fn preview(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
+    let host = request.headers().get(header::HOST).and_then(|host| host.to_str().ok());
+    let Some((port, id)) = host.and_then(proxy::preview_of) else {
+        return next.run(request).await;
+    };
+    let id = id.to_owned();
+    let path = request.uri().path_and_query().map_or("/", |path| path.as_str()).to_owned();
+    match proxy::forward(&app, &id, port, &path, request).await {
+        Ok(response) => response,
+        Err(error) => error.into_response(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,169 @@
+//! The server from its start to its end.
+//!
+//! Sandboxes outlive the server: the next one over the same data directory takes them up. Only a
+//! server that a program started for itself ends its sandboxes with it.
+
+use std::io::{Read, Write};
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use pvmm_sandbox::{Failure, Sandboxes};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::oneshot;
+
+use crate::announce::{Announcement, kept_token, private_dir};
+use crate::app::App;
+use crate::audit::Audit;
+use crate::blocking;
+use crate::data_dir::{self, INSTANCE};
+use crate::error::ApiError;
+use crate::ids::Instance;
+use crate::life;
+use crate::listen::{Bound, Connections, bind};
+use crate::options::{Listen, ServeOptions};
+use crate::routes;
+use crate::store::Store;
+use crate::tls;
+
+/// Threads that run tasks; what waits has threads of its own.
+const WORKERS: usize = 2;
+/// How long the threads of requests may go on at the end.
+const LAST_GRACE: Duration = Duration::from_secs(2);
+
+/// Serves requests until a signal, or until standard input closes if the server has a parent.
+pub fn serve(options: ServeOptions) -> Result<(), Failure> {
+    let tls = options.tls.as_ref().map(tls::acceptor).transpose()?;
+    private_dir(&options.data_dir)?;
+    let mut options = options;
+    let (store, own_dir) = data_dir::claim(&mut options)?;
+    let (token, kept_at) = match &options.token {
+        Some(token) => (token.clone(), None),
+        None => kept_token(&options.data_dir).map(|(token, path)| (token, Some(path)))?,
+    };
+    let app = Arc::new(open(options, store)?);
+    data_dir::end_abandoned(&app);
+    app.tokens.accept(&token, "given at the start");
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .max_blocking_threads(blocking::THREADS + 8)
+        .enable_all()
+        .build()?;
+    let outcome = runtime.block_on(async {
+        let bound = bind_all(&app.options, tls.is_some()).await?;
+        life::reconcile(&app).map_err(fault)?;
+        let url = bound.first().map(|bound| bound.url.clone()).unwrap_or_default();
+        let connections = Connections::new(routes::router(Arc::clone(&app)), tls);
+        let urls: Vec<_> = bound.iter().map(|bound| bound.url.clone()).collect();
+        let sockets: Vec<_> = bound.into_iter().map(|bound| connections.serve(bound)).collect();
+        let sweep = tokio::spawn(life::sweep(Arc::clone(&app)));
+        let announcement = Announcement { url, token };
+        let _announced = announce(&app, &announcement)?;
+        if app.options.print_address {
+            for url in urls {
+                eprintln!("listening on {url}");
+            }
+            if let Some(path) = kept_at {
+                eprintln!("the token is in {}", path.display());
+            }
+        }
+        wait_for_end(app.options.with_parent).await?;
+        connections.stop();
+        join_all(sockets).await;
+        sweep.abort();
+        if app.options.with_parent {
+            end_all(&app).await;
+        }
+        Ok(())
+    });
+    runtime.shutdown_timeout(LAST_GRACE);
+    drop(own_dir);
+    outcome
+}
+
+fn fault(error: ApiError) -> Failure {
+    Failure::fault(error.message)
+}
+
+/// Opens everything that the server has on disk.
+fn open(options: ServeOptions, store: Store) -> Result<App, Failure> {
+    let data = &options.data_dir;
+    let new = Instance::new()?;
+    let instance = store.fact(INSTANCE, || new.text().to_owned());
+    let instance = instance.map_err(|error| Failure::fault(error.to_string()))?;
+    let path = data.join("audit.log");
+    let audit = Audit::open(&path)
+        .map_err(|error| Failure::fault(format!("{}: {error}", path.display())))?;
+    let sandboxes = Sandboxes::open()?;
+    App::new(options, sandboxes, store, Instance::from_text(&instance), audit).map_err(fault)
+}
+
+async fn bind_all(options: &ServeOptions, with_tls: bool) -> Result<Vec<Bound>, Failure> {
+    let mut bound = Vec::new();
+    for listen in &options.listen {
+        if let Listen::Tcp(address) = listen
+            && !address.ip().is_loopback()
+            && !with_tls
+        {
+            log::warn!("{listen}: tokens cross the network as they are; use --tls-cert");
+        }
+        bound.push(bind(listen, with_tls).await?);
+    }
+    if bound.is_empty() {
+        Err(Failure::usage("--listen: give at least one address"))
+    } else {
+        Ok(bound)
+    }
+}
+
+/// Tells the parent, or all programs of the user, where the server is.
+fn announce(
+    app: &App,
+    announcement: &Announcement,
+) -> Result<Option<crate::announce::Announced>, Failure> {
+    if !app.options.with_parent {
+        return announcement.publish(app.sandboxes.runtime_dir()).map(Some);
+    }
+    let mut stdout = std::io::stdout().lock();
+    writeln!(stdout, "{}", announcement.line())?;
+    stdout.flush()?;
+    Ok(None)
+}
+
+/// Waits for a signal or, with a parent, for the end of standard input.
+async fn wait_for_end(with_parent: bool) -> Result<(), Failure> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let (closed, parent) = oneshot::channel::<()>();
+    // Without a parent nothing is ever sent, and the sender lives as long as this function.
+    let mut closed = Some(closed);
+    if let Some(closed) = closed.take_if(|_| with_parent) {
+        std::thread::Builder::new().name("pvmm-parent".into()).spawn(move || {
+            let (mut stdin, mut buffer) = (std::io::stdin().lock(), [0; 64]);
+            while stdin.read(&mut buffer).is_ok_and(|count| count > 0) {}
+            let _ = closed.send(());
+        })?;
+    }
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+        _ = parent => {}
+    }
+    Ok(())
+}
+
+/// Ends all sandboxes, apart from persistent ones, which hibernate.
+async fn end_all(app: &Arc<App>) {
+    let ends = app.list().into_iter().map(|entry| async move {
+        let row = entry.row();
+        let outcome = if row.persistent {
+            life::hibernate(app, &entry).await
+        } else {
+            life::end(app, &entry).await
+        };
+        if let Err(error) = outcome {
+            log::error!("sandbox {}: {}", row.id, error.message);
+        }
+    });
+    join_all(ends).await;
+}
