@@ -8,6 +8,7 @@ use std::str::FromStr;
 use smoltcp::wire::EthernetAddress;
 
 use crate::policy::{Policy, PolicyDocument, PolicyError};
+use crate::secrets::Authorities;
 
 pub const HELP: &str = "\
 The process through which one sandbox reaches the network.
@@ -35,6 +36,7 @@ Host:
   --resolver IP:PORT    upstream DNS resolver, up to three times [those of /etc/resolv.conf]
   --control-fd N        listening Unix socket for control clients; a JSON object on each line
   --log-fd N            audit log, a JSON line for each decision
+  --secrets-fd N        document of secrets: the values that stand for placeholders in requests
   -h, --help            print this text
   -V, --version         print the version
 
@@ -60,6 +62,10 @@ pub struct Options {
     pub frames_fd: RawFd,
     pub control_fd: Option<RawFd>,
     pub log_fd: Option<RawFd>,
+    /// The document of the secrets (`SecretsDocument`).
+    pub secrets_fd: Option<RawFd>,
+    /// The authorities that hosts with secrets are verified by; those of this host if not given.
+    pub authorities: Option<Authorities>,
     pub guest_ip: Ipv4Addr,
     pub guest_mac: Option<EthernetAddress>,
     pub gateway_ip: Ipv4Addr,
@@ -100,7 +106,7 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<EgressCommand, A
     let mut arguments = arguments.peekable();
     let (mut frames_fd, mut control_fd, mut log_fd) = (None, None, None);
     let (mut guest_ip, mut gateway_ip) = (Ipv4Addr::new(10, 0, 2, 15), Ipv4Addr::new(10, 0, 2, 1));
-    let (mut guest_mac, mut resolvers) = (None, Vec::new());
+    let (mut guest_mac, mut resolvers, mut secrets_fd) = (None, Vec::new(), None);
     let mut document = PolicyDocument::default();
     let mut file = None;
     while let Some(argument) = arguments.next() {
@@ -118,6 +124,7 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<EgressCommand, A
             "--frames-fd" => frames_fd = Some(descriptor("--frames-fd", value()?)?),
             "--control-fd" => control_fd = Some(descriptor("--control-fd", value()?)?),
             "--log-fd" => log_fd = Some(descriptor("--log-fd", value()?)?),
+            "--secrets-fd" => secrets_fd = Some(descriptor("--secrets-fd", value()?)?),
             "--guest-ip" => guest_ip = read("--guest-ip", value()?, ADDRESS)?,
             "--gateway-ip" => gateway_ip = read("--gateway-ip", value()?, ADDRESS)?,
             "--guest-mac" => guest_mac = Some(hardware_address(value()?)?),
@@ -137,7 +144,7 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<EgressCommand, A
     }
     let frames_fd = frames_fd.ok_or(ArgumentError::NoFrames)?;
     let mut taken = vec![frames_fd];
-    for number in [control_fd, log_fd].into_iter().flatten() {
+    for number in [control_fd, log_fd, secrets_fd].into_iter().flatten() {
         if taken.contains(&number) {
             return Err(ArgumentError::SameDescriptor { number });
         }
@@ -151,6 +158,8 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<EgressCommand, A
         frames_fd,
         control_fd,
         log_fd,
+        secrets_fd,
+        authorities: None,
         guest_ip,
         guest_mac,
         gateway_ip,

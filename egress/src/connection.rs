@@ -16,7 +16,10 @@ use smoltcp::socket::tcp::{Socket, State};
 
 use crate::counters::{Attempt, Counters};
 use crate::hello::{self, Hello};
+use crate::interception::{Far, Interception};
 use crate::policy::{Denial, Policy, Verdict};
+use crate::requests::Requests;
+use crate::secrets::Secrets;
 use crate::sys::{self, Interest, Poller};
 use crate::token::Token;
 
@@ -25,6 +28,8 @@ const HELLO_TIME: Duration = Duration::from_secs(10);
 const RESOLVE_TIME: Duration = Duration::from_secs(8);
 const DIAL_TIME: Duration = Duration::from_secs(10);
 const DIALS_MAX: usize = 4;
+/// For the guest to take the answer that says why its request was refused.
+const REFUSAL_TIME: Duration = Duration::from_secs(10);
 /// The most bytes that one turn copies in one direction, so that others get theirs.
 const TURN_BYTES: u64 = 256 << 10;
 
@@ -79,6 +84,8 @@ pub struct Connection {
     must_show_name: bool,
     addresses: VecDeque<Ipv4Addr>,
     host: Option<TcpStream>,
+    /// The TLS of both sides, if the host has secrets.
+    tls: Option<Box<Interception>>,
     interest: Interest,
     readable: bool,
     writable: bool,
@@ -89,6 +96,7 @@ pub struct Connection {
 /// The parts of the gateway that a connection uses.
 pub struct Context<'a> {
     pub policy: &'a Policy,
+    pub secrets: &'a Secrets,
     pub counters: &'a mut Counters,
     pub now: Instant,
 }
@@ -112,11 +120,13 @@ impl Connection {
         basis: Basis,
         token: Token,
         policy: &Policy,
+        secrets: &Secrets,
         now: Instant,
     ) -> Self {
         let by_name = matches!(basis, Basis::Name { .. });
-        let held = by_name || policy.denies_names();
-        let must_show_name = by_name && policy.is_named_port(key.destination.port());
+        let is_named_port = policy.is_named_port(key.destination.port());
+        let held = by_name || policy.denies_names() || is_named_port && !secrets.is_empty();
+        let must_show_name = by_name && is_named_port;
         Self {
             key,
             handle,
@@ -128,6 +138,7 @@ impl Connection {
             must_show_name,
             addresses: VecDeque::new(),
             host: None,
+            tls: None,
             interest: Interest::default(),
             readable: false,
             writable: false,
@@ -217,12 +228,17 @@ impl Connection {
             return Need::Nothing;
         }
         if self.held {
-            match self.judge_hello(socket, context.policy) {
+            match self.judge_hello(socket, context) {
                 Err(denial) => {
                     self.reset(socket);
                     return Need::Record(denial);
                 }
                 Ok(judged) => self.held = !judged,
+            }
+            if self.tls.is_some() && !matches!(self.stage, Stage::Waiting) {
+                // Dialled by its address before the name was seen.
+                (self.stage, self.host) = (Stage::Waiting, None);
+                self.interest = Interest::default();
             }
         }
         match self.stage {
@@ -230,6 +246,7 @@ impl Connection {
             Stage::Waiting => self.find_address(socket, context),
             Stage::Resolving | Stage::Over => Need::Nothing,
             Stage::Dialing => self.finish_dial(socket, context),
+            Stage::Open if self.tls.is_some() => self.copy_requests(socket, context),
             Stage::Open => {
                 self.copy(socket, context.counters);
                 Need::Nothing
@@ -238,7 +255,12 @@ impl Connection {
     }
 
     /// Judges the client's first bytes. Returns false if there are too few of them.
-    fn judge_hello(&mut self, socket: &mut Socket<'_>, policy: &Policy) -> Result<bool, Denial> {
+    fn judge_hello(
+        &mut self,
+        socket: &mut Socket<'_>,
+        context: &Context<'_>,
+    ) -> Result<bool, Denial> {
+        let policy = context.policy;
         // Nothing has been taken out of the buffer yet, so these are its first bytes in one piece.
         let bytes = socket.peek(hello::HELLO_MAX).unwrap_or_default();
         let (len, hello) = (bytes.len(), hello::read(bytes));
@@ -251,6 +273,7 @@ impl Connection {
                 _ => Ok(true),
             };
         }
+        let is_tls = matches!(hello, Hello::Tls { .. });
         let name = match hello {
             Hello::Tls { encrypted: true, .. } if by_name && !policy.allow_ech => {
                 return Err(Denial::EncryptedHello);
@@ -264,7 +287,18 @@ impl Connection {
             (None, Basis::Address { .. }) => Ok(true),
             (Some(name), basis) => {
                 let verdict = policy.judge_name(&name, Some(self.key.destination.port()));
+                let secrets = context.secrets.of_host(&name);
+                let port = self.key.destination.port();
+                let opens = is_tls && !secrets.is_empty() && policy.is_named_port(port);
                 match (verdict, &mut *basis) {
+                    (Verdict::Allowed(rule), _) if opens => {
+                        let requests = Requests::new(name.clone(), port, secrets);
+                        let sides = context.secrets.tls.as_ref().ok_or(Denial::ServerTls)?;
+                        let tls = Interception::new(sides, &name, requests);
+                        self.tls = Some(Box::new(tls.map_err(|_| Denial::ServerTls)?));
+                        *basis = Basis::Name { name, rule };
+                        Ok(true)
+                    }
                     (Verdict::Allowed(rule), Basis::Name { .. }) => {
                         *basis = Basis::Name { name, rule };
                         Ok(true)
@@ -413,15 +447,43 @@ impl Connection {
         }
     }
 
+    /// Copies in both directions through the TLS of both sides.
+    fn copy_requests(&mut self, socket: &mut Socket<'_>, context: &mut Context<'_>) -> Need {
+        let Some(tls) = &mut self.tls else { return Need::Nothing };
+        let far = self.host.as_mut().map(|stream| Far {
+            stream,
+            readable: &mut self.readable,
+            writable: &mut self.writable,
+            ended: &mut self.host_ended,
+        });
+        let pumped = tls.pump(socket, far, TURN_BYTES);
+        if pumped.bytes_out + pumped.bytes_in > 0 {
+            let counters = &mut context.counters;
+            counters.add_bytes(self.basis.rule(), pumped.bytes_out, pumped.bytes_in);
+        }
+        if pumped.broken {
+            self.reset(socket);
+        }
+        match pumped.refused {
+            Some(denial) => {
+                (self.host, self.interest) = (None, Interest::default());
+                self.deadline = Some(context.now + REFUSAL_TIME);
+                Need::Record(denial)
+            }
+            None => Need::Nothing,
+        }
+    }
+
     /// Watches the host's socket for what the connection can use next.
     pub fn watch(&mut self, socket: &Socket<'_>, poller: &Poller) -> io::Result<()> {
         let Some(host) = &self.host else { return Ok(()) };
         let interest = match self.stage {
             Stage::Dialing => Interest { readable: false, writable: true },
-            _ => Interest {
-                readable: !self.host_ended && !self.readable && socket.can_send(),
-                writable: !self.writable,
-            },
+            _ => {
+                let room = self.tls.as_ref().map_or(socket.can_send(), |tls| tls.wants_host());
+                let readable = !self.host_ended && !self.readable && room;
+                Interest { readable, writable: !self.writable }
+            }
         };
         poller.watch(host.as_fd(), self.token, self.interest, interest)?;
         self.interest = interest;
@@ -430,6 +492,9 @@ impl Connection {
 
     /// Returns whether there is more to copy than one turn did.
     pub fn has_more(&self, socket: &Socket<'_>) -> bool {
+        if let Some(tls) = &self.tls {
+            return tls.has_more && matches!(self.stage, Stage::Open);
+        }
         let into = self.readable && !self.host_ended && socket.can_send();
         let out = self.writable && !self.held && socket.can_recv();
         matches!(self.stage, Stage::Open) && self.host.is_some() && (into || out)

@@ -15,6 +15,7 @@ use crate::connection::{Basis, Connection, Key};
 use crate::frame::Segment;
 use crate::link::Link;
 use crate::policy::Policy;
+use crate::secrets::Secrets;
 use crate::token::Token;
 
 /// The most connections at once, and the most of them in their handshake.
@@ -103,7 +104,7 @@ impl Connections {
         segment: &Segment<'_>,
         basis: Basis,
         link: &mut Link,
-        policy: &Policy,
+        (policy, secrets): (&Policy, &Secrets),
         now: Instant,
     ) {
         let buffer = || SocketBuffer::new(vec![0; BUFFER]);
@@ -126,7 +127,7 @@ impl Connections {
         self.last = self.last.wrapping_add(1);
         let (number, key) = (self.last, key_of(segment));
         let connection =
-            Connection::new(key, handle, basis, Token::Connection(number), policy, now);
+            Connection::new(key, handle, basis, Token::Connection(number), policy, secrets, now);
         self.by_number.insert(number, connection);
         self.by_key.insert(key, number);
     }

@@ -5,7 +5,7 @@
 //! | `{"set": {"allow": [], "allow_host": [], …}}`: the whole policy | `{"ok": true}` |
 //! | `{"allow": "192.0.2.0/24:443"}`, `{"allow_host": "*.example.com"}`, `{"deny": "…"}` | `{"ok": true}` |
 //! | `{"check": "example.com:443"}` | `{"allowed": true, "rule": "…"}`, or `false`, `reason`, `message` |
-//! | `{"status": {}}` | `rules`, `denied`, `dropped`, `totals`, `open_connections` |
+//! | `{"status": {}}` | `rules`, `secrets`, `denied`, `dropped`, `totals`, `open_connections` |
 //! | any other | `{"error": "…"}` |
 //!
 //! A request is carried out whole or not at all. `control_server.rs` has the sockets.
@@ -63,6 +63,8 @@ fn carry_out(request: Request, gateway: &mut Gateway) -> Result<Value, String> {
             let report = gateway.counters.report(&gateway.policy);
             let mut report = serde_json::to_value(report).map_err(|error| error.to_string())?;
             report["open_connections"] = open.into();
+            report["secrets"] = serde_json::to_value(gateway.secrets.report())
+                .map_err(|error| error.to_string())?;
             return Ok(report);
         }
     }

@@ -10,6 +10,7 @@ use crate::gateway::Gateway;
 use crate::link::Link;
 use crate::policy::Policy;
 use crate::resolver::Resolver;
+use crate::secrets::Secrets;
 use crate::sys::Poller;
 use crate::token::Token;
 
@@ -18,6 +19,7 @@ pub struct Parts {
     pub poller: Poller,
     pub link: Link,
     pub policy: Policy,
+    pub secrets: Secrets,
     pub resolver: Resolver,
     pub control: Option<ControlServer>,
     pub log: Option<File>,
@@ -25,8 +27,8 @@ pub struct Parts {
 
 /// Carries the guest's traffic until the other end of the link is closed.
 pub fn run(parts: Parts) -> io::Result<()> {
-    let Parts { poller, link, policy, resolver, mut control, log } = parts;
-    let mut gateway = Gateway::new(poller, link, policy, resolver, log)?;
+    let Parts { poller, link, policy, secrets, resolver, mut control, log } = parts;
+    let mut gateway = Gateway::new(poller, link, policy, secrets, resolver, log)?;
     if let Some(control) = &control {
         control.watch(gateway.poller())?;
     }

@@ -19,6 +19,7 @@ use crate::policy::{Denial, Policy, Verdict};
 use crate::rate::Bucket;
 use crate::reply;
 use crate::resolver::Resolver;
+use crate::secrets::Secrets;
 use crate::sys::{self, Interest, Poller};
 use crate::token::Token;
 
@@ -45,6 +46,7 @@ pub struct Gateway {
     refusal_rate: Bucket,
     audit: AuditLog,
     pub policy: Policy,
+    pub secrets: Secrets,
     pub counters: Counters,
 }
 
@@ -53,6 +55,7 @@ impl Gateway {
         poller: Poller,
         mut link: Link,
         policy: Policy,
+        secrets: Secrets,
         resolver: Resolver,
         log: Option<File>,
     ) -> io::Result<Self> {
@@ -70,6 +73,7 @@ impl Gateway {
             refusal_rate: Bucket::new(REFUSALS_PER_SECOND, REFUSALS_PER_SECOND, now),
             audit: AuditLog::new(log, now),
             policy,
+            secrets,
             counters: Counters::default(),
         };
         gateway.watch_link()?;
@@ -200,8 +204,8 @@ impl Gateway {
         let judged = if opens { self.judge_segment(segment, now) } else { Err(None) };
         match judged {
             Ok(basis) => {
-                let (link, policy) = (&mut self.link, &self.policy);
-                self.connections.accept(segment, basis, link, policy, now);
+                let rules = (&self.policy, &self.secrets);
+                self.connections.accept(segment, basis, &mut self.link, rules, now);
             }
             Err(denial) => {
                 if let Some(packet) = reply::reset(&self.link.ends, segment) {
@@ -350,10 +354,10 @@ impl Gateway {
 
     fn dial_waiting(&mut self, name: &str, addresses: &[Ipv4Addr], now: Instant) {
         let mut needs = Vec::new();
-        let Self { connections, policy, counters, .. } = self;
+        let Self { connections, policy, secrets, counters, .. } = self;
         connections.each(|number, connection, socket| {
             if connection.waits_for(name) {
-                let mut context = Context { policy, counters, now };
+                let mut context = Context { policy, secrets, counters, now };
                 needs.push((number, connection.dial(addresses, socket, &mut context)));
             }
         });
@@ -362,9 +366,9 @@ impl Gateway {
 
     fn advance_connections(&mut self, now: Instant) {
         let mut needs = Vec::new();
-        let Self { connections, policy, counters, .. } = self;
+        let Self { connections, policy, secrets, counters, .. } = self;
         connections.each(|number, connection, socket| {
-            let need = connection.advance(socket, &mut Context { policy, counters, now });
+            let need = connection.advance(socket, &mut Context { policy, secrets, counters, now });
             if need != Need::Nothing {
                 needs.push((number, need));
             }

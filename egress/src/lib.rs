@@ -19,6 +19,8 @@
 //! | `frame.rs`, `reply.rs` | frames of the guest, and packets that the gateway writes itself |
 //! | `link.rs` | the packet socket to the guest's card |
 //! | `connection.rs`, `connections.rs` | TCP connections: stages, table, stack |
+//! | `secrets.rs`, `tls.rs` | placeholders and values; certificates of hosts with secrets |
+//! | `interception.rs`, `requests.rs` | connections and requests to such hosts |
 //! | `dns.rs`, `resolver.rs` | DNS messages; questions to upstream resolvers |
 //! | `counters.rs`, `audit.rs`, `rate.rs` | what was used and denied, the log, and its rate |
 //! | `control.rs`, `control_server.rs` | the control protocol and its sockets |
@@ -40,15 +42,19 @@ mod event_loop;
 mod frame;
 mod gateway;
 mod hello;
+mod interception;
 mod link;
 mod names;
 pub mod policy;
 pub mod ranges;
 mod rate;
 mod reply;
+mod requests;
 mod resolver;
 mod seccomp;
+pub mod secrets;
 mod sys;
+mod tls;
 mod token;
 
 use std::fs::File;
@@ -67,6 +73,7 @@ use frame::Ends;
 use link::Link;
 use resolver::Resolver;
 pub use seccomp::SeccompError;
+use secrets::{Authorities, Secrets, SecretsDocument, SecretsError};
 
 /// The gateway's hardware address; the second bit of its first byte says that nobody was assigned
 /// it.
@@ -84,6 +91,8 @@ pub enum EgressError {
     Host { act: &'static str, source: io::Error },
     #[error("{0}: {cause}", cause = std::error::Error::source(.0).map(ToString::to_string).unwrap_or_default())]
     Confine(ConfineError),
+    #[error("--secrets-fd: {0}")]
+    Secrets(#[from] SecretsError),
     #[error("cannot filter system calls: {0}")]
     Seccomp(#[from] SeccompError),
 }
@@ -102,6 +111,14 @@ pub fn run(options: Options) -> Result<(), EgressError> {
     if let Some(log) = &log {
         sys::set_nonblocking(log.as_fd()).map_err(host("cannot use --log-fd"))?;
     }
+    let secrets = match options.secrets_fd {
+        None => Secrets::default(),
+        Some(number) => {
+            let document = SecretsDocument::read(inherit("--secrets-fd", number)?.into())?;
+            let authorities = options.authorities.unwrap_or_else(Authorities::of_host);
+            Secrets::new(document, authorities)?
+        }
+    };
     let resolvers = if options.resolvers.is_empty() { host_resolvers() } else { options.resolvers };
     let poller = sys::Poller::new().map_err(host("cannot watch descriptors"))?;
     confine::confine().map_err(EgressError::Confine)?;
@@ -110,7 +127,7 @@ pub fn run(options: Options) -> Result<(), EgressError> {
     let ends = Ends { guest_mac, guest_ip, gateway_mac: GATEWAY_MAC, gateway_ip };
     let link = Link::new(frames, ends);
     let (resolver, log) = (Resolver::new(resolvers), log.map(File::from));
-    event_loop::run(Parts { poller, link, policy, resolver, control, log })
+    event_loop::run(Parts { poller, link, policy, secrets, resolver, control, log })
         .map_err(host("cannot wait for events"))
 }
 

@@ -102,6 +102,10 @@ pub enum Denial {
     Protocol,
     /// As many connections or queries as allowed are open.
     TooMany,
+    /// A request to a host with secrets is not plain HTTP/1.1 for that host.
+    RequestRefused,
+    /// TLS with a host with secrets failed.
+    ServerTls,
 }
 
 /// The judgement of an address or name.
@@ -131,6 +135,8 @@ impl Denial {
             Self::EncryptedHello => "encrypted-hello",
             Self::Protocol => "protocol",
             Self::TooMany => "too-many",
+            Self::RequestRefused => "request-refused",
+            Self::ServerTls => "server-tls",
         }
     }
 
@@ -151,6 +157,8 @@ impl Denial {
             Self::EncryptedHello => "the TLS hello hides its name, and rules are by name",
             Self::Protocol => "only TCP, DNS to the gateway and echo to the gateway are carried",
             Self::TooMany => "too many are open at once",
+            Self::RequestRefused => "the request to a host with secrets was refused",
+            Self::ServerTls => "TLS with the server failed",
         }
     }
 }

@@ -121,7 +121,7 @@ fn environment(
             let generation = identity.generation.to_string();
             env.insert(b"PVMM_GENERATION".into(), generation.into());
         }
-        let refreshed = identity.env.iter();
+        let refreshed = identity.trust_env.iter().chain(&identity.env);
         env.extend(refreshed.map(|(name, value)| (name.to_vec(), value.to_vec())));
     }
     env.extend(exec.env.iter().map(|(name, value)| (name.to_vec(), value.to_vec())));

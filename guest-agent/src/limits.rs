@@ -90,6 +90,9 @@ pub const MAX_ENTROPY: usize = 512;
 pub const MAX_INTERFACES: usize = 16;
 pub const MAX_ADDRESSES: usize = 32;
 pub const MAX_SECRETS: usize = 256;
+/// Longest certificate of an authority, and most variables that come with it.
+pub const MAX_CERTIFICATE: usize = 16 << 10;
+pub const MAX_TRUST_ENV: usize = 256;
 /// Longest host name, as the kernel has it.
 pub const MAX_HOSTNAME: usize = 64;
 /// Longest name of a network interface, as the kernel has it.

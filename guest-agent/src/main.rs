@@ -35,6 +35,7 @@ mod sys;
 mod terminal;
 mod token;
 mod tree_work;
+mod trust;
 mod users;
 mod watch;
 

@@ -22,7 +22,9 @@ pub use files::{
     Change, DirEntry, FileKind, List, Metadata, Mkdir, Move, Owner, ReadFile, ReadTar, Remove,
     Stat, Symlink, Watch, WatchEvent, WriteFile, WriteTar,
 };
-pub use fresh::{Counter, FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed};
+pub use fresh::{
+    Counter, FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed, Trust,
+};
 pub use metrics::{Limits, Metrics, OomEvent};
 
 /// `Hello`: the client and the versions it supports.

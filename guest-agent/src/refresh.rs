@@ -9,14 +9,14 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::Path;
 
 use pvmm_guest_agent::limits::{
-    MAX_ADDRESSES, MAX_ENTROPY, MAX_HOSTNAME, MAX_INTERFACE_NAME, MAX_INTERFACES, MAX_SECRETS,
-    MIN_ENTROPY,
+    MAX_ADDRESSES, MAX_CERTIFICATE, MAX_ENTROPY, MAX_HOSTNAME, MAX_INTERFACE_NAME, MAX_INTERFACES,
+    MAX_SECRETS, MAX_TRUST_ENV, MIN_ENTROPY,
 };
 use pvmm_guest_agent::message::{ByteBuf, FailedStep, Interface, Refresh, RefreshStep, Refreshed};
 
 use crate::cgroup::Cgroups;
 use crate::netlink::{self, Prefixed};
-use crate::{mounts, sys};
+use crate::{mounts, sys, trust};
 
 /// The directory with the fork's own data; in memory, so that no disk contains it.
 const PLACE: &str = "/run/pvmm";
@@ -30,6 +30,8 @@ const RESOLVER: &str = "/etc/resolv.conf";
 pub struct Identity {
     pub generation: u64,
     pub env: Vec<(ByteBuf, ByteBuf)>,
+    /// Variables that came with an authority; a refresh without one keeps them.
+    pub trust_env: Vec<(ByteBuf, ByteBuf)>,
     /// A secret was delivered at some time.
     pub had_secrets: bool,
     /// Opened at the start, so that a refresh need not look it up.
@@ -70,6 +72,11 @@ pub fn check(request: &Refresh) -> Result<(), &'static str> {
     };
     if request.secrets.iter().any(|(name, _)| bad_name(name)) {
         return Err("a secret's name is not that of a file");
+    }
+    if let Some(trust) = &request.trust
+        && (trust.certificate.len() > MAX_CERTIFICATE || trust.env.len() > MAX_TRUST_ENV)
+    {
+        return Err("trust has a certificate that is too long, or too many variables");
     }
     Ok(())
 }
@@ -160,6 +167,13 @@ impl Identity {
             RefreshStep::Env => {
                 self.env.clone_from(&request.env);
                 self.deliver_secrets(&request.secrets)
+            }
+            RefreshStep::Trust => {
+                let Some(trust) = &request.trust else { return Ok(()) };
+                trust::add(Path::new("/"), &trust.certificate)?;
+                self.trust_env = trust::env();
+                self.trust_env.extend(trust.env.iter().cloned());
+                Ok(())
             }
             RefreshStep::Thaw => match cgroups {
                 Some(cgroups) => cgroups.thaw(),
@@ -268,7 +282,7 @@ fn uuid(bytes: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use pvmm_guest_agent::message::Counter;
+    use pvmm_guest_agent::message::{Counter, Trust};
 
     use super::*;
 
@@ -302,6 +316,10 @@ mod tests {
             Refresh { dns: Some(vec!["example.org".into()]), ..good() },
             Refresh { secrets: vec![("../x".into(), ByteBuf::new())], ..good() },
             Refresh { secrets: vec![("..".into(), ByteBuf::new())], ..good() },
+            Refresh {
+                trust: Some(Trust { certificate: ByteBuf::from([0; 16385]), env: Vec::new() }),
+                ..good()
+            },
             with(interface("")),
             with(interface("a-name-too-long-x")),
             with(Interface { mac: Some(ByteBuf::from([1; 6])), ..interface("eth0") }),

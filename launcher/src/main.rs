@@ -14,6 +14,7 @@ mod leftovers;
 mod output;
 mod progress;
 mod screen;
+mod secrets;
 mod sys;
 
 use clap::Parser;

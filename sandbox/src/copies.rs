@@ -10,6 +10,7 @@ use pvmm::Template;
 use crate::control::HandedOver;
 use crate::failure::Failure;
 use crate::overrides::CopyFlags;
+use crate::secrets::{self, VmSecrets};
 use crate::sys::process;
 use crate::sys::signals::Signals;
 use crate::vm_dir::{Base, Claim, Egress, Record, UidRange, VmDir, VolumeMount, now};
@@ -48,6 +49,8 @@ pub struct Copies<'a> {
     pub start: StartOptions,
     /// The policy of a network card without a tap, if the template has one.
     pub egress: Egress,
+    /// The secrets of the copies, if they have any.
+    pub secrets: Option<VmSecrets>,
 }
 
 impl Copies<'_> {
@@ -83,6 +86,9 @@ impl Copies<'_> {
         };
         let mut claim = base.create(record, self.start.users())?;
         claim.dir().write_egress(&self.egress)?;
+        if let Some(secrets) = &self.secrets {
+            secrets::install(&secrets.values, claim.dir())?;
+        }
         let order = Order {
             machine: self.machine,
             record: claim.dir().read_record().unwrap_or_default(),
@@ -92,6 +98,7 @@ impl Copies<'_> {
             boot_patience: PATIENCE,
             jailed: self.start.jailed,
             ttl: self.start.ttl,
+            placeholders: self.secrets.as_ref().and_then(|secrets| secrets.shown.as_ref()),
         };
         let process = copy::spawn(&order, &claim)?;
         claim.hand_over_lock();

@@ -14,12 +14,14 @@ use std::time::{Duration, Instant};
 
 use pvmm::Mac;
 use pvmm_egress::policy::Policy;
+use pvmm_egress::secrets::Authorities;
 use pvmm_jailer::confine;
 use pvmm_jailer::group::Group;
 
 use crate::failure::Failure;
 use crate::jail;
 use crate::net_card::{NetCard, TapWish};
+use crate::secrets;
 use crate::sys::process::{self, Child};
 use crate::vm_dir::{Record, VmDir};
 
@@ -32,6 +34,8 @@ const PREFIX: u8 = 24;
 const FRAMES_FD: i32 = 3;
 const CONTROL_FD: i32 = 4;
 const LOG_FD: i32 = 5;
+const HELD_FD: i32 = 6;
+const SECRETS_FD: i32 = 7;
 /// How often the process may die in a minute before the VM is ended.
 const DEATHS_MAX: usize = 5;
 const DEATHS_WITHIN: Duration = Duration::from_secs(60);
@@ -108,6 +112,8 @@ impl EgressProcess {
         let mut options = OpenOptions::new();
         let log = options.create(true).append(true).mode(0o600).open(self.dir.egress_log());
         let log = OwnedFd::from(log.map_err(failed)?);
+        // Closed in this process before the monitor process is forked from it.
+        let secrets = secrets::of_vm(&self.dir)?.map(|secrets| OwnedFd::from(secrets.values));
         let (life, held) = io::pipe().map_err(failed)?;
         let resolvers = match egress.resolvers.as_slice() {
             [] => pvmm_egress::host_resolvers(),
@@ -117,6 +123,8 @@ impl EgressProcess {
             frames_fd: FRAMES_FD,
             control_fd: Some(CONTROL_FD),
             log_fd: Some(LOG_FD),
+            secrets_fd: secrets.as_ref().map(|_| SECRETS_FD),
+            authorities: None,
             guest_ip: GUEST,
             guest_mac: Some(pvmm_egress::EthernetAddress(self.mac.0)),
             gateway_ip: GATEWAY,
@@ -134,7 +142,7 @@ impl EgressProcess {
             }
             confine::Side::Child(means) => {
                 drop(group);
-                self.carry_traffic(options, &log, &held, means)
+                self.carry_traffic(options, &log, &held, secrets.as_ref(), means)
             }
         }
     }
@@ -142,18 +150,24 @@ impl EgressProcess {
     /// Becomes the process. Never returns: its parent's exit path must not run twice.
     fn carry_traffic(
         &self,
-        options: pvmm_egress::Options,
+        mut options: pvmm_egress::Options,
         log: &OwnedFd,
         held: &PipeWriter,
+        secrets: Option<&OwnedFd>,
         means: confine::Means,
     ) -> ! {
         process::set_name(c"pvmm-egress");
-        let places = [
+        let mut places = vec![
             (self.frames.as_fd(), FRAMES_FD),
             (self.listener.as_fd(), CONTROL_FD),
             (log.as_fd(), LOG_FD),
-            (held.as_fd(), LOG_FD + 1),
+            (held.as_fd(), HELD_FD),
         ];
+        if let Some(secrets) = secrets {
+            places.push((secrets.as_fd(), SECRETS_FD));
+            // Read while the host's files are there.
+            options.authorities = Some(Authorities::of_host());
+        }
         let run = || -> Result<(), Box<dyn std::error::Error>> {
             process::keep_only(&places)?;
             if self.jailed {

@@ -26,6 +26,7 @@ pub mod rootfs;
 pub mod sandboxes;
 pub mod scratch;
 pub mod seccomp;
+pub mod secrets;
 pub mod snapshots;
 pub mod sys;
 pub mod vm_dir;

@@ -20,6 +20,7 @@ use crate::guest_agent;
 use crate::jail;
 use crate::net;
 use crate::overrides::CopyFlags;
+use crate::secrets;
 use crate::snapshots;
 use crate::sys::process::Child;
 use crate::vm_dir::{Base, Egress, Record, VmEntry, VmStatus, VolumeMount};
@@ -187,6 +188,7 @@ impl Sandboxes {
             makes_taps: false,
             start: start_options(options.jailed, options.ttl)?,
             egress: options.egress.clone().unwrap_or_default(),
+            secrets: None,
         };
         let mut started = copies.start(&self.base, vec![options.name.clone()])?;
         let Some(mut vm) = started.pop() else { return Err(Failure::fault("no VM was started")) };
@@ -256,6 +258,7 @@ impl Sandbox {
             makes_taps: true,
             start: start_options(!options.unjailed, options.ttl)?,
             egress: self.egress().unwrap_or_default(),
+            secrets: secrets::of_vm(&self.entry.dir)?,
         };
         let mut forks = copies.start(&self.owner.base, options.names.clone())?;
         for fork in &mut forks {

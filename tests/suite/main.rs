@@ -44,6 +44,7 @@ mod refresh;
 mod run;
 mod runtimes;
 mod seccomp;
+mod secrets;
 mod serve;
 mod snapshot;
 mod snapshot_files;

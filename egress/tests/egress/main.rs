@@ -9,6 +9,7 @@ mod denied;
 mod fixture;
 mod hostile;
 mod process;
+mod secrets;
 
 use std::net::{Ipv4Addr, SocketAddrV4};
 

@@ -63,6 +63,10 @@ pub struct Refresh {
     /// Files in `/run/pvmm/secrets`; they replace those of an earlier refresh.
     #[serde(default)]
     pub secrets: Vec<(String, ByteBuf)>,
+    /// An authority for the guest's trust stores, and variables; they stay until another refresh
+    /// has this field.
+    #[serde(default)]
+    pub trust: Option<Trust>,
     /// Thaw the workload, if every step before succeeded.
     #[serde(default)]
     pub thaw: bool,
@@ -94,10 +98,21 @@ impl Refresh {
             (RefreshStep::Addresses, !self.interfaces.is_empty() || self.dns.is_some()),
             (RefreshStep::Generation, true),
             (RefreshStep::Env, true),
+            (RefreshStep::Trust, self.trust.is_some()),
             (RefreshStep::Thaw, self.thaw),
         ];
         steps.into_iter().filter_map(|(step, wanted)| wanted.then_some(step)).collect()
     }
+}
+
+/// An authority whose certificates the guest is to accept.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Trust {
+    /// PEM of the authority's certificate.
+    pub certificate: ByteBuf,
+    /// Added to the environment of every later exec, beside variables that name the trust stores.
+    #[serde(default)]
+    pub env: Vec<(ByteBuf, ByteBuf)>,
 }
 
 /// A moment on the guest's time stamp counter.
@@ -140,6 +155,7 @@ pub enum RefreshStep {
     Addresses,
     Generation,
     Env,
+    Trust,
     Thaw,
     /// A step of a later version.
     #[serde(other)]

@@ -9,6 +9,7 @@ use crate::args;
 use crate::cli::start::EgressFlags;
 use crate::cli::start::OverrideFlags;
 use crate::cli::start::StartFlags;
+use crate::secrets::SecretFlags;
 
 /// Start copies of a running VM, or of a warm template
 #[derive(Debug, Args)]
@@ -22,7 +23,8 @@ Examples:
 
 The copies start with everything the VM has in memory and on its disk, its processes included, and share
 all that none of them changes. The VM itself stands still for a moment and goes on. A network card of a
-copy is on a tap of its own, which is made unless --net names one; 'pvmm ps --json' says which.
+copy is on a tap of its own, which is made unless --net names one; 'pvmm ps --json' says which. Secrets of
+the VM are those of its copies.
 ")]
 pub struct Fork {
     /// Id, the start of an id, or name of a VM; or the name of a template
@@ -125,7 +127,8 @@ Examples:
   pvmm restore before-upgrade --net tap=auto,mac=random --drive vdc=other.img
 
 A network card is on the tap of the name that it had, or with -n on one that is made for each VM; --net
-names another. Several VMs get taps and sockets with a number each: tap=web is web-1, web-2.
+names another. Several VMs get taps and sockets with a number each: tap=web is web-1, web-2. Secrets are in
+no snapshot: --secret gives them again, with new placeholders for commands that are started from then on.
 ")]
 pub struct Restore {
     /// Its name, or a path
@@ -143,6 +146,8 @@ pub struct Restore {
     pub copy: OverrideFlags,
     #[command(flatten)]
     pub egress: EgressFlags,
+    #[command(flatten)]
+    pub secrets: SecretFlags,
     #[command(flatten)]
     pub jail: StartFlags,
     /// Only a snapshot that was written with the same key

@@ -11,6 +11,7 @@ use super::TEMPLATE;
 use crate::args::{self, EnvVar, ProcessName, VolumeFlag};
 use crate::cli::start::EgressFlags;
 use crate::cli::start::StartFlags;
+use crate::secrets::SecretFlags;
 use pvmm_sandbox::drive::{self, DriveFlag};
 use pvmm_sandbox::net_card::{self, NetCard};
 use pvmm_sandbox::ports::{self, PortSpec};
@@ -26,6 +27,7 @@ Examples:
   pvmm run --timeout 30s -e TOKEN=x -w /tmp -- sh -c 'echo $TOKEN; pwd'
   pvmm run -d --name web -p 8080:8000 -- python3 -m http.server
   pvmm run --allow-host pypi.org --allow-host '*.pythonhosted.org' -- pip install requests
+  pvmm run --secret API_KEY@api.example.com -- ./agent    sees a placeholder, the host the key
   pvmm run --kernel vmlinux --rootfs rootfs.ext4 -- /bin/ls
 ")]
 pub struct Run {
@@ -65,6 +67,8 @@ pub struct Run {
     pub volume: Vec<VolumeFlag>,
     #[command(flatten)]
     pub egress: EgressFlags,
+    #[command(flatten)]
+    pub secrets: SecretFlags,
     /// Let the guest give memory back: what it frees, and more when `pvmm balloon` asks
     #[arg(long)]
     pub balloon: bool,

@@ -10,7 +10,7 @@ use pvmm_sandbox::control::{self, HandedOver};
 use pvmm_sandbox::copies::{Copies, sized};
 use pvmm_sandbox::sys::signals::{FORWARDED, Signals};
 use pvmm_sandbox::vm_dir::{Base, Record, VmDirError};
-use pvmm_sandbox::{egress, snapshots, warm};
+use pvmm_sandbox::{egress, secrets, snapshots, warm};
 
 use crate::cli::start::{self, EgressFlags};
 use crate::cli::{Fork, Restore};
@@ -22,10 +22,11 @@ pub fn fork(args: Fork) -> Outcome {
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
     interrupt::scratch_place(false)?;
-    let mut parent = None;
+    let (mut parent, mut secrets) = (None, None);
     let (machine, record) = match base.find(&args.source) {
         Ok(vm) => {
             parent = vm.dir.read_egress().filter(|_| vm.has_egress());
+            secrets = secrets::of_vm(&vm.dir)?;
             let record =
                 Record { template: format!("fork of {}", vm.label()), ..vm.record.clone() };
             (control::hand_over(&vm)?, record)
@@ -51,11 +52,13 @@ pub fn fork(args: Fork) -> Outcome {
         makes_taps: true,
         start: args.jail.options(),
         egress,
+        secrets,
     };
     start(&copies, &base, names)
 }
 
 pub fn restore(args: Restore) -> Outcome {
+    let secrets = args.secrets.seal()?;
     let base = Base::open()?;
     let names = names(&base, args.name.as_deref(), args.count)?;
     let dir = snapshots::place(&args.snapshot)?;
@@ -73,8 +76,16 @@ pub fn restore(args: Restore) -> Outcome {
     let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
     // Several VMs cannot share one tap.
     let makes_taps = names.len() > 1;
-    require_card(&args.egress, template.taps().iter().any(|tap| tap == egress::LINK_NAME))?;
-    let egress = args.egress.egress(None)?;
+    let has_card = template.taps().iter().any(|tap| tap == egress::LINK_NAME);
+    require_card(&args.egress, has_card)?;
+    if secrets.is_some() && !has_card {
+        return Err(Failure::usage("--secret: the VM has no network card with a policy")
+            .hint("start the original with: pvmm run --net"));
+    }
+    let mut egress = args.egress.egress(None)?;
+    if let Some(secrets) = &secrets {
+        secrets.allow(&mut egress);
+    }
     args.jail.warn(false);
     let copies = Copies {
         machine: &machine,
@@ -84,6 +95,7 @@ pub fn restore(args: Restore) -> Outcome {
         makes_taps,
         start: args.jail.options(),
         egress,
+        secrets,
     };
     start(&copies, &base, names)
 }

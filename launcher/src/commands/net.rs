@@ -96,6 +96,15 @@ fn show(vm: &VmEntry, json: bool) -> Outcome {
         ]);
     }
     rules.print()?;
+    let mut secrets = Table::new(&["SECRET", "HOST", "REQUESTS"]);
+    for secret in rows(&status["secrets"]) {
+        let (name, host) = (text(&secret["name"]), text(&secret["host"]));
+        secrets.row(vec![name, host, secret["uses"].to_string()]);
+    }
+    if !rows(&status["secrets"]).is_empty() {
+        output::line("")?;
+        secrets.print()?;
+    }
     let mut denied = Table::new(&["DENIED", "ADDRESS", "PORT", "TIMES", "WHY"]);
     for attempt in rows(&status["denied"]) {
         denied.row(vec![

@@ -30,6 +30,7 @@ use pvmm_sandbox::net_card::{NetCard, TapWish};
 use pvmm_sandbox::overrides::CopyParts;
 use pvmm_sandbox::ports::{self, BoundPort};
 use pvmm_sandbox::prepare::Sources;
+use pvmm_sandbox::secrets::{self, VmSecrets};
 use pvmm_sandbox::sys::signals::Signals;
 use pvmm_sandbox::vm_dir::{Base, Egress, Record, VmDir, VolumeMount, now};
 use pvmm_sandbox::vmm_process::volume;
@@ -42,6 +43,7 @@ const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
 const SHELL: &str = "command -v bash >/dev/null && exec bash -l; exec sh -l";
 
 pub fn run(args: Run, quiet: bool) -> Outcome {
+    let secrets = args.secrets.seal()?;
     // All arguments are checked before anything is created.
     let argv = command(&args)?;
     attach::require_terminal(&args.command)?;
@@ -52,7 +54,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     if let Some(name) = &args.name {
         base.refuse_taken(name)?;
     }
-    let (net, egress) = network(&args)?;
+    let (net, egress) = network(&args, secrets.as_ref())?;
     let volumes = volumes(&args)?;
     let ports = ports::bind(&args.ports)?;
     let console_copy = args.console.as_deref().map(create_console).transpose()?;
@@ -73,6 +75,14 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
     if let Some(egress) = &egress {
         claim.dir().write_egress(egress)?;
     }
+    // The values are this VM's alone from here on, and no process is forked while they are open.
+    let placeholders = match secrets {
+        Some(VmSecrets { values, shown }) => {
+            secrets::install(&values, claim.dir())?;
+            shown
+        }
+        None => None,
+    };
     let record = claim.dir().read_record().unwrap_or_default();
     let mode = if args.detach {
         Mode::Detached { command: request.clone().map(|it| Box::new((it, names.clone()))) }
@@ -92,6 +102,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         ports: detached_ports,
         copy: CopyParts::default(),
         frames: None,
+        placeholders,
         extras: Extras { drives: args.drive.clone(), net, balloon: args.balloon },
     };
     let process = vmm_process::spawn(plan, &claim)?;
@@ -120,17 +131,30 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
 }
 
 /// Returns the network card of the VM, if it has one, and the policy of one without a tap.
-fn network(args: &Run) -> Result<(Option<NetCard>, Option<Egress>), Failure> {
+fn network(
+    args: &Run,
+    secrets: Option<&VmSecrets>,
+) -> Result<(Option<NetCard>, Option<Egress>), Failure> {
     match &args.net {
         Some(card) if card.tap != TapWish::Egress => {
             if args.egress.is_given() {
                 return Err(Failure::usage("--allow: a card on a tap of this host has no policy")
                     .hint("write --net without a tap, or leave --allow out"));
             }
+            if secrets.is_some() {
+                return Err(Failure::usage("--secret: a card on a tap of this host has no policy")
+                    .hint("write --net without a tap, or leave --secret out"));
+            }
             Ok((Some(card.clone()), None))
         }
-        None if !args.egress.is_given() => Ok((None, None)),
-        _ => Ok((Some(egress::card()?), Some(args.egress.egress(None)?))),
+        None if !args.egress.is_given() && secrets.is_none() => Ok((None, None)),
+        _ => {
+            let mut egress = args.egress.egress(None)?;
+            if let Some(secrets) = secrets {
+                secrets.allow(&mut egress);
+            }
+            Ok((Some(egress::card()?), Some(egress)))
+        }
     }
 }
 
@@ -166,6 +190,7 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
         || args.rootfs.is_some()
         || args.net.is_some()
         || args.egress.is_given()
+        || args.secrets.is_given()
         || args.balloon
         || args.console.is_some()
         || !args.drive.is_empty()

@@ -3,8 +3,9 @@
 //! The monitor process runs the launcher's own program, so that no second one has to be found.
 #![allow(unsafe_code)] // fork, setsid, prctl, dup2, kill, waitpid.
 
+use std::ffi::CStr;
 use std::fs::File;
-use std::io;
+use std::io::{self, Seek, Write};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -150,7 +151,7 @@ pub fn die_with_parent(parent: BorrowedFd<'_>) -> io::Result<()> {
 }
 
 /// Sets the name that `ps` and `top` show for this process.
-pub fn set_name(name: &std::ffi::CStr) {
+pub fn set_name(name: &CStr) {
     // SAFETY: the kernel reads at most 16 bytes of a terminated string. Only a label: failure is
     // harmless.
     unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
@@ -189,6 +190,30 @@ pub fn close_inherited() -> io::Result<()> {
 pub fn leave_now(code: i32) -> ! {
     // SAFETY: never returns and touches no memory of ours.
     unsafe { libc::_exit(code) }
+}
+
+/// Makes a nameless file in memory with these bytes, which programs that this one executes inherit.
+pub fn memory_file(name: &CStr, bytes: &[u8]) -> io::Result<File> {
+    // SAFETY: the kernel reads a terminated string; the result is a new descriptor.
+    let fd = unsafe { libc::memfd_create(name.as_ptr(), 0) };
+    check(fd)?;
+    // SAFETY: the descriptor was just made and has no other owner.
+    let mut file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+    file.write_all(bytes)?;
+    file.rewind()?;
+    Ok(file)
+}
+
+/// Takes a descriptor that the program which executed this one left open. Each number is taken
+/// once.
+pub fn inherited(number: i32) -> io::Result<OwnedFd> {
+    if number <= 2 {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    // SAFETY: no pointers; the call fails if there is no such descriptor.
+    check(unsafe { libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC) })?;
+    // SAFETY: the descriptor is open and was left to this process; no other value owns it.
+    Ok(unsafe { OwnedFd::from_raw_fd(number) })
 }
 
 /// Makes two ends of a Unix socket that keeps messages apart.

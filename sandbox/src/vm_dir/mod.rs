@@ -12,6 +12,7 @@
 //! | `ttl.json` | when the VM ends, if that was changed while it ran: [`Ttl`] |
 //! | `vmm.log` | messages of the monitor process |
 //! | `egress.json`, `.sock`, `.log` | policy, control socket and log of the VM's egress process |
+//! | `secrets.json` | values of the VM's secrets; only its egress process gets them |
 //! | `vsock.sock` | a link to the vsock socket, if it was asked for elsewhere |
 //! | `run/` | the files of the monitor process, [`RunDir`]: all that it can reach in its jail |
 //! | `run/vsock.sock` | the socket of the guest's vsock device, through which the agent is reached |
@@ -235,6 +236,11 @@ impl VmDir {
         self.path.join("egress.log")
     }
 
+    /// Returns the path of the values of the VM's secrets.
+    pub fn secrets(&self) -> PathBuf {
+        self.path.join("secrets.json")
+    }
+
     /// Returns the network of the VM; `None` if it has none, or one on a tap.
     pub fn read_egress(&self) -> Option<Egress> {
         record::read(&self.path.join("egress.json"))
@@ -261,10 +267,12 @@ impl VmDir {
         self.path.join("vmm.log")
     }
 
-    /// Removes the sockets of a VM that has ended, so that no client tries to connect.
+    /// Removes the sockets of a VM that has ended, so that no client tries to connect, and the
+    /// values of its secrets.
     pub fn remove_sockets(&self) {
         self.remove_shown_vsock();
         let _ = fs::remove_file(self.egress_socket());
+        let _ = fs::remove_file(self.secrets());
         for entry in fs::read_dir(self.run().path).into_iter().flatten().flatten() {
             let name = entry.file_name();
             let name = name.as_encoded_bytes();

@@ -29,6 +29,7 @@ use crate::overrides::GUEST_CID;
 use crate::ports::{self, BoundPort};
 use crate::scratch::Place;
 use crate::seccomp::Filters;
+use crate::secrets;
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
 use crate::vm_dir::RunDir;
@@ -159,6 +160,7 @@ fn watch(
     let memory_mib = plan.record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
     let Plan { start, console_copy, mode, ports, extras, copy, record, frames, jailed, .. } = plan;
+    let placeholders = plan.placeholders.as_ref();
     let volumes = &record.volumes;
     let template = match &start {
         Start::Boot(_) => None,
@@ -248,6 +250,7 @@ fn watch(
             if let Some(template) = &template {
                 refresh = copy.tell(template, refresh);
             }
+            refresh = secrets::tell(placeholders, refresh);
             control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
         }
     }
@@ -255,6 +258,7 @@ fn watch(
     if let Some(card) = extras.net.as_ref().filter(|card| booted && card.has_addresses()) {
         // The guest has just booted and keeps its identity; only its addresses are set.
         let refresh = card.tell(Refresh::new(0).map_err(fault)?.without_ids());
+        let refresh = secrets::tell(placeholders, refresh);
         control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
     }
 

@@ -15,6 +15,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use pvmm_egress::secrets::Placeholders;
 use serde::{Deserialize, Serialize};
 
 use super::{Mode, Plan, Reporter, Start, VmmProcess, supervisor};
@@ -45,6 +46,8 @@ pub struct Order<'a> {
     pub boot_patience: Duration,
     pub jailed: bool,
     pub ttl: Option<Duration>,
+    /// The placeholders of secrets that the guest is told.
+    pub placeholders: Option<&'a Placeholders>,
 }
 
 /// The order as one line of JSON, followed by the template's bytes.
@@ -64,6 +67,7 @@ struct Message {
     boot_patience_ms: u64,
     jailed: bool,
     ttl_ms: Option<u64>,
+    placeholders: Option<Placeholders>,
     template_bytes: u64,
 }
 
@@ -105,6 +109,7 @@ fn send(
         boot_patience_ms: order.boot_patience.as_millis() as u64,
         jailed: order.jailed,
         ttl_ms: order.ttl.map(|ttl| ttl.as_millis() as u64),
+        placeholders: order.placeholders.cloned(),
         template_bytes: order.machine.bytes.len() as u64,
     };
     let mut line = serde_json::to_vec(&message)?;
@@ -185,6 +190,7 @@ impl Message {
             ports: Vec::new(),
             extras: Extras::default(),
             frames: None,
+            placeholders: self.placeholders,
         })
     }
 }

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::Template;
 use pvmm::exec::ExecRequest;
+use pvmm_egress::secrets::Placeholders;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{self, Failure, FailureKind};
@@ -62,6 +63,8 @@ pub struct Plan {
     pub extras: Extras,
     /// Overrides for a VM that is forked.
     pub copy: CopyParts,
+    /// The placeholders of secrets that the guest is told.
+    pub placeholders: Option<Placeholders>,
     /// The socket of a network card without a tap, once its egress process runs.
     pub frames: Option<OwnedFd>,
 }

@@ -125,6 +125,19 @@ impl Refresh {
         self
     }
 
+    /// Adds an authority (PEM) to the guest's trust stores, and variables to the environment of
+    /// every later exec. Both stay until another refresh has an authority.
+    pub fn trust<'a>(
+        mut self,
+        certificate: &str,
+        env: impl IntoIterator<Item = (&'a str, &'a str)>,
+    ) -> Self {
+        let bytes = |text: &str| ByteBuf::from(text.as_bytes());
+        let env = env.into_iter().map(|(name, value)| (bytes(name), bytes(value))).collect();
+        self.wire.trust = Some(message::Trust { certificate: bytes(certificate), env });
+        self
+    }
+
     /// Leaves the workload frozen or running as it is.
     pub fn without_thaw(mut self) -> Self {
         self.wire.thaw = false;
