@@ -23,7 +23,7 @@ pub async fn end(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
     let _change = entry.change.lock().await;
     let vm = vm.or_else(|| entry.lock().vm.take());
     let (sandboxes, folder) = (app.sandboxes.clone(), app.hibernation_dir(&id));
-    let name = app.instance.vm_name(&id);
+    let (name, shared, removed) = (app.instance.vm_name(&id), Arc::clone(app), id.clone());
     app.blocking
         .run(Work::Short, move || {
             match vm {
@@ -35,10 +35,10 @@ pub async fn end(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
                 }
             }
             remove_folders(&folder)?;
+            shared.store.remove_sandbox(&removed)?;
             Ok(())
         })
         .await?;
-    app.store.remove_sandbox(&id)?;
     app.forget(&id);
     Ok(())
 }

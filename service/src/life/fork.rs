@@ -18,7 +18,7 @@ use crate::store::{SandboxRow, State};
 
 use super::end::end_vm;
 use super::enter::enter;
-use super::start::MAX_TTL_S;
+use super::start::{MAX_TTL_S, write_rows};
 
 /// The most children of one fork.
 pub const MAX_CHILDREN: usize = 16;
@@ -84,11 +84,11 @@ pub async fn fork(
         }
     };
     let rows: Vec<_> = ids.into_iter().zip(&vms).map(row).collect();
-    if let Err(error) = app.store.put_sandboxes(&rows.iter().collect::<Vec<_>>()) {
+    if let Err(error) = write_rows(app, rows.clone()).await {
         let sandboxes = app.sandboxes.clone();
         let undo = move || vms.iter().try_for_each(|vm| end_vm(&sandboxes, vm));
         let _ = app.blocking.run(Work::Long, undo).await;
-        return Err(error.into());
+        return Err(error);
     }
     for (row, vm) in rows.iter().zip(vms) {
         app.add(row.clone(), Some(vm));

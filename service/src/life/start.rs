@@ -81,14 +81,21 @@ pub async fn start(app: &Arc<App>, request: StartRequest) -> Result<SandboxRow, 
         memory_mib: vm.record().memory_mib,
         ..row
     };
-    if let Err(error) = app.store.put_sandboxes(&[&row]) {
+    if let Err(error) = write_rows(app, vec![row.clone()]).await {
         let (sandboxes, vm) = (app.sandboxes.clone(), vm.clone());
         let _ = app.blocking.run(Work::Short, move || end_vm(&sandboxes, &vm)).await;
-        return Err(error.into());
+        return Err(error);
     }
     app.add(row.clone(), Some(vm));
     drop(reservation);
     Ok(row)
+}
+
+/// Writes rows in a thread of their own: the disk may take its time.
+pub(super) async fn write_rows(app: &Arc<App>, rows: Vec<SandboxRow>) -> Result<(), ApiError> {
+    let shared = Arc::clone(app);
+    let write = move || Ok(shared.store.put_sandboxes(&rows.iter().collect::<Vec<_>>())?);
+    app.blocking.run(Work::Short, write).await
 }
 
 /// Refuses a volume that a sandbox may write while another has it, also one that hibernates: its
