@@ -1,4 +1,4 @@
-//! What outlives a VM: volumes, hibernated VMs, and a time to live that is changed while it runs.
+//! Volumes, hibernated VMs, and a time to live that is changed while a VM runs.
 
 use std::time::{Duration, Instant};
 

@@ -45,7 +45,7 @@ fn service_that_is_killed_loses_no_sandbox_and_leaves_none() {
 }
 
 #[test]
-#[ignore = "long"]
+#[ignore = "make soak"]
 fn soak_service_that_is_killed_a_hundred_times_loses_no_sandbox() {
     assert_eq!(python("restart.py", &["100"]).trim(), "killed 100 times");
 }
