@@ -1,12 +1,13 @@
 # Short names for `cargo xtask`, which does the work and has `--help`.
 
-.PHONY: help build demo test test-security soak clocks compat check fuzz bench bench-quick bench-native kernel clean
+.PHONY: help build demo test test-security test-serve soak soak-serve clocks compat check fuzz bench bench-quick bench-native kernel clean
 
 help:
 	@echo "make demo    boot a guest, run a line of Python in it, say what it took"
 	@echo "make build   pvmm as it is shipped: static files, target/shipped/pvmm and pvmm-jailer"
 	@echo "make test    every test, with real guests"
 	@echo "make test-security  the jail, the filters and the network policy, with counts"
+	@echo "make test-serve  examples and published clients against the service; soak-serve: 50 clients, 10 minutes"
 	@echo "make soak    the long tests: thousands of restores, forks and rollbacks"
 	@echo "make clocks  snapshots between two hosts whose clocks run at different rates"
 	@echo "make compat  published clients of Firecracker, unmodified, against pvmm"
@@ -18,13 +19,17 @@ help:
 	@echo "make clean   remove what was built here"
 
 # The tool is built where its progress is seen, then run without a word of cargo's.
-build demo test test-security soak clocks compat check fuzz bench kernel:
+build demo test test-security test-serve soak clocks compat check fuzz bench kernel:
 	@cargo build --release --package xtask
 	@cargo xtask $@
 
 bench-quick bench-native:
 	@cargo build --release --package xtask
 	@cargo xtask bench --$(patsubst bench-%,%,$@)
+
+soak-serve:
+	@cargo build --release --package xtask
+	@cargo xtask test-serve --soak
 
 clean:
 	@cargo clean

@@ -5,7 +5,6 @@
 The templates must be built; those that the programs use are baked first.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,6 +12,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = ["code-interpreter", "agent", "python-data"]
@@ -46,22 +47,9 @@ def main() -> None:
             start = time.monotonic()
             subprocess.run([pvmm, "--quiet", "template", "bake", template, *more], check=True)
             print(f"baked {template} {' '.join(more)} ({time.monotonic() - start:.1f} s)", flush=True)
-    server = subprocess.Popen(
-        [pvmm, "--quiet", "serve", "--listen", "127.0.0.1:0", "--with-parent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    address = json.loads(server.stdout.readline())
-    for name in ("PANDASTACK", "PVMM"):
-        os.environ[f"{name}_API"] = address["url"]
-        os.environ[f"{name}_API_KEY"] = address["token"]
-    try:
+    with Server(pvmm):
         python = subprocess.run([sys.executable, str(ROOT / "examples/run_all.py"), *names]).returncode
         node = typescript(node_modules, names)
-    finally:
-        server.stdin.close()
-        server.wait(timeout=60)
     sys.exit(0 if python == 0 and node else 1)
 
 

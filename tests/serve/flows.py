@@ -5,13 +5,14 @@
 Each flow is a function; one that raises is a failure.
 """
 
-import json
 import os
-import subprocess
 import sys
 import time
+import traceback
 import urllib.error
 import urllib.request
+
+from server import Server
 
 TEMPLATE = "base"
 
@@ -170,17 +171,8 @@ class Client:
 
 def main():
     pvmm, wanted = sys.argv[1], sys.argv[2:]
-    server = subprocess.Popen(
-        [pvmm, "serve", "--listen", "127.0.0.1:0", "--with-parent"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    address = json.loads(server.stdout.readline())
-    os.environ["PANDASTACK_API"] = address["url"]
-    os.environ["PANDASTACK_API_KEY"] = address["token"]
     failed = 0
-    try:
+    with Server(pvmm):
         client = Client()
         for name, flow in list(globals().items()):
             if not name.startswith("flow_") or (wanted and not any(w in name for w in wanted)):
@@ -190,14 +182,9 @@ def main():
                 flow(client)
                 print(f"{name}: ok ({time.monotonic() - start:.1f} s)", flush=True)
             except Exception:
-                import traceback
-
                 failed += 1
                 print(f"{name}: failed", flush=True)
                 traceback.print_exc()
-    finally:
-        server.stdin.close()
-        server.wait(timeout=60)
     sys.exit(1 if failed else 0)
 
 

@@ -70,6 +70,17 @@ pub fn prepare_tools() -> Result<Template, ArtifactError> {
         .map_err(ArtifactError::Template)
 }
 
+/// Prepares the templates that pvmm brings recipes for.
+pub fn prepare_built_in() -> Result<(), ArtifactError> {
+    for recipe in Recipe::built_in_names().filter_map(Recipe::built_in) {
+        Cache::open()
+            .map_err(TemplateError::from)
+            .and_then(|cache| Template::ensure(&cache, &recipe, &mut lines()))
+            .map_err(ArtifactError::Template)?;
+    }
+    Ok(())
+}
+
 impl Artifacts {
     /// Prepares Debian's kernel image and initrd, for the test that boots them unmodified.
     pub fn with_stock_initrd(&self) -> Result<(), ArtifactError> {

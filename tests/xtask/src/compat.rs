@@ -102,8 +102,7 @@ fn beside(program: &Path) -> Result<u8, Box<dyn Error>> {
 /// guest is needed.
 fn requests_of_every_kind() -> Result<(), Box<dyn Error>> {
     let source = checkout::root().join(CRATE);
-    let place = cache::dir().join("compat/schemathesis");
-    install_python(&source.join("requirements-schemathesis.txt"), &place)?;
+    let place = install_schemathesis()?;
     // The copy is in a folder that every user can reach, under the name `firecracker`.
     let programs = env::temp_dir().join("pvmm-compat");
     fs::create_dir_all(&programs)?;
@@ -116,6 +115,14 @@ fn requests_of_every_kind() -> Result<(), Box<dyn Error>> {
         check(python.arg(checkout::root().join("docs/openapi.json")).arg(EXAMPLES), "schemathesis");
     fs::remove_dir_all(programs)?;
     done
+}
+
+/// Installs schemathesis, unless it is there.
+pub fn install_schemathesis() -> Result<PathBuf, Box<dyn Error>> {
+    let place = cache::dir().join("compat/schemathesis");
+    let requirements = checkout::root().join(CRATE).join("requirements-schemathesis.txt");
+    install_python(&requirements, &place)?;
+    Ok(place)
 }
 
 /// Returns the folder in which the clients are built. It is in the cache, apart from the project's

@@ -7,9 +7,12 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use crate::on_kvm::{self, NestedPlace};
+use crate::on_kvm::{self, NestedPlace, OnKvmError, Ran};
 use crate::probe::{self, Found};
-use crate::{artifacts, cargo, checkout, progress, report};
+use crate::{artifacts, cargo, checkout, packages, progress, report, serve};
+
+/// The packages of the client.
+const PACKAGES: [&str; 2] = ["python3", "python3-pip"];
 
 const PYTHON: &str = "import platform, sys; print(f'Hello from Python {sys.version.split()[0]} on \
                       Linux {platform.release()}: 6 * 7 = {6 * 7}')";
@@ -34,6 +37,8 @@ fn demo() -> Result<u8, Box<dyn Error>> {
     // The build runs in parallel with the preparation, which mostly waits for the network.
     let build = cargo::start(&cargo::BUILD_PVMM)?;
     let artifacts = artifacts::prepare()?;
+    packages::install(&PACKAGES)?;
+    let clients = serve::install_python()?;
     let parts = format!("{}, template {}", artifacts.kernel.label, artifacts.template.name());
     phases.end("prepare", parts);
 
@@ -70,15 +75,38 @@ fn demo() -> Result<u8, Box<dyn Error>> {
         },
     };
     progress::step(format!("running {}", shown(&argv)));
-    let code = match place {
-        Some(place) => on_kvm::code(place.run(&argv)),
-        None => on_kvm::run_here(&argv),
-    };
+    let mut place = place;
+    let code = run_in(&mut place, &argv)?;
     phases.end("guest", "booted, ran Python, gone".into());
+    if code != 0 {
+        return Ok(code);
+    }
+    // A warm template first: what a sandbox of the service is made from.
+    let bake = [&argv[..2], &["template", "bake"].map(OsString::from)].concat();
+    let quickstart = serve::program("demo.py", &[clients], &[]);
+    let mut code = 0;
+    for argv in [bake, quickstart] {
+        code = run_in(&mut place, &argv)?;
+        if code != 0 {
+            break;
+        }
+    }
+    phases.end("service", "made a sandbox and a fork of it, in the published Python client".into());
     if code == 0 {
         phases.print();
     }
     Ok(code)
+}
+
+/// Runs a command in the nested host, or here.
+fn run_in(place: &mut Option<NestedPlace>, argv: &[OsString]) -> Result<u8, Box<dyn Error>> {
+    match place {
+        None => Ok(on_kvm::run_here(argv)),
+        Some(place) => match place.run_once(argv)? {
+            Ran::Exited(code) => Ok(code),
+            Ran::HostLost { console, .. } => Err(Box::new(OnKvmError::HostLost { console })),
+        },
+    }
 }
 
 fn nested(reason: String) -> Result<NestedPlace, on_kvm::OnKvmError> {

@@ -26,6 +26,7 @@ mod packages;
 mod probe;
 mod progress;
 mod report;
+mod serve;
 mod stock;
 mod suite;
 mod sys;
@@ -64,6 +65,8 @@ enum Verb {
         #[arg(long)]
         long: bool,
     },
+    /// Run examples, published clients and many clients at once against `pvmm serve`
+    TestServe(serve::Options),
     /// Load snapshots between two nested hosts whose clocks run at different rates
     Clocks,
     /// Measure every moment that is promised to be quick, and its peers
@@ -120,6 +123,7 @@ fn main() -> ExitCode {
         Verb::Test { arguments } => suite::run(&arguments),
         Verb::Soak { filter } => suite::soak(filter),
         Verb::TestSecurity { long } => suite::security(long),
+        Verb::TestServe(options) => serve::run(&options),
         Verb::Clocks => clocks::run(),
         Verb::Bench(options) => bench::run(&options),
         Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),

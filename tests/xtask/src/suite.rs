@@ -10,7 +10,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use crate::on_kvm::{self, NestedPlace, OnKvmError, Ran};
 use crate::probe::{self, Found};
-use crate::{artifacts, cache, cargo, checkout, compat, packages, progress, report};
+use crate::{artifacts, cargo, checkout, packages, progress, report, serve};
 
 /// The exit code of the suite's program if a test has failed.
 const FAILED: u8 = 101;
@@ -120,8 +120,7 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     build_kernel()?;
     let artifacts = artifacts::prepare()?;
     artifacts::prepare_tools()?;
-    let clients = cache::dir().join("serve/python");
-    compat::install_python(&checkout::root().join("tests/serve/requirements.txt"), &clients)?;
+    serve::install_python()?;
     artifacts.with_stock_initrd()?;
     let stock = artifacts.with_debian_kernel()?;
     progress::step(format!("guest kernels: {}, {}", artifacts.kernel.label, stock.label));

@@ -1,0 +1,113 @@
+//! `cargo xtask test-serve`: published clients, examples and many clients at once against
+//! `pvmm serve`, with the templates that they need.
+
+use std::error::Error;
+use std::ffi::OsString;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode, Stdio};
+
+use crate::on_kvm::{self, NestedPlace};
+use crate::probe::{self, Found};
+use crate::{artifacts, cache, cargo, checkout, compat, packages, progress, report};
+
+/// The packages that the clients need on this machine.
+const PACKAGES: [&str; 4] = ["nodejs", "npm", "python3", "python3-pip"];
+
+#[derive(Debug, clap::Args)]
+pub struct Options {
+    /// Many clients for ten minutes, and nothing else
+    #[arg(long)]
+    soak: bool,
+    /// Only examples with this in their names
+    names: Vec<OsString>,
+}
+
+pub fn run(options: &Options) -> ExitCode {
+    match test(options) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("test-serve: {}", report::chain(e.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn test(options: &Options) -> Result<(), Box<dyn Error>> {
+    packages::install(&PACKAGES)?;
+    cargo::run(&["build", "--release", "--package", "pvmm-launcher"])?;
+    artifacts::prepare()?;
+    if options.soak {
+        return in_host("clients.py", &["50".into(), "600".into()]);
+    }
+    artifacts::prepare_built_in()?;
+    let node = install_node()?;
+    let mut words = vec![node.into_os_string()];
+    words.extend(options.names.iter().cloned());
+    in_host("examples.py", &words)?;
+    if options.names.is_empty() {
+        in_host("flows.py", &[])?;
+        in_host("restart.py", &["20".into()])?;
+        in_host("clients.py", &["8".into(), "60".into()])?;
+        let api = checkout::root().join("docs/api.json").into_os_string();
+        in_host("schema.py", &[api, "10".into()])?;
+    }
+    Ok(())
+}
+
+/// Installs the Python clients, unless they are there.
+pub fn install_python() -> Result<PathBuf, Box<dyn Error>> {
+    let place = cache::dir().join("serve/python");
+    compat::install_python(&checkout::root().join("tests/serve/requirements.txt"), &place)?;
+    Ok(place)
+}
+
+/// Installs the packages of the TypeScript examples, unless they are there.
+fn install_node() -> Result<PathBuf, Box<dyn Error>> {
+    let place = cache::dir().join("serve/node");
+    let wanted = checkout::root().join("examples/typescript/package.json");
+    let there = place.join("package.json");
+    if fs::read(&there).ok() != Some(fs::read(&wanted)?) || !place.join("node_modules").exists() {
+        progress::step("npm install");
+        fs::create_dir_all(&place)?;
+        let mut npm = Command::new("npm");
+        npm.args(["install", "--silent", "--no-audit", "--no-fund"]).current_dir(&place);
+        fs::copy(&wanted, &there)?;
+        compat::check(npm.stdin(Stdio::null()), "npm install")?;
+    }
+    Ok(place.join("node_modules"))
+}
+
+/// Runs a program of `tests/serve` where guests run.
+fn in_host(program: &str, words: &[OsString]) -> Result<(), Box<dyn Error>> {
+    let sdk = checkout::root().join("sdk/python/src");
+    let packages = [install_python()?, compat::install_schemathesis()?, sdk];
+    let argv = self::program(program, &packages, words);
+    progress::step(format!("serve: {program}"));
+    let code = match probe::find() {
+        Found::Here(_) => on_kvm::run_here(&argv),
+        Found::NotHere(_) => on_kvm::code(NestedPlace::open().and_then(|place| place.run(&argv))),
+    };
+    if code == 0 { Ok(()) } else { Err(format!("{program} ended with {code}").into()) }
+}
+
+/// Returns the command line of a program of `tests/serve`, which finds its modules in `packages`.
+pub fn program(name: &str, packages: &[PathBuf], words: &[OsString]) -> Vec<OsString> {
+    let mut variable = OsString::from("PYTHONPATH=");
+    for place in packages {
+        variable.push(place);
+        variable.push(":");
+    }
+    let mut argv: Vec<OsString> = vec!["env".into(), variable];
+    // What is made here goes with the run.
+    argv.extend(
+        ["XDG_DATA_HOME=/tmp/pvmm-data", "PVMM_RUNTIME_DIR=/tmp/pvmm-serve"].map(Into::into),
+    );
+    argv.extend([
+        "python3".into(),
+        checkout::root().join("tests/serve").join(name).into_os_string(),
+    ]);
+    argv.push(cargo::target_dir().join("release/pvmm").into_os_string());
+    argv.extend_from_slice(words);
+    argv
+}
