@@ -200,6 +200,11 @@ fn connection_on_which_a_guest_only_waits_is_reset_in_its_copies_and_goes_on_in_
         assert_eq!(status(&user, "a")["open_connections"], 1);
         ok(user.pvmm(["exec", "a", "--", "touch", "/tmp/go"]));
         waits_for(&user, "a", "echo echo");
+        for verb in ["hibernate", "wake"] {
+            let kept = user.command([verb, "a"]).env("XDG_DATA_HOME", place.path()).output();
+            assert!(kept.unwrap().status.success());
+        }
+        waits_for(&user, "a", "echo echo ECONNRESET");
         ok(user.pvmm(["kill", "a", "b", "c"]));
     });
 }
