@@ -7,6 +7,7 @@ use std::str::FromStr;
 
 use smoltcp::wire::EthernetAddress;
 
+use crate::connection::ConnectionKey;
 use crate::policy::{Policy, PolicyDocument, PolicyError};
 use crate::secrets::Authorities;
 
@@ -21,6 +22,8 @@ Link:
   --guest-ip ADDRESS    the guest's address [10.0.2.15]
   --guest-mac MAC       the guest's hardware address [that of its first frame]
   --gateway-ip ADDRESS  the gateway and DNS server of the guest [10.0.2.1]
+  --inherited P=IP:PORT a connection from the guest's port P that was open in the VM that the guest
+                        was copied from; it is reset in the guest
 
 Policy (nothing is allowed without a rule):
   --allow RULE          CIDR[:port[/tcp]], or 'all' for every public address and name
@@ -69,6 +72,8 @@ pub struct Options {
     pub guest_ip: Ipv4Addr,
     pub guest_mac: Option<EthernetAddress>,
     pub gateway_ip: Ipv4Addr,
+    /// Connections that were open in the VM that the guest was copied from.
+    pub inherited: Vec<ConnectionKey>,
     /// Upstream resolvers; if there are none, /etc/resolv.conf names them.
     pub resolvers: Vec<SocketAddr>,
     pub policy: Policy,
@@ -99,6 +104,7 @@ const DESCRIPTOR: &str = "the number of an inherited descriptor, 3 or more";
 const ADDRESS: &str = "an IPv4 address such as 10.0.2.15";
 const MAC: &str = "a hardware address such as 02:00:00:00:00:01";
 const PORT: &str = "a port from 1 to 65535";
+const INHERITED: &str = "a port of the guest, an address and a port such as 40000=9.9.9.9:443";
 const RESOLVER: &str = "an address and port such as 9.9.9.9:53";
 
 /// Parses the arguments after the program's name. The policy file is read.
@@ -107,7 +113,7 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<EgressCommand, A
     let (mut frames_fd, mut control_fd, mut log_fd) = (None, None, None);
     let (mut guest_ip, mut gateway_ip) = (Ipv4Addr::new(10, 0, 2, 15), Ipv4Addr::new(10, 0, 2, 1));
     let (mut guest_mac, mut resolvers, mut secrets_fd) = (None, Vec::new(), None);
-    let mut document = PolicyDocument::default();
+    let (mut document, mut inherited) = (PolicyDocument::default(), Vec::new());
     let mut file = None;
     while let Some(argument) = arguments.next() {
         let (flag, attached) = match argument.split_once('=') {
@@ -128,6 +134,7 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<EgressCommand, A
             "--guest-ip" => guest_ip = read("--guest-ip", value()?, ADDRESS)?,
             "--gateway-ip" => gateway_ip = read("--gateway-ip", value()?, ADDRESS)?,
             "--guest-mac" => guest_mac = Some(hardware_address(value()?)?),
+            "--inherited" => inherited.push(read("--inherited", value()?, INHERITED)?),
             "--resolver" => resolvers.push(read("--resolver", value()?, RESOLVER)?),
             "--allow" => document.allow.push(value()?),
             "--allow-host" => document.allow_host.push(value()?),
@@ -163,6 +170,7 @@ pub fn parse(arguments: impl Iterator<Item = String>) -> Result<EgressCommand, A
         guest_ip,
         guest_mac,
         gateway_ip,
+        inherited,
         resolvers,
         policy,
     };
@@ -279,6 +287,9 @@ mod tests {
         assert!(refused(&["--guest-mac", "01:00:00:00:00:01"]).contains("--guest-mac"));
         assert!(refused(&["--guest-mac", "02:00:00:00:00"]).contains("--guest-mac"));
         assert!(refused(&["--resolver", "9.9.9.9"]).contains("9.9.9.9:53"));
+        for wrong in ["9.9.9.9:443", "x=9.9.9.9:443", "1=9.9.9.9", "70000=9.9.9.9:443"] {
+            assert!(refused(&["--inherited", wrong]).contains("40000=9.9.9.9:443"));
+        }
         assert!(refused(&["--allow"]).contains("needs a value"));
         assert!(refused(&["--alow", "all"]).contains("--alow is unknown"));
         assert!(refused(&["--allow", "10.0.0.1/8"]).contains("write 10.0.0.0/8"));

@@ -9,8 +9,10 @@ use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, SocketAddrV4, TcpStream, UdpSocket};
 use std::os::fd::AsFd;
 use std::rc::Rc;
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
 use smoltcp::iface::SocketHandle;
 use smoltcp::socket::tcp::{Socket, State};
 
@@ -34,10 +36,22 @@ const REFUSAL_TIME: Duration = Duration::from_secs(10);
 const TURN_BYTES: u64 = 256 << 10;
 
 /// The identity of a connection: one guest, so no source address.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Key {
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ConnectionKey {
     pub guest_port: u16,
     pub destination: SocketAddrV4,
+}
+
+impl FromStr for ConnectionKey {
+    type Err = ();
+
+    /// Reads the form `40000=9.9.9.9:443`.
+    fn from_str(text: &str) -> Result<Self, ()> {
+        let (port, destination) = text.split_once('=').ok_or(())?;
+        let guest_port = port.parse().map_err(drop)?;
+        Ok(Self { guest_port, destination: destination.parse().map_err(drop)? })
+    }
 }
 
 /// Why a connection is allowed.
@@ -72,7 +86,7 @@ enum Stage {
 /// A connection and the host's socket for it.
 #[derive(Debug)]
 pub struct Connection {
-    pub key: Key,
+    pub key: ConnectionKey,
     pub handle: SocketHandle,
     pub basis: Basis,
     token: Token,
@@ -115,7 +129,7 @@ pub enum Need {
 
 impl Connection {
     pub fn new(
-        key: Key,
+        key: ConnectionKey,
         handle: SocketHandle,
         basis: Basis,
         token: Token,

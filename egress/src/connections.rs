@@ -11,7 +11,7 @@ use smoltcp::socket::tcp::{Socket, SocketBuffer, State};
 use smoltcp::time::{Duration, Instant as StackInstant};
 use smoltcp::wire::{HardwareAddress, IpAddress, IpCidr, IpListenEndpoint};
 
-use crate::connection::{Basis, Connection, Key};
+use crate::connection::{Basis, Connection, ConnectionKey};
 use crate::frame::Segment;
 use crate::link::Link;
 use crate::policy::Policy;
@@ -32,7 +32,7 @@ const ROUNDS_MAX: usize = 64;
 pub struct Connections {
     stack: Interface,
     sockets: SocketSet<'static>,
-    by_key: HashMap<Key, u32>,
+    by_key: HashMap<ConnectionKey, u32>,
     by_number: HashMap<u32, Connection>,
     last: u32,
     started: Instant,
@@ -63,6 +63,15 @@ impl Connections {
 
     pub fn count(&self) -> usize {
         self.by_number.len()
+    }
+
+    /// Returns the identities of all connections.
+    pub fn keys(&self) -> impl Iterator<Item = &ConnectionKey> {
+        self.by_key.keys()
+    }
+
+    pub fn contains(&self, key: &ConnectionKey) -> bool {
+        self.by_key.contains_key(key)
     }
 
     /// Returns whether a segment belongs to a connection. A new handshake from a port whose last
@@ -213,6 +222,6 @@ impl Connections {
 }
 
 /// Returns the identity of a segment's connection.
-pub fn key_of(segment: &Segment<'_>) -> Key {
-    Key { guest_port: segment.source_port, destination: segment.destination }
+pub fn key_of(segment: &Segment<'_>) -> ConnectionKey {
+    ConnectionKey { guest_port: segment.source_port, destination: segment.destination }
 }

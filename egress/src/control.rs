@@ -6,6 +6,7 @@
 //! | `{"allow": "192.0.2.0/24:443"}`, `{"allow_host": "*.example.com"}`, `{"deny": "…"}` | `{"ok": true}` |
 //! | `{"check": "example.com:443"}` | `{"allowed": true, "rule": "…"}`, or `false`, `reason`, `message` |
 //! | `{"status": {}}` | `rules`, `secrets`, `denied`, `dropped`, `totals`, `open_connections` |
+//! | `{"connections": {}}` | `connections`: `guest_port` and `destination` of each |
 //! | any other | `{"error": "…"}` |
 //!
 //! A request is carried out whole or not at all. `control_server.rs` has the sockets.
@@ -34,6 +35,8 @@ pub enum Request {
     Check(String),
     /// Asks for rules, counters and denied attempts.
     Status {},
+    /// Asks for the guest's open connections.
+    Connections {},
 }
 
 /// Carries out the request on a line and returns the answer's line, without its end.
@@ -58,6 +61,9 @@ fn carry_out(request: Request, gateway: &mut Gateway) -> Result<Value, String> {
         }
         Request::Deny(rule) => Rule::any(&rule).and_then(|rule| policy.deny(rule)).map_err(text)?,
         Request::Check(target) => return check(&target, &policy),
+        Request::Connections {} => {
+            return Ok(json!({ "connections": gateway.connection_keys() }));
+        }
         Request::Status {} => {
             let open = gateway.open_connections();
             let report = gateway.counters.report(&gateway.policy);
@@ -127,6 +133,8 @@ mod tests {
         for line in ["", "{}", "[]", r#"{"set": {"alow": []}}"#, r#"{"drop": 1}"#, r#""status""#] {
             assert!(serde_json::from_str::<Request>(line).is_err(), "{line}");
         }
-        assert!(serde_json::from_str::<Request>(r#"{"status": {}}"#).is_ok());
+        for line in [r#"{"status": {}}"#, r#"{"connections": {}}"#] {
+            assert!(serde_json::from_str::<Request>(line).is_ok());
+        }
     }
 }

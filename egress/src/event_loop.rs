@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use crate::control_server::ControlServer;
 use crate::gateway::Gateway;
+use crate::inherited::Inherited;
 use crate::link::Link;
 use crate::policy::Policy;
 use crate::resolver::Resolver;
@@ -18,6 +19,7 @@ use crate::token::Token;
 pub struct Parts {
     pub poller: Poller,
     pub link: Link,
+    pub inherited: Inherited,
     pub policy: Policy,
     pub secrets: Secrets,
     pub resolver: Resolver,
@@ -27,8 +29,8 @@ pub struct Parts {
 
 /// Carries the guest's traffic until the other end of the link is closed.
 pub fn run(parts: Parts) -> io::Result<()> {
-    let Parts { poller, link, policy, secrets, resolver, mut control, log } = parts;
-    let mut gateway = Gateway::new(poller, link, policy, secrets, resolver, log)?;
+    let Parts { poller, link, inherited, policy, secrets, resolver, mut control, log } = parts;
+    let mut gateway = Gateway::new(poller, (link, inherited), (policy, secrets), resolver, log)?;
     if let Some(control) = &control {
         control.watch(gateway.poller())?;
     }

@@ -8,11 +8,12 @@ use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
 use crate::audit::AuditLog;
-use crate::connection::{Basis, Context, Need};
-use crate::connections::Connections;
+use crate::connection::{Basis, ConnectionKey, Context, Need};
+use crate::connections::{Connections, key_of};
 use crate::counters::{Attempt, Counters};
 use crate::dns::{self, Outcome, Question};
 use crate::frame::{self, Drop, Frame, Segment};
+use crate::inherited::Inherited;
 use crate::link::{Link, MESSAGE_MAX, Received};
 use crate::names::Names;
 use crate::policy::{Denial, Policy, Verdict};
@@ -39,6 +40,7 @@ pub struct Gateway {
     link: Link,
     link_interest: Interest,
     connections: Connections,
+    inherited: Inherited,
     resolver: Resolver,
     names: Names,
     questions: Vec<(u16, Question)>,
@@ -53,9 +55,8 @@ pub struct Gateway {
 impl Gateway {
     pub fn new(
         poller: Poller,
-        mut link: Link,
-        policy: Policy,
-        secrets: Secrets,
+        (mut link, inherited): (Link, Inherited),
+        (policy, secrets): (Policy, Secrets),
         resolver: Resolver,
         log: Option<File>,
     ) -> io::Result<Self> {
@@ -66,6 +67,7 @@ impl Gateway {
             link,
             link_interest: Interest::default(),
             connections,
+            inherited,
             resolver,
             names: Names::default(),
             questions: Vec::new(),
@@ -86,6 +88,13 @@ impl Gateway {
 
     pub fn open_connections(&self) -> usize {
         self.connections.count()
+    }
+
+    /// Returns the connections that are open in the guest, those included that it has inherited and
+    /// not given up yet.
+    pub fn connection_keys(&self) -> Vec<ConnectionKey> {
+        let inherited = self.inherited.keys().filter(|key| !self.connections.contains(key));
+        self.connections.keys().chain(inherited).copied().collect()
     }
 
     /// Notes an event of a connection's socket on the host.
@@ -113,12 +122,13 @@ impl Gateway {
             return Duration::ZERO;
         }
         // The stack cannot send while the guest takes no frames; the link's event ends that.
-        let connections = if self.link.is_blocked() {
-            self.connections.own_deadline()
+        let (connections, inherited) = if self.link.is_blocked() {
+            (self.connections.own_deadline(), None)
         } else {
-            self.connections.deadline(now)
+            (self.connections.deadline(now), self.inherited.deadline())
         };
-        let next = [connections, self.resolver.deadline(), clients].into_iter().flatten().min();
+        let next = [connections, inherited, self.resolver.deadline(), clients];
+        let next = next.into_iter().flatten().min();
         next.map_or(IDLE, |next| next.saturating_duration_since(now).min(IDLE))
     }
 
@@ -132,6 +142,7 @@ impl Gateway {
         }
         self.advance_connections(now);
         self.connections.send(&mut self.link, now);
+        self.probe_inherited(now);
         self.connections.reap();
         if !self.link.flush() {
             return Ok(false);
@@ -139,6 +150,18 @@ impl Gateway {
         self.counters.totals.frames_lost = self.link.lost;
         self.watch_link()?;
         Ok(true)
+    }
+
+    /// Asks the guest about connections that it has inherited. Its answers are segments of unknown
+    /// connections, and are reset as such.
+    fn probe_inherited(&mut self, now: Instant) {
+        if self.link.is_blocked() {
+            return;
+        }
+        let Self { inherited, connections, link, .. } = self;
+        for (key, sequence) in inherited.due(|key| connections.contains(key), now) {
+            link.answer(&reply::probe(&link.ends, &key, sequence));
+        }
     }
 
     fn watch_link(&mut self) -> io::Result<()> {
@@ -196,6 +219,10 @@ impl Gateway {
     }
 
     fn take_segment(&mut self, segment: &Segment<'_>, now: Instant) {
+        // Without room for a reset the guest is asked again.
+        if self.link.takes_answers() {
+            self.inherited.answered(&key_of(segment));
+        }
         if self.connections.has(segment) {
             self.connections.feed(segment, &mut self.link, now);
             return;

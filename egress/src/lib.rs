@@ -19,6 +19,7 @@
 //! | `frame.rs`, `reply.rs` | frames of the guest, and packets that the gateway writes itself |
 //! | `link.rs` | the packet socket to the guest's card |
 //! | `connection.rs`, `connections.rs` | TCP connections: stages, table, stack |
+//! | `inherited.rs` | connections of the VM that the guest was copied from, and their end |
 //! | `secrets.rs`, `tls.rs` | placeholders and values; certificates of hosts with secrets |
 //! | `interception.rs`, `requests.rs` | connections and requests to such hosts |
 //! | `dns.rs`, `resolver.rs` | DNS messages; questions to upstream resolvers |
@@ -42,6 +43,7 @@ mod event_loop;
 mod frame;
 mod gateway;
 mod hello;
+mod inherited;
 mod interception;
 mod link;
 mod names;
@@ -62,14 +64,17 @@ use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, RawFd};
 use std::os::unix::net::UnixListener;
+use std::time::Instant;
 
 pub use smoltcp::wire::EthernetAddress;
 
 pub use arguments::Options;
 pub use confine::ConfineError;
+pub use connection::ConnectionKey;
 use control_server::ControlServer;
 use event_loop::Parts;
 use frame::Ends;
+use inherited::Inherited;
 use link::Link;
 use resolver::Resolver;
 pub use seccomp::SeccompError;
@@ -126,8 +131,9 @@ pub fn run(options: Options) -> Result<(), EgressError> {
     seccomp::apply()?;
     let ends = Ends { guest_mac, guest_ip, gateway_mac: GATEWAY_MAC, gateway_ip };
     let link = Link::new(frames, ends);
+    let inherited = Inherited::new(options.inherited, &ends, Instant::now());
     let (resolver, log) = (Resolver::new(resolvers), log.map(File::from));
-    event_loop::run(Parts { poller, link, policy, secrets, resolver, control, log })
+    event_loop::run(Parts { poller, link, inherited, policy, secrets, resolver, control, log })
         .map_err(host("cannot wait for events"))
 }
 

@@ -80,8 +80,13 @@ impl Link {
         self.queue_answer(ETHERTYPE_ARP, packet);
     }
 
+    /// Returns whether the next answer is queued, and not dropped.
+    pub fn takes_answers(&self) -> bool {
+        self.waiting.len() < ANSWERS_MAX
+    }
+
     fn queue_answer(&mut self, kind: u16, packet: &[u8]) {
-        if self.waiting.len() >= ANSWERS_MAX {
+        if !self.takes_answers() {
             self.lost += 1;
             return;
         }

@@ -1,4 +1,4 @@
-//! The packets that the gateway writes itself: answers to ARP, echo and DNS, and refusals.
+//! The packets that the gateway writes itself: answers to ARP, echo and DNS, refusals and probes.
 //!
 //! The functions are pure: fields in, bytes out. TCP of accepted connections is smoltcp's work.
 
@@ -11,6 +11,7 @@ use smoltcp::wire::{
     UdpRepr,
 };
 
+use crate::connection::ConnectionKey;
 use crate::frame::{Ends, Segment};
 
 const HOP_LIMIT: u8 = 64;
@@ -65,15 +66,33 @@ pub fn reset(ends: &Ends, segment: &Segment<'_>) -> Option<Vec<u8>> {
         return None;
     }
     let end = TcpSeqNumber(segment.sequence) + segment.len;
-    let (seq_number, ack_number) = if segment.ack {
+    let numbers = if segment.ack {
         (TcpSeqNumber(segment.acknowledged), None)
     } else {
         (TcpSeqNumber(0), Some(end))
     };
+    let ports = (segment.destination, segment.source_port);
+    Some(bare_segment(ends, ports, TcpControl::Rst, numbers))
+}
+
+/// Asks the guest's kernel for the state of a connection: an acknowledgement, most probably outside
+/// of the window, is answered with one at the right number (RFC 9293 section 3.10.7.4), and with a
+/// reset if there is no such connection.
+pub fn probe(ends: &Ends, key: &ConnectionKey, sequence: i32) -> Vec<u8> {
+    let numbers = (TcpSeqNumber(sequence), Some(TcpSeqNumber(sequence)));
+    bare_segment(ends, (key.destination, key.guest_port), TcpControl::None, numbers)
+}
+
+fn bare_segment(
+    ends: &Ends,
+    (from, guest_port): (SocketAddrV4, u16),
+    control: TcpControl,
+    (seq_number, ack_number): (TcpSeqNumber, Option<TcpSeqNumber>),
+) -> Vec<u8> {
     let repr = TcpRepr {
-        src_port: segment.destination.port(),
-        dst_port: segment.source_port,
-        control: TcpControl::Rst,
+        src_port: from.port(),
+        dst_port: guest_port,
+        control,
         seq_number,
         ack_number,
         window_len: 0,
@@ -84,12 +103,11 @@ pub fn reset(ends: &Ends, segment: &Segment<'_>) -> Option<Vec<u8>> {
         timestamp: None,
         payload: &[],
     };
-    let from = *SocketAddrV4::ip(&segment.destination);
-    let ends_of = (IpAddress::Ipv4(from), IpAddress::Ipv4(ends.guest_ip));
-    Some(ipv4(from, ends.guest_ip, IpProtocol::Tcp, repr.buffer_len(), |body| {
+    let ends_of = (IpAddress::Ipv4(*from.ip()), IpAddress::Ipv4(ends.guest_ip));
+    ipv4(*from.ip(), ends.guest_ip, IpProtocol::Tcp, repr.buffer_len(), |body| {
         let mut packet = TcpPacket::new_unchecked(body);
         repr.emit(&mut packet, &ends_of.0, &ends_of.1, &ChecksumCapabilities::default());
-    }))
+    })
 }
 
 fn icmp(ends: &Ends, from: Ipv4Addr, repr: &Icmpv4Repr<'_>) -> Vec<u8> {

@@ -10,10 +10,12 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use pvmm::{Kvm, Template, open};
+use pvmm_egress::ConnectionKey;
 use pvmm_jailer::group::Group;
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{Failure, FailureKind};
+use crate::net;
 use crate::sys::passing;
 use crate::vm_dir::{VmEntry, VmStatus};
 
@@ -98,16 +100,33 @@ pub struct BalloonSize {
 pub struct HandedOver {
     pub bytes: Vec<u8>,
     pub files: Vec<OwnedFd>,
+    /// The connections of the guest through its egress process, which end in every copy.
+    pub connections: Vec<ConnectionKey>,
+}
+
+/// The note of a template, which a snapshot keeps.
+#[derive(Debug, Default, Serialize, Deserialize)]
+struct Note {
+    connections: Vec<ConnectionKey>,
 }
 
 impl HandedOver {
     pub fn of(template: &Template) -> Result<Self, Failure> {
         let handed = template.hand_over().map_err(|error| Failure::fault(format!("{error:#}")))?;
-        Ok(Self { bytes: handed.0, files: handed.1 })
+        // The note of a template that other programs made may be anything.
+        let note: Note = serde_json::from_slice(template.note()).unwrap_or_default();
+        Ok(Self { bytes: handed.0, files: handed.1, connections: note.connections })
     }
 
     pub fn template(self) -> Result<Template, Failure> {
-        let taken = Kvm::open().and_then(|kvm| Template::take_over(&kvm, &self.bytes, self.files));
+        let taken = Kvm::open().and_then(|kvm| {
+            let mut template = Template::take_over(&kvm, &self.bytes, self.files)?;
+            if !self.connections.is_empty() {
+                let note = Note { connections: self.connections };
+                template.set_note(serde_json::to_vec(&note).unwrap_or_default())?;
+            }
+            Ok(template)
+        });
         taken.map_err(|error| Failure::fault(format!("{error:#}")))
     }
 }
@@ -166,7 +185,12 @@ pub fn hand_over(vm: &VmEntry) -> Result<HandedOver, Failure> {
 }
 
 fn frozen(vm: &VmEntry, request: ControlRequest) -> Result<HandedOver, Failure> {
+    let mut connections = net::connections(vm);
     let (reply, mut socket, mut bytes, files) = exchange(vm, request)?;
+    // Asked twice: one may have been opened or closed just before the guest stood still.
+    let more = net::connections(vm);
+    connections
+        .extend(more.into_iter().filter(|key| !connections.contains(key)).collect::<Vec<_>>());
     let ControlReply::Template { bytes: expected } = reply else { return Err(nonsense(vm)) };
     if expected > MAX_TEMPLATE {
         return Err(nonsense(vm));
@@ -177,7 +201,7 @@ fn frozen(vm: &VmEntry, request: ControlRequest) -> Result<HandedOver, Failure> 
     if read as u64 != left {
         return Err(broken(vm, &io::ErrorKind::UnexpectedEof.into()));
     }
-    Ok(HandedOver { bytes, files })
+    Ok(HandedOver { bytes, files, connections })
 }
 
 type Answer = (ControlReply, UnixStream, Vec<u8>, Vec<OwnedFd>);

@@ -85,7 +85,8 @@ impl Copies<'_> {
             ..Record::default()
         };
         let mut claim = base.create(record, self.start.users())?;
-        claim.dir().write_egress(&self.egress)?;
+        let inherited = self.machine.connections.clone();
+        claim.dir().write_egress(&Egress { inherited, ..self.egress.clone() })?;
         if let Some(secrets) = &self.secrets {
             secrets::install(&secrets.values, claim.dir())?;
         }

@@ -128,6 +128,7 @@ impl EgressProcess {
             guest_ip: GUEST,
             guest_mac: Some(pvmm_egress::EthernetAddress(self.mac.0)),
             gateway_ip: GATEWAY,
+            inherited: egress.inherited,
             resolvers,
             policy,
         };

@@ -5,6 +5,7 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use pvmm_egress::ConnectionKey;
 use pvmm_egress::policy::PolicyDocument;
 use serde_json::{Value, json};
 
@@ -35,6 +36,27 @@ pub fn change(vm: &VmEntry, edit: impl FnOnce(&mut PolicyDocument)) -> Result<()
     ask(vm, &json!({ "set": policy }))?;
     vm.dir.write_egress(&egress)?;
     Ok(())
+}
+
+/// Returns the guest's connections through the VM's egress process. One that cannot be asked has
+/// none: they end with it.
+pub fn connections(vm: &VmEntry) -> Vec<ConnectionKey> {
+    if !vm.has_egress() {
+        return Vec::new();
+    }
+    let asked = ask(vm, &json!({ "connections": {} }));
+    let listed = asked.map(|mut answer| serde_json::from_value(answer["connections"].take()));
+    match listed {
+        Ok(Ok(connections)) => connections,
+        Ok(Err(error)) => {
+            log::warn!("the connections of '{}' are not known: {error}", vm.label());
+            Vec::new()
+        }
+        Err(failure) => {
+            log::warn!("the connections of '{}' are not known: {}", vm.label(), failure.message);
+            Vec::new()
+        }
+    }
 }
 
 /// Sends a request to the VM's egress process and returns the answer.

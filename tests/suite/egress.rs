@@ -146,6 +146,69 @@ fn forks_and_restores_have_networks_of_their_own_with_the_policy_of_their_parent
     });
 }
 
+/// Opens a connection in the guest, waits for bytes on it, and writes them or the error to a file.
+/// A file `/tmp/go` makes it send.
+const WAIT: &str = r#"
+import errno, os, socket, sys, threading, time
+peer = socket.create_connection((sys.argv[1], 7))
+def wait():
+    while True:
+        try:
+            got = peer.recv(100).decode() or "closed"
+        except OSError as error:
+            got = errno.errorcode[error.errno]
+        with open("/tmp/got", "a") as file:
+            file.write(got + " ")
+        if got != "echo":
+            return
+threading.Thread(target=wait).start()
+peer.send(b"echo")
+while not os.path.exists("/tmp/go"):
+    time.sleep(0.05)
+peer.send(b"echo")
+"#;
+
+/// Waits until the process of `WAIT` has written this.
+fn waits_for(user: &User, vm: &str, expected: &str) {
+    let deadline = Instant::now() + Duration::from_secs(15);
+    loop {
+        let said = user.pvmm(["exec", vm, "--", "cat", "/tmp/got"]);
+        if said.text().trim_end() == expected {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{vm}: {said:?} is not {expected:?}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+#[test]
+fn connection_on_which_a_guest_only_waits_is_reset_in_its_copies_and_goes_on_in_itself() {
+    network::isolated(|| {
+        let (_internet, user) = (internet(), User::new());
+        let place = tempfile::tempdir().unwrap();
+        let snapshot = place.path().join("snap").to_str().unwrap().to_owned();
+        let allowed = format!("{SERVER}/32:7");
+        let allowed = ["--allow", &allowed, "--resolver", RESOLVER];
+        user.detached(&[&["--name", "a"], &allowed[..]].concat());
+        ok(user.pvmm(["exec", "-d", "a", "--", "python3", "-c", WAIT, SERVER]));
+        waits_for(&user, "a", "echo");
+        ok(user.pvmm(["fork", "a", "--name", "b"]));
+        waits_for(&user, "b", "echo ECONNRESET");
+        ok(user.pvmm(["snapshot", "a", &snapshot]));
+        ok(user.pvmm([&["restore", &snapshot, "--name", "c"], &allowed[..]].concat()));
+        waits_for(&user, "c", "echo ECONNRESET");
+        assert_eq!(status(&user, "a")["open_connections"], 1);
+        ok(user.pvmm(["exec", "a", "--", "touch", "/tmp/go"]));
+        waits_for(&user, "a", "echo echo");
+        for verb in ["hibernate", "wake"] {
+            let kept = user.command([verb, "a"]).env("XDG_DATA_HOME", place.path()).output();
+            assert!(kept.unwrap().status.success());
+        }
+        waits_for(&user, "a", "echo echo ECONNRESET");
+        ok(user.pvmm(["kill", "a", "b", "c"]));
+    });
+}
+
 #[test]
 fn vm_with_a_network_or_a_tap_is_rolled_back_and_goes_on() {
     network::isolated(|| {

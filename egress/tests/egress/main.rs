@@ -8,6 +8,7 @@ mod control;
 mod denied;
 mod fixture;
 mod hostile;
+mod inherited;
 mod process;
 mod secrets;
 

@@ -11,6 +11,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use pvmm_egress::ConnectionKey;
 use pvmm_egress::policy::PolicyDocument;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -75,6 +76,9 @@ pub struct Egress {
     /// DNS servers that names are looked up at; those of the host if empty.
     #[serde(default)]
     pub resolvers: Vec<SocketAddr>,
+    /// Connections that were open in the VM that this one was copied from.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inherited: Vec<ConnectionKey>,
 }
 
 /// The time to live of a running VM.

@@ -159,7 +159,8 @@ impl Received {
         let mut files = files.into_iter();
         let mut next = || files.next().ok_or_else(|| io::Error::other("a file is missing"));
         let (lock, reporter, lifeline) = (next()?.into(), next()?.into(), next()?.into());
-        let machine = HandedOver { bytes, files: files.collect() };
+        // The connections are in the VM's directory, for its egress process.
+        let machine = HandedOver { bytes, files: files.collect(), connections: Vec::new() };
         Ok(Self { message, lock, reporter, lifeline, machine })
     }
 

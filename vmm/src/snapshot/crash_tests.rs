@@ -65,6 +65,7 @@ fn write_with(dir: &Path, durability: Durability) -> Result<Manifest, Error> {
         vsock_path: None,
         base: None,
         working_set: None,
+        note: b"",
     };
     let options = WriteOptions { replace: true, durability, ..Default::default() };
     marked(|| contents.write(dir, options))

@@ -18,7 +18,7 @@ use super::sections::{self, Saved};
 use super::signature::{Key, SIGNATURE, SIGNATURE_MAX};
 use super::write::{large_files, modified_ns};
 use super::{
-    Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, SIBLING, STAMP, STATE, STATE_MAX,
+    Base, CHAIN_MAX, MANIFEST, MANIFEST_MAX, MEMORY, NOTE_MAX, SIBLING, STAMP, STATE, STATE_MAX,
     SnapshotError, host, outside, signature,
 };
 use crate::error::Error;
@@ -57,8 +57,8 @@ pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Frozen, Error
     host::check(&folder.manifest.machine, &host)?;
     trace::step("ask KVM what it can");
     let saved = folder.state()?;
-    if saved.note.is_some() {
-        return Err(SnapshotError::State("has parts that belong to two files".into()).into());
+    if saved.note.as_ref().is_some_and(|note| note.len() > NOTE_MAX) {
+        return Err(SnapshotError::State("has a note that is too long".into()).into());
     }
     host::check_machine(&saved.machine, &host)?;
     if saved.machine.vcpus.len() != folder.manifest.machine.vcpus as usize {
@@ -100,7 +100,7 @@ pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Frozen, Error
         base: (!options.without_memory).then_some(Base { id, dir, depth }),
         working_set: working_set.map(Arc::new),
         without_memory: options.without_memory,
-        note: Vec::new(),
+        note: saved.note.unwrap_or_default(),
         memory_sums: None,
         pause: Duration::ZERO,
     })

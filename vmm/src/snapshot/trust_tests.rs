@@ -45,6 +45,7 @@ impl Place {
             vsock_path: None,
             base: None,
             working_set: None,
+            note: b"a note",
         };
         let dir = self.root.join(name);
         contents.write(&dir, WriteOptions { key, ..Default::default() }).unwrap();
@@ -148,4 +149,11 @@ fn h10_signed_folder_that_was_changed_with_right_checksums_is_refused() {
         load(&dir, &LoadOptions::default()).expect("it looks right");
         assert!(load(&dir, &options).is_err(), "{name}");
     }
+}
+
+#[test]
+fn note_of_the_caller_is_read_back() {
+    let place = Place::new();
+    let folder = Folder::open_with(&place.write("snap", None), None).unwrap();
+    assert_eq!(folder.state().unwrap().note.as_deref(), Some(&b"a note"[..]));
 }

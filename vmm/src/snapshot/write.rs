@@ -75,6 +75,7 @@ pub fn write(frozen: &Frozen, dir: &Path, options: WriteOptions) -> Result<Manif
         vsock_path: frozen.vsock_path.as_deref(),
         base: frozen.base.as_ref(),
         working_set: frozen.working_set.as_deref(),
+        note: &frozen.note,
     };
     contents.write(dir, options)
 }
@@ -89,6 +90,7 @@ pub(super) struct Contents<'a> {
     pub vsock_path: Option<&'a Path>,
     pub base: Option<&'a Base>,
     pub working_set: Option<&'a WorkingSet>,
+    pub note: &'a [u8],
 }
 
 impl Contents<'_> {
@@ -178,8 +180,9 @@ impl Contents<'_> {
             Durability::Full => folder.stamps(&sums)?,
             Durability::None => Vec::new(),
         };
+        let note = Some(self.note.to_vec()).filter(|note| !note.is_empty());
         let (state, sections) =
-            sections::encode(&Saved { machine, sums, runs, working_set, note: None, stamps })?;
+            sections::encode(&Saved { machine, sums, runs, working_set, note, stamps })?;
         folder.write(STATE, &state)?;
         let manifest = Manifest {
             format: manifest::FORMAT.to_owned(),

@@ -14,12 +14,12 @@ use pvmm_devices::virtio::registry::DeviceState;
 use super::Vm;
 use crate::agent::{Agent, Refresh};
 use crate::config::{Overrides, Prefault};
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::freeze::Unfinished;
 use crate::frozen::Frozen;
 use crate::kvm::Kvm;
 use crate::restore;
-use crate::snapshot::{self, LoadOptions, Manifest, Roots, WriteOptions};
+use crate::snapshot::{self, LoadOptions, Manifest, NOTE_MAX, Roots, WriteOptions};
 
 /// A VM at one instant, from which any number of VMs can be forked.
 pub struct Template {
@@ -187,10 +187,21 @@ impl Template {
         self.frozen.pause
     }
 
-    /// Returns the note that [`Vm::save_files`] was given; it is empty in a template of another
-    /// origin.
+    /// Returns the note that [`Vm::save_files`] or [`Self::set_note`] was given, now or in the
+    /// snapshot that the template was loaded from; empty if there is none.
     pub fn note(&self) -> &[u8] {
         &self.frozen.note
+    }
+
+    /// Sets what the caller wants to know of the template later, when it is loaded from a folder
+    /// that [`Self::write`] wrote. Fails if `note` is longer than [`crate::NOTE_MAX`].
+    pub fn set_note(&mut self, note: Vec<u8>) -> Result<(), Error> {
+        if note.len() > NOTE_MAX {
+            let what = "set_note: the note is longer than 256 KiB";
+            return Err(Error::plain(ErrorKind::InvalidConfig, what));
+        }
+        self.frozen.note = note;
+        Ok(())
     }
 
     /// Returns the interfaces that the network cards were connected to, in the order of the cards.
