@@ -12,10 +12,12 @@
 //! | [`cache`] | the directory that keeps everything below between runs |
 //! | [`kernel`], [`initramfs()`] | the guest kernel, and the initramfs with the agent |
 //! | [`template`], [`packages`] | root filesystem images, and the Debian packages in them |
+//! | [`Import`], [`compression`] | root filesystems from archives, folders and guests |
 //! | [`overlay`] | the writable disk of one VM |
 //! | [`progress`] | events of long work, for a caller that shows them |
 
 pub mod cache;
+pub mod compression;
 mod deb;
 pub mod initramfs;
 pub mod kernel;
@@ -23,6 +25,7 @@ pub mod overlay;
 pub mod packages;
 pub mod progress;
 mod rootfs;
+mod source;
 mod sys;
 pub mod template;
 mod tool;
@@ -33,6 +36,7 @@ pub use deb::DebError;
 pub use initramfs::initramfs;
 pub use kernel::Kernel;
 pub use progress::{Event, Progress, Silent};
-pub use rootfs::RootfsError;
+pub use rootfs::{Import, ImportError, RootfsError};
+pub use source::{Settings, Source, SourceKind};
 pub use template::{Recipe, Template};
 pub use tool::ToolError;

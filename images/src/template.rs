@@ -3,7 +3,7 @@
 //! A VM boots one read-only, so a template is only ever replaced as a whole, never changed.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use crate::cache::{self, Cache, CacheError};
 use crate::packages::{self, Apt, Package, PackagesError};
 use crate::progress::Progress;
-use crate::rootfs::{self, RootfsError};
+use crate::rootfs::{self, Import, ImportError, RootfsError};
+use crate::source::{Settings, Source, SourceKind};
 
 /// The default template of `pvmm run`.
 pub const BASE: &str = "base";
@@ -124,6 +125,10 @@ pub enum TemplateError {
     ParseRecipe { path: PathBuf, source: serde_json::Error },
     #[error("cannot build template {name}")]
     Build { name: String, source: Box<RootfsError> },
+    #[error("template base is built in: choose another name")]
+    BaseImport,
+    #[error("cannot build template {name}")]
+    Import { name: String, source: ImportError },
     #[error("cannot write {}", path.display())]
     Write { path: PathBuf, source: io::Error },
     #[error("cannot read {}", path.display())]
@@ -216,6 +221,9 @@ pub struct Manifest {
     pub created: u64,
     /// All installed packages, with the versions at the time of the build.
     pub packages: Vec<Package>,
+    /// The origin of a template that is not made of packages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub source: Option<Source>,
 }
 
 /// A template that has been built.
@@ -271,9 +279,61 @@ impl Template {
                 })?;
             let path = dir.join(PACKAGES);
             fs::remove_dir_all(&path).map_err(|source| TemplateError::Write { path, source })?;
-            write_manifest(dir, recipe, rootfs.release, packages)
+            write_manifest(dir, recipe, rootfs.release, packages, None)
         })?;
         load(&path).ok_or_else(|| TemplateError::Damaged { name: recipe.name.clone() })
+    }
+
+    /// Makes a template of the archive of a root filesystem: plain, gzip or zstd.
+    pub fn from_tar(
+        cache: &Cache,
+        name: &str,
+        archive: impl Read,
+        progress: &mut dyn Progress,
+    ) -> Result<Template, TemplateError> {
+        let fill = |import: &mut Import<'_>| import.tar(Path::new(""), archive);
+        Template::import(cache, name, SourceKind::Tar, None, progress, fill)
+    }
+
+    /// Makes a template of a folder that is a root filesystem.
+    pub fn from_folder(
+        cache: &Cache,
+        name: &str,
+        folder: &Path,
+        progress: &mut dyn Progress,
+    ) -> Result<Template, TemplateError> {
+        let fill = |import: &mut Import<'_>| import.folder(folder);
+        Template::import(cache, name, SourceKind::Folder, None, progress, fill)
+    }
+
+    /// Makes a template of what `fill` takes in, and replaces the template of that name.
+    pub fn import(
+        cache: &Cache,
+        name: &str,
+        kind: SourceKind,
+        settings: Option<Settings>,
+        progress: &mut dyn Progress,
+        fill: impl FnOnce(&mut Import<'_>) -> Result<(), ImportError>,
+    ) -> Result<Template, TemplateError> {
+        check_name(name)?;
+        if name == BASE {
+            return Err(TemplateError::BaseImport);
+        }
+        let failed = |source| TemplateError::Import { name: name.to_owned(), source };
+        let never = |_: &Path| false;
+        let path = cache.publish(KIND, name, progress, never, |dir, progress| {
+            progress.step("Unpacking the root filesystem");
+            let root = dir.join("tree");
+            let mut import = Import::begin(&root, progress).map_err(failed)?;
+            fill(&mut import).map_err(failed)?;
+            let (system, digest) = import.finish(&dir.join(IMAGE)).map_err(failed)?;
+            fs::remove_dir_all(&root)
+                .map_err(|source| TemplateError::Write { path: root, source })?;
+            let recipe = Recipe { name: name.to_owned(), packages: Vec::new() };
+            let source = Source { kind, digest, settings };
+            write_manifest(dir, &recipe, system, Vec::new(), Some(source))
+        })?;
+        load(&path).ok_or_else(|| TemplateError::Damaged { name: name.to_owned() })
     }
 
     /// Returns the template `name`.
@@ -373,6 +433,7 @@ fn write_manifest(
     recipe: &Recipe,
     system: String,
     packages: Vec<Package>,
+    source: Option<Source>,
 ) -> Result<(), TemplateError> {
     let image = dir.join(IMAGE);
     let failed = |source| TemplateError::Read { path: image.clone(), source };
@@ -380,12 +441,14 @@ fn write_manifest(
     let manifest = Manifest {
         name: recipe.name.clone(),
         recipe: recipe.clone(),
-        key: recipe.key(),
+        // A source is no recipe: a build of that name from packages replaces the template.
+        key: source.as_ref().map_or_else(|| recipe.key(), |source| source.digest.clone()),
         system,
         digest: cache::file_digest(&image).map_err(failed)?,
         image_bytes: fs::metadata(&image).map_err(failed)?.len(),
         created: since.as_secs(),
         packages,
+        source,
     };
     let path = dir.join(MANIFEST);
     serde_json::to_vec_pretty(&manifest)

@@ -20,7 +20,7 @@ fn put(cache: &Cache, recipe: &Recipe) {
         |_| false,
         |dir, _| {
             fs::write(dir.join(IMAGE), "image").unwrap();
-            write_manifest(dir, recipe, "Debian".into(), Vec::new())
+            write_manifest(dir, recipe, "Debian".into(), Vec::new(), None)
         },
     );
     put.unwrap();

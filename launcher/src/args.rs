@@ -148,6 +148,14 @@ pub struct EnvVar {
     pub value: OsString,
 }
 
+/// Parses `NAME=VALUE`.
+pub fn variable(text: &str) -> Result<(String, String), String> {
+    match text.split_once('=') {
+        Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+        _ => Err("write NAME=VALUE".to_owned()),
+    }
+}
+
 /// Parses `KEY=VALUE`, or `KEY` alone for its value in this process's environment.
 pub fn env_var(text: &OsStr) -> Result<EnvVar, String> {
     env_var_from(text, |name| std::env::var_os(name))

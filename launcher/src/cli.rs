@@ -27,7 +27,7 @@ pub use balloon::Balloon;
 pub use code::{Code, CodeLanguage};
 pub use copies::{Fork, OneVm, Restore, Snapshot, Snapshots, SnapshotsVerb, SyncMode};
 pub use host::{
-    Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, Template,
+    Completions, Doctor, Firecracker, Man, MigrateTemplates, SnapshotEditor, SourceFlags, Template,
     TemplateVerb, VolumeMode,
 };
 pub use keep::{Hibernate, Ttl, Volume, VolumeVerb, Wake};

@@ -10,6 +10,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use pvmm_images::{Event, Progress};
 
 use crate::output;
+use pvmm_sandbox::dockerfile::Log;
 use pvmm_sandbox::sys::signals;
 
 /// A step shorter than this is not shown.
@@ -75,6 +76,15 @@ impl Progress for Steps {
 
     fn interrupted(&mut self) -> bool {
         signals::caught().is_some()
+    }
+}
+
+impl Log for Steps {
+    fn line(&mut self, text: &str) {
+        match &self.bar {
+            Some(bar) => bar.suspend(|| output::remark(self.quiet, text)),
+            None => output::remark(self.quiet, text),
+        }
     }
 }
 

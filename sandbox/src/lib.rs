@@ -7,6 +7,7 @@
 
 pub mod control;
 pub mod copies;
+pub mod dockerfile;
 pub mod drive;
 pub mod egress;
 pub mod end;

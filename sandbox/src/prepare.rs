@@ -14,7 +14,7 @@ use pvmm_images::kernel::KernelError;
 use pvmm_images::overlay::{self, OverlayError};
 use pvmm_images::packages::PackagesError;
 use pvmm_images::template::{BASE, TemplateError};
-use pvmm_images::{Cache, Kernel, Progress, Recipe, Template};
+use pvmm_images::{Cache, ImportError, Kernel, Progress, Recipe, Template};
 
 use crate::failure::{Failure, FailureKind};
 use crate::rootfs;
@@ -196,6 +196,10 @@ impl Blame for TemplateError {
             | TemplateError::BasePackages
             | TemplateError::ReadRecipe { .. }
             | TemplateError::ParseRecipe { .. } => true,
+            TemplateError::BaseImport => true,
+            TemplateError::Import { source, .. } => {
+                !matches!(source, ImportError::Rootfs(_) | ImportError::Unpack { .. })
+            }
             TemplateError::Packages(error) => {
                 matches!(error, PackagesError::Unknown { .. } | PackagesError::Name { .. })
             }

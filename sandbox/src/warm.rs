@@ -76,6 +76,24 @@ impl Shape {
             spare_drives: Vec::new(),
         }
     }
+
+    /// Returns the arguments of the `pvmm` command that bakes this shape, for programs that do not
+    /// boot a VM in their own process.
+    pub fn bake_words(&self) -> Vec<String> {
+        let mut words: Vec<String> = ["-q", "template", "bake"].map(str::to_owned).into();
+        words.extend([self.template.clone(), "--cpus".to_owned(), self.cpus.to_string()]);
+        words.extend(["--memory".to_owned(), format!("{}M", self.memory_mib)]);
+        words.extend(["--disk-size".to_owned(), format!("{}M", self.disk_mib)]);
+        if self.net {
+            words.push("--net".to_owned());
+        }
+        if !self.spare_drives.is_empty() {
+            let mode = |read_only: &bool| if *read_only { "ro" } else { "rw" };
+            let modes: Vec<_> = self.spare_drives.iter().map(mode).collect();
+            words.extend(["--volumes".to_owned(), modes.join(",")]);
+        }
+        words
+    }
 }
 
 /// A warm template, loaded.
@@ -304,6 +322,14 @@ fn tempdir() -> Result<PathBuf, Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bake_words_of_a_shape_name_all_of_it() {
+        let shape = Shape { net: true, spare_drives: vec![false, true], ..Shape::of("data") };
+        let line = shape.bake_words().join(" ");
+        assert!(line.starts_with("-q template bake data --cpus 1 --memory 512M"), "{line}");
+        assert!(line.ends_with("--net --volumes rw,ro"), "{line}");
+    }
 
     #[test]
     fn bake_folder_is_open_to_its_owner_alone() {

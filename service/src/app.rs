@@ -12,6 +12,7 @@ use pvmm_sandbox::{Sandbox, Sandboxes};
 use crate::audit::Audit;
 use crate::bake::Bakes;
 use crate::blocking::Blocking;
+use crate::builds::Builds;
 use crate::clock;
 use crate::error::ApiError;
 use crate::ids::Instance;
@@ -43,6 +44,8 @@ pub struct App {
     pub admission: Admission,
     /// Warm templates that are being baked.
     pub bakes: Bakes,
+    /// Templates that are being built.
+    pub builds: Builds,
     /// The sandboxes by their id.
     entries: RwLock<HashMap<String, Arc<Entry>>>,
     /// The last sandboxes that have ended, oldest first.
@@ -72,6 +75,7 @@ impl App {
             blocking,
             admission,
             bakes,
+            builds: Builds::default(),
             entries,
             ended,
         })

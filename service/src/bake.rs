@@ -34,7 +34,7 @@ impl Bakes {
     /// Bakes the warm template of a shape and waits for it. A bake that takes longer goes on, and
     /// the request is answered with when to try again.
     pub async fn bake(&self, shape: &Shape) -> Result<(), ApiError> {
-        let mut receiver = self.receiver(words(shape));
+        let mut receiver = self.receiver(shape.bake_words());
         let waited = tokio::time::timeout(PATIENCE, receiver.wait_for(Option::is_some)).await;
         let outcome = match waited {
             Ok(Ok(outcome)) => outcome.clone(),
@@ -70,23 +70,6 @@ impl Bakes {
     }
 }
 
-/// Returns the arguments of the command that bakes a shape.
-fn words(shape: &Shape) -> Vec<String> {
-    let mut words: Vec<String> = ["-q", "template", "bake"].map(str::to_owned).into();
-    words.extend([shape.template.clone(), "--cpus".to_owned(), shape.cpus.to_string()]);
-    words.extend(["--memory".to_owned(), format!("{}M", shape.memory_mib)]);
-    words.extend(["--disk-size".to_owned(), format!("{}M", shape.disk_mib)]);
-    if shape.net {
-        words.push("--net".to_owned());
-    }
-    if !shape.spare_drives.is_empty() {
-        let mode = |read_only: &bool| if *read_only { "ro" } else { "rw" };
-        let modes: Vec<_> = shape.spare_drives.iter().map(mode).collect();
-        words.extend(["--volumes".to_owned(), modes.join(",")]);
-    }
-    words
-}
-
 async fn run(words: &[String]) -> Result<(), String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);
@@ -101,17 +84,4 @@ async fn run(words: &[String]) -> Result<(), String> {
     let said = String::from_utf8_lossy(&output.stderr);
     let said: String = said.split_whitespace().collect::<Vec<_>>().join(" ");
     Err(said.chars().take(MAX_WORDS).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_of_a_shape_name_all_of_it() {
-        let shape = Shape { net: true, spare_drives: vec![false, true], ..Shape::of("data") };
-        let line = words(&shape).join(" ");
-        assert!(line.starts_with("-q template bake data --cpus 1 --memory 512M"), "{line}");
-        assert!(line.ends_with("--net --volumes rw,ro"), "{line}");
-    }
 }

@@ -9,6 +9,7 @@
 //! | `server`, `listen` | sockets, TLS, shutdown |
 //! | `routes`, `resources` | paths and their handlers, one file for each resource |
 //! | `life` | start, use, hibernate, wake, end; restart of the server |
+//! | `builds`, `form`, `upload` | templates that clients send, and their builds |
 //! | `store` | the database and its migrations |
 //! | `tokens`, `limits`, `audit` | who may do how much, and what was done |
 
@@ -17,10 +18,12 @@ mod app;
 mod audit;
 mod bake;
 mod blocking;
+mod builds;
 mod clock;
 mod data_dir;
 mod error;
 mod extract;
+mod form;
 mod ids;
 mod life;
 mod limits;
@@ -35,6 +38,7 @@ mod store;
 mod text;
 mod tls;
 mod tokens;
+mod upload;
 
 pub use options::{DEFAULT_LISTEN, Limits, Listen, ServeOptions, TlsFiles};
 pub use server::serve;

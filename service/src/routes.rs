@@ -18,8 +18,8 @@ use crate::error::ApiError;
 use crate::extract::Owner;
 use crate::proxy;
 use crate::resources::{
-    absent, checkpoints, code, egress, exec, files, forks, hibernation, lifecycle, logs, me, pause,
-    pool, ports, sandboxes, snapshots, ssh, templates, volumes,
+    absent, builds, checkpoints, code, egress, exec, files, forks, hibernation, lifecycle, logs,
+    me, pause, pool, ports, sandboxes, snapshots, ssh, templates, volumes,
 };
 
 const HEALTH: &str = "/healthz";
@@ -101,9 +101,10 @@ fn table() -> Table {
         .get("/v1/snapshots/{id}", snapshots::get)
         .delete("/v1/snapshots/{id}", snapshots::delete)
         .get("/v1/templates", templates::list)
-        .post("/v1/templates/build", templates::build)
-        .get("/v1/templates/builds", templates::builds)
-        .get("/v1/templates/builds/{id}", templates::get_build)
+        .post("/v1/templates/build", builds::build)
+        .get("/v1/templates/builds", builds::list)
+        .get("/v1/templates/builds/{id}", builds::get)
+        .get("/v1/templates/builds/{id}/logs", builds::logs)
         .get("/v1/templates/{name}", templates::get)
         .delete("/v1/templates/{name}", templates::delete)
         .get("/v1/volumes", volumes::list)

@@ -54,6 +54,7 @@ pub fn serve(options: ServeOptions) -> Result<(), Failure> {
     let outcome = runtime.block_on(async {
         let bound = bind_all(&app.options, tls.is_some()).await?;
         life::reconcile(&app).map_err(fault)?;
+        life::reconcile_builds(&app).map_err(fault)?;
         let url = bound.first().map(|bound| bound.url.clone()).unwrap_or_default();
         let connections = Connections::new(routes::router(Arc::clone(&app)), tls);
         let urls: Vec<_> = bound.iter().map(|bound| bound.url.clone()).collect();
@@ -73,6 +74,7 @@ pub fn serve(options: ServeOptions) -> Result<(), Failure> {
         connections.stop();
         join_all(sockets).await;
         sweep.abort();
+        app.builds.end().await;
         if app.options.with_parent {
             end_all(&app).await;
         }

@@ -37,6 +37,19 @@ impl Events {
         self.sender.blocking_send(text.into()).is_ok()
     }
 
+    /// Sends a line of text as it is; returns false once the client is gone. Text that clients take
+    /// for the end of the stream is changed a little.
+    pub fn line(&self, text: &str) -> bool {
+        let text = text.replace(['\r', '\n'], " ").replace("event: done", "event:done");
+        let text = if text.trim() == "end" { "\"end\"" } else { &text };
+        self.sender.blocking_send(format!("data: {text}\n\n").into()).is_ok()
+    }
+
+    /// Sends the end of a stream of lines.
+    pub fn end(&self) {
+        let _ = self.sender.blocking_send(Bytes::from_static(b"event: done\ndata: end\n\n"));
+    }
+
     /// Returns whether the client is gone.
     pub fn is_closed(&self) -> bool {
         self.sender.is_closed()

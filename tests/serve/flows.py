@@ -7,6 +7,7 @@ Each flow is a function; one that raises is a failure.
 
 import os
 import sys
+import tempfile
 import time
 import traceback
 import urllib.error
@@ -129,6 +130,30 @@ def flow_volume_outlives_its_sandboxes(client):
         client.volumes.delete("flows")
 
 
+def flow_template_is_built_from_a_dockerfile_with_its_context(client):
+    dockerfile = "FROM base\nENV WORD=built\nCOPY src/ /srv/\nRUN echo $WORD; cat /srv/a/b > /srv/c\n"
+    with tempfile.TemporaryDirectory() as context:
+        os.makedirs(os.path.join(context, "src", "a"))
+        with open(os.path.join(context, "src", "a", "b"), "w") as file:
+            file.write("from the context\n")
+        build = client.templates.build_from_dockerfile("flows", dockerfile, context_dir=context)
+    assert build.status in ("queued", "running"), build
+    lines = list(client.templates.build_logs(build.id))
+    build = client.templates.get_build(build.id)
+    assert build.is_done and build.bytes > 0, (build, lines)
+    assert "built" in lines and any("Step 3/3: RUN" in line for line in lines), lines
+    assert build.id in [known.id for known in client.templates.builds()]
+    try:
+        with client.Sandbox.create(template="flows", ttl_seconds=600) as sandbox:
+            assert sandbox.exec("cat /srv/c").stdout == "from the context\n"
+    finally:
+        client.templates.delete("flows")
+    refused = client.templates.build_from_dockerfile("flows", "FROM base\nRUN exit 3\n")
+    lines = list(client.templates.build_logs(refused.id))
+    refused = client.templates.get_build(refused.id)
+    assert refused.is_failed and "exit code 3" in refused.error, (refused, lines)
+
+
 def flow_command_that_takes_too_long_is_a_timeout(client):
     with client.create() as sandbox:
         try:
@@ -164,6 +189,7 @@ class Client:
         self.Sandbox, self.errors = pandastack.Sandbox, exceptions
         client = pandastack.Client()
         self.snapshots, self.volumes = client.snapshots, client.volumes
+        self.templates = client.templates
 
     def create(self, **options):
         return self.Sandbox.create(template=TEMPLATE, ttl_seconds=600, **options)

@@ -8,6 +8,7 @@ mod api;
 mod balloon;
 mod beside;
 mod boot;
+mod builds;
 mod code;
 mod compat;
 mod copies;

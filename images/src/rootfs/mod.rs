@@ -1,4 +1,5 @@
-//! Builds a root filesystem image from Debian packages, without root and without running them.
+//! Builds a root filesystem image from Debian packages, without root and without running them, or
+//! from a root filesystem that is there already (`import`).
 //!
 //! `configure` does what maintainer scripts would have done; the rest is unpacking and mke2fs.
 
@@ -6,6 +7,7 @@ mod alternatives;
 mod bytecode;
 mod configure;
 mod image;
+mod import;
 #[cfg(test)]
 mod tests;
 mod tree;
@@ -18,6 +20,7 @@ use crate::deb::DebError;
 use crate::progress::Progress;
 use crate::tool::ToolError;
 
+pub use import::{Import, ImportError};
 use tree::Tree;
 
 #[derive(Debug, thiserror::Error)]

@@ -122,6 +122,24 @@ fn package_that_writes_through_a_link_stays_in_the_tree() {
 }
 
 #[test]
+fn package_with_a_directory_in_the_place_of_its_link_stays_in_the_tree() {
+    let dir = tempfile::tempdir().unwrap();
+    let outside = dir.path().join("outside");
+    fs::create_dir(&outside).unwrap();
+    let mut tree = Tree::create(&dir.path().join("tree")).unwrap();
+    let package = Package::new()
+        .link("a", "/outside")
+        .entry("a", EntryType::Directory, 0o755, (0, 0), "")
+        .file("a/x", "inside")
+        .link("b", "../outside")
+        .entry("b", EntryType::Directory, 0o755, (0, 0), "")
+        .file("b/y", "inside");
+    package.unpack(&mut tree, dir.path()).unwrap();
+    assert_eq!(fs::read_dir(outside).unwrap().count(), 0);
+    assert!(tree.has("outside/x") && tree.has("outside/y"));
+}
+
+#[test]
 fn package_with_links_in_a_circle_is_refused() {
     let (dir, mut tree) = tree();
     let package = Package::new().link("a", "b").link("b", "a").file("a/x", "x");

@@ -65,6 +65,15 @@ impl Tree {
         Ok(tree)
     }
 
+    /// Creates an empty tree, into which entries are put as they are.
+    pub(super) fn empty(root: &Path) -> Result<Tree, RootfsError> {
+        let tree =
+            Tree { root: root.to_owned(), metas: BTreeMap::new(), directories: HashSet::new() };
+        tree.wrote(Path::new(""), fs::create_dir(root))?;
+        tree.wrote(Path::new(""), fs::set_permissions(root, Permissions::from_mode(0o755)))?;
+        Ok(tree)
+    }
+
     pub(super) fn root(&self) -> &Path {
         &self.root
     }
@@ -85,6 +94,26 @@ impl Tree {
     pub(super) fn own(&mut self, inner: &str, uid: u32, gid: u32) {
         let meta = self.metas.entry(inner.into()).or_default();
         (meta.uid, meta.gid) = (uid, gid);
+    }
+
+    /// Returns the path in the image of a path on this host.
+    pub(super) fn inside<'a>(&self, path: &'a Path) -> &'a Path {
+        path.strip_prefix(&self.root).unwrap_or(path)
+    }
+
+    /// Sets the owner of a path on this host, which contains no links, for the image.
+    pub(super) fn own_path(&mut self, path: &Path, uid: u32, gid: u32) {
+        let mode = None;
+        self.set_meta(path, Meta { uid, gid, mode });
+    }
+
+    pub(super) fn set_meta(&mut self, path: &Path, meta: Meta) {
+        let inner = self.inside(path).to_owned();
+        if meta == Meta::default() {
+            self.metas.remove(&inner);
+        } else {
+            self.metas.insert(inner, meta);
+        }
     }
 
     /// Writes a file and its parent directories, replacing a package's file.
@@ -159,7 +188,10 @@ impl Tree {
         match (kind, link) {
             (EntryType::Directory, _) => {
                 fs::create_dir_all(&path)?;
-                self.directories.insert(inner.to_owned());
+                // Through a link the path is another one, which the host must not follow.
+                if path == self.root.join(inner) {
+                    self.directories.insert(inner.to_owned());
+                }
             }
             (EntryType::Regular | EntryType::Continuous, _) => {
                 remove(&path)?;
@@ -195,15 +227,15 @@ impl Tree {
     }
 
     /// Sets the mode as far as possible: the builder must still be able to read and remove the
-    /// file.
-    fn set_mode(
+    /// file, and no program of another system gets set-id bits on this host.
+    pub(super) fn set_mode(
         &mut self,
         inner: &Path,
         path: &Path,
         mode: u32,
         directory: bool,
     ) -> Result<(), RootfsError> {
-        let on_disk = mode | if directory { 0o700 } else { 0o600 };
+        let on_disk = mode & 0o777 | if directory { 0o700 } else { 0o600 };
         if on_disk != mode {
             self.metas.entry(inner.to_owned()).or_default().mode = Some(mode);
         }
@@ -211,7 +243,7 @@ impl Tree {
     }
 
     /// Returns the host path of `inner`, and creates its parents.
-    fn place(&mut self, inner: &Path) -> Result<PathBuf, RootfsError> {
+    pub(super) fn place(&mut self, inner: &Path) -> Result<PathBuf, RootfsError> {
         let parent = inner.parent().unwrap_or(Path::new(""));
         let name = inner.file_name().unwrap_or_default();
         if self.directories.contains(parent) {
@@ -224,7 +256,7 @@ impl Tree {
 
     /// Resolves links as the guest would. The host must not follow them: an absolute link in the
     /// tree would lead to the host's own files.
-    fn resolve(&self, inner: &Path) -> Result<PathBuf, RootfsError> {
+    pub(super) fn resolve(&self, inner: &Path) -> Result<PathBuf, RootfsError> {
         let mut todo: Vec<_> = inner.iter().rev().map(|name| name.to_owned()).collect();
         let (mut at, mut links) = (PathBuf::new(), 0);
         while let Some(name) = todo.pop() {
@@ -272,7 +304,7 @@ fn unwanted(inner: &Path) -> bool {
         || inner.file_name().is_some_and(|name| name == PIP_REFUSAL)
 }
 
-fn remove(path: &Path) -> io::Result<()> {
+pub(super) fn remove(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(err) if err.kind() != io::ErrorKind::NotFound => Err(err),
         _ => Ok(()),

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand, ValueHint};
 
 use super::TEMPLATE;
+use super::start::EgressFlags;
 use crate::args;
 
 /// Build, list and remove templates
@@ -14,6 +15,8 @@ use crate::args;
 Examples:
   pvmm template build                        build 'base' now instead of on first use
   pvmm template build data -p git,jq         base with more Debian packages
+  pvmm template build data --tar rootfs.tar.gz
+  pvmm template build app --dockerfile Dockerfile --context . --allow-host pypi.org
   pvmm template ls
   pvmm template inspect base
 ")]
@@ -35,6 +38,8 @@ pub enum TemplateVerb {
         /// Recipe file: {"name": "data", "packages": ["git", "jq"]}
         #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, conflicts_with = "packages")]
         recipe: Option<PathBuf>,
+        #[command(flatten)]
+        source: Box<SourceFlags>,
         /// Build it again even if it is there
         #[arg(long)]
         force: bool,
@@ -82,6 +87,28 @@ pub enum TemplateVerb {
         #[arg(long)]
         json: bool,
     },
+}
+
+/// The flags that say what a template is built from, if not from packages.
+#[derive(Debug, Args)]
+pub struct SourceFlags {
+    /// Archive of a root filesystem: plain, gzip or zstd; '-' for standard input
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, group = "source", conflicts_with_all = ["packages", "recipe"])]
+    pub tar: Option<PathBuf>,
+    /// Folder that is a root filesystem
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, group = "source", conflicts_with_all = ["packages", "recipe"])]
+    pub dir: Option<PathBuf>,
+    /// Dockerfile, whose steps run in a sandbox
+    #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, group = "source", conflicts_with_all = ["packages", "recipe"])]
+    pub dockerfile: Option<PathBuf>,
+    /// Folder that COPY takes files from [default: none]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, requires = "dockerfile")]
+    pub context: Option<PathBuf>,
+    /// Value for an ARG of the Dockerfile
+    #[arg(long, value_name = "NAME=VALUE", requires = "dockerfile", value_parser = args::variable)]
+    pub build_arg: Vec<(String, String)>,
+    #[command(flatten)]
+    pub egress: EgressFlags,
 }
 
 /// Show what this host has and lacks

@@ -26,6 +26,7 @@ mod serve;
 mod snapshot;
 mod stats;
 mod template;
+mod template_source;
 mod volume;
 mod watch;
 

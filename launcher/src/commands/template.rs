@@ -2,9 +2,12 @@
 //!
 //! The `images` crate does the work; this file only prints results and progress.
 
-use pvmm_images::{Cache, Recipe, Template};
+use std::path::PathBuf;
+
+use pvmm_images::{Cache, Recipe, SourceKind, Template};
 use serde::Serialize;
 
+use super::template_source;
 use crate::cli::{self, TemplateVerb, VolumeMode};
 use crate::exit::{Failure, Outcome};
 use crate::interrupt::{interruptible, or_interrupted};
@@ -18,16 +21,14 @@ use pvmm_sandbox::warm::{self, Shape};
 pub fn template(args: cli::Template, quiet: bool) -> Outcome {
     let cache = Cache::open().map_err(prepare::refuse)?;
     match args.verb {
-        TemplateVerb::Build { name, packages, recipe, force, json } => {
-            let recipe = match recipe {
-                Some(path) => Recipe::load(&path),
-                None => match Recipe::built_in(&name).filter(|_| packages.is_empty()) {
-                    Some(recipe) => Ok(recipe),
-                    None => Recipe::new(&name, &packages),
-                },
+        TemplateVerb::Build { name, packages, recipe, source, force, json } => {
+            let template = match template_source::build(&cache, &name, &source, quiet)? {
+                Some(template) => template,
+                None => {
+                    let recipe = recipe_of(&name, &packages, recipe)?;
+                    build(&cache, &recipe, force, quiet)?
+                }
             };
-            let recipe = recipe.map_err(prepare::refuse)?;
-            let template = build(&cache, &recipe, force, quiet)?;
             if pvmm::kvm::host::probe().is_ok() {
                 bake(&Shape::of(template.name()), quiet)?;
             }
@@ -58,6 +59,17 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
         }
     }
     Ok(0)
+}
+
+fn recipe_of(name: &str, packages: &[String], file: Option<PathBuf>) -> Result<Recipe, Failure> {
+    let recipe = match file {
+        Some(path) => Recipe::load(&path),
+        None => match Recipe::built_in(name).filter(|_| packages.is_empty()) {
+            Some(recipe) => Ok(recipe),
+            None => Recipe::new(name, packages),
+        },
+    };
+    recipe.map_err(prepare::refuse)
 }
 
 fn build(cache: &Cache, recipe: &Recipe, force: bool, quiet: bool) -> Result<Template, Failure> {
@@ -141,6 +153,14 @@ fn inspect(template: &Template, json: bool) -> Result<(), Failure> {
         output::age(now().saturating_sub(manifest.created)),
         manifest.packages.len(),
     );
+    if let Some(source) = &manifest.source {
+        let kind = match source.kind {
+            SourceKind::Tar => "archive",
+            SourceKind::Folder => "folder",
+            SourceKind::Dockerfile => "Dockerfile",
+        };
+        text += &format!("source    {kind} {}\n", source.digest);
+    }
     for package in &manifest.packages {
         text += &format!("  {} {}\n", package.name, package.version);
     }

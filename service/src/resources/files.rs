@@ -159,7 +159,7 @@ fn receive(
 
 /// Passes the body on, chunk by chunk, until it ends or fails. The rest of a body that the guest
 /// refuses is read and dropped, up to a limit: clients read the answer only when all is sent.
-async fn pass_on(body: Body, sender: mpsc::Sender<Result<Bytes, ApiError>>) {
+pub(super) async fn pass_on(body: Body, sender: mpsc::Sender<Result<Bytes, ApiError>>) {
     let (mut body, mut dropped) = (body, 0);
     while dropped < MAX_DROPPED {
         let item = match tokio::time::timeout(STALL, body.frame()).await {

@@ -34,7 +34,7 @@ pub struct Wanted {
 }
 
 impl Wanted {
-    fn follow(&self) -> Result<bool, ApiError> {
+    pub(super) fn follow(&self) -> Result<bool, ApiError> {
         match self.follow.as_deref() {
             None | Some("" | "0" | "false") => Ok(false),
             Some("1" | "true") => Ok(true),
@@ -60,13 +60,13 @@ fn whole(vm: &Sandbox) -> Result<Vec<u8>, ApiError> {
 
 /// Splits text into lines as it comes.
 #[derive(Default)]
-struct Lines {
+pub(super) struct Lines {
     text: Utf8Chunks,
     rest: String,
 }
 
 impl Lines {
-    fn push(&mut self, bytes: &[u8]) -> Vec<String> {
+    pub(super) fn push(&mut self, bytes: &[u8]) -> Vec<String> {
         self.rest += &self.text.push(bytes);
         let mut lines = Vec::new();
         while let Some(end) = self.rest.find('\n') {
@@ -77,6 +77,11 @@ impl Lines {
             lines.push(std::mem::take(&mut self.rest));
         }
         lines
+    }
+
+    /// Returns the last line if it has no end.
+    pub(super) fn rest(&mut self) -> Option<String> {
+        Some(std::mem::take(&mut self.rest)).filter(|rest| !rest.is_empty())
     }
 }
 

@@ -4,6 +4,7 @@
 //! answer.
 
 pub mod absent;
+pub mod builds;
 pub mod checkpoints;
 pub mod code;
 pub mod egress;

@@ -1,4 +1,4 @@
-//! `/v1/templates`: the templates that sandboxes are made from, and their builds.
+//! `/v1/templates`: the templates that sandboxes are made from.
 
 use std::sync::Arc;
 
@@ -14,8 +14,7 @@ use crate::audit::Act;
 use crate::blocking::Work;
 use crate::clock;
 use crate::error::{ApiError, chain};
-use crate::extract::{Id, Name, Owner};
-use crate::store::BuildRow;
+use crate::extract::{Name, Owner};
 
 fn cache() -> Result<Cache, ApiError> {
     Cache::open().map_err(|error| ApiError::internal(chain(&error)))
@@ -83,41 +82,4 @@ pub async fn delete(
     let outcome = app.blocking.run(Work::Long, work).await;
     app.audit.write(&Act::new("delete_template", &owner, "").what(&name).outcome(&outcome));
     outcome.map(|_| StatusCode::NO_CONTENT)
-}
-
-/// `POST /v1/templates/build`
-pub async fn build(_: Owner) -> ApiError {
-    ApiError::not_implemented(
-        "templates are not built over HTTP yet: run 'pvmm template build' on the server",
-    )
-}
-
-fn build_shape(row: &BuildRow) -> Value {
-    json!({
-        "id": row.id,
-        "name": row.name,
-        "status": row.status,
-        "error": row.error,
-        "started_at": clock::rfc3339(row.started_ms),
-        "ended_at": row.ended_ms.map(clock::rfc3339),
-    })
-}
-
-/// `GET /v1/templates/builds`
-pub async fn builds(State(app): State<Arc<App>>, _: Owner) -> Result<axum::Json<Value>, ApiError> {
-    Ok(axum::Json(app.store.builds()?.iter().map(build_shape).collect()))
-}
-
-fn find_build(app: &App, id: &str) -> Result<BuildRow, ApiError> {
-    let row = app.store.build(id)?;
-    row.ok_or_else(|| ApiError::not_found(format!("build '{id}' not found")))
-}
-
-/// `GET /v1/templates/builds/{id}`
-pub async fn get_build(
-    State(app): State<Arc<App>>,
-    _: Owner,
-    Id(id): Id,
-) -> Result<axum::Json<Value>, ApiError> {
-    Ok(axum::Json(build_shape(&find_build(&app, &id)?)))
 }

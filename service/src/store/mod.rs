@@ -201,6 +201,16 @@ impl Store {
         self.all(TOKENS)
     }
 
+    /// Writes a build of a template.
+    pub fn put_build(&self, row: &BuildRow) -> Result<(), StoreError> {
+        self.put(BUILDS, &[(&row.id[..], row)])
+    }
+
+    /// Removes a build of a template.
+    pub fn remove_build(&self, id: &str) -> Result<bool, StoreError> {
+        self.remove(BUILDS, id)
+    }
+
     /// Returns all builds of templates.
     pub fn builds(&self) -> Result<Vec<BuildRow>, StoreError> {
         self.all(BUILDS)

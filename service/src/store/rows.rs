@@ -158,4 +158,8 @@ pub struct BuildRow {
     pub started_ms: u64,
     /// When it ended, in milliseconds since 1970.
     pub ended_ms: Option<u64>,
+    /// The size that the client asked for.
+    pub size_mb: u64,
+    /// The size of the image.
+    pub bytes: u64,
 }
