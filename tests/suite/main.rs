@@ -15,6 +15,7 @@ mod copies;
 mod detached;
 mod drives;
 mod egress;
+mod errnos;
 mod examples;
 mod exec;
 mod files;

@@ -14,7 +14,7 @@ use pvmm_tests::network;
 const SOON: Duration = Duration::from_secs(20);
 
 /// Lists the host's namespaces, interfaces, mounts, control groups, and processes of pvmm.
-fn census() -> BTreeSet<String> {
+pub fn census() -> BTreeSet<String> {
     let mut all = BTreeSet::new();
     for process in fs::read_dir("/proc").unwrap().flatten() {
         let comm = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
@@ -37,7 +37,7 @@ fn census() -> BTreeSet<String> {
 }
 
 /// Waits until nothing is there that was not there before.
-fn is_clean(before: &BTreeSet<String>, what: &str) {
+pub fn is_clean(before: &BTreeSet<String>, what: &str) {
     let deadline = Instant::now() + SOON;
     loop {
         let left: Vec<_> = census().difference(before).cloned().collect();

@@ -43,7 +43,7 @@ const PACKAGES: [&str; 12] = [
 ];
 
 /// The modules of the suite that [`security`] runs.
-const SECURITY: [&str; 5] = ["egress::", "jail::", "jailed::", "seccomp::", "traces::"];
+const SECURITY: [&str; 6] = ["egress::", "errnos::", "jail::", "jailed::", "seccomp::", "traces::"];
 
 /// The long test of the agent, which needs no guest.
 const OF_THE_AGENT: &str = "soak_file_of_2_gib_of_real_data_matches_with_flat_memory";
