@@ -11,8 +11,7 @@ use ruzstd::decoding::StreamingDecoder;
 const GZIP: [u8; 2] = [0x1f, 0x8b];
 const ZSTD: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
 /// Compressions that are recognised in order to be refused by name.
-const UNKNOWN: [(&[u8], &str); 2] =
-    [(&[0xfd, b'7', b'z', b'X', b'Z'], "xz"), (&[b'B', b'Z', b'h'], "bzip2")];
+const UNKNOWN: [(&[u8], &str); 2] = [(b"\xfd7zXZ", "xz"), (b"BZh", "bzip2")];
 const HEAD: u64 = 6;
 const BUFFER: usize = 64 << 10;
 

@@ -22,7 +22,8 @@ pub enum SourceKind {
     Dockerfile,
 }
 
-/// What a Dockerfile says about running its programs. Kept for the caller; a VM does not apply it.
+/// Settings of a Dockerfile for running its programs. They are kept for the caller; a VM does not
+/// apply them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Settings {

@@ -223,7 +223,7 @@ pub struct Manifest {
     pub packages: Vec<Package>,
     /// The origin of a template that is not made of packages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub source: Option<Source>,
+    pub source: Option<Box<Source>>,
 }
 
 /// A template that has been built.
@@ -448,7 +448,7 @@ fn write_manifest(
         image_bytes: fs::metadata(&image).map_err(failed)?.len(),
         created: since.as_secs(),
         packages,
-        source,
+        source: source.map(Box::new),
     };
     let path = dir.join(MANIFEST);
     serde_json::to_vec_pretty(&manifest)

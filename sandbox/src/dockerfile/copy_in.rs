@@ -37,7 +37,7 @@ pub fn put(
     let is_folder = is_folder || there;
     // A single file may be given another name.
     let (folder, name) = match found {
-        [Found::File(item)] if !is_folder && !(copy.unpacks && context::is_archive(item)) => {
+        [Found::File(item)] if !(is_folder || copy.unpacks && context::is_archive(item)) => {
             (target.parent().unwrap_or(target), target.file_name().map(PathBuf::from))
         }
         _ => (target, None),

@@ -1,4 +1,4 @@
-//! What a build tells its caller, and how the caller ends it.
+//! Tells the caller of a build how it goes, and lets the caller end it.
 
 use pvmm_images::Progress;
 

@@ -111,8 +111,8 @@ fn logical_lines(text: &str) -> Result<Vec<(usize, String)>, DockerfileError> {
     let (mut lines, mut open) = (Vec::new(), None::<(usize, String)>);
     for (number, line) in (1..).zip(text.lines()) {
         let trimmed = line.trim();
-        if trimmed.starts_with('#') {
-            let directive = trimmed[1..].trim().to_ascii_lowercase().replace(' ', "");
+        if let Some(comment) = trimmed.strip_prefix('#') {
+            let directive = comment.trim().to_ascii_lowercase().replace(' ', "");
             if lines.is_empty() && directive.starts_with("escape=") && directive != "escape=\\" {
                 let why = "only '\\' continues a line".to_owned();
                 return Err(DockerfileError { line: number, why });
