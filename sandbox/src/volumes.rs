@@ -219,9 +219,11 @@ impl Blame for VolumeError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::probe::without_forks;
 
     #[test]
     fn volume_in_use_is_neither_removed_nor_grown_nor_copied_while_it_is_written() {
+        let _alone = without_forks();
         let dir = tempfile::tempdir().unwrap();
         let volumes = Volumes::at(dir.path()).unwrap();
         let volume = volumes.create("data", 16 << 20).unwrap();
@@ -246,6 +248,7 @@ mod tests {
 
     #[test]
     fn folder_of_a_killed_maker_is_removed_and_a_bad_name_refused() {
+        let _alone = without_forks();
         let dir = tempfile::tempdir().unwrap();
         let volumes = Volumes::at(dir.path()).unwrap();
         fs::create_dir(dir.path().join(".new-x-1")).unwrap();

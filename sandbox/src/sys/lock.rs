@@ -78,6 +78,7 @@ mod tests {
 
     #[test]
     fn guard_dropped_while_a_copy_of_its_file_is_open_releases_the_lock() {
+        let _alone = crate::sys::probe::without_forks();
         let file = tempfile::NamedTempFile::new().unwrap();
         let open = || File::open(file.path()).unwrap();
         let held = open();

@@ -1,12 +1,16 @@
 //! Tests of creating, finding, sweeping and refusing VM directories.
 
 use std::os::unix::fs::PermissionsExt;
+use std::sync::MutexGuard;
 
 use super::*;
+use crate::sys::probe::without_forks;
 
 struct Fixture {
     base: Base,
     _home: tempfile::TempDir,
+    /// Locks are tested.
+    _forks: MutexGuard<'static, ()>,
 }
 
 impl Fixture {
@@ -21,7 +25,8 @@ impl Fixture {
 fn fixture() -> Fixture {
     let home = tempfile::tempdir().unwrap();
     // The base is created by the first VM, inside a private home.
-    Fixture { base: Base::at(home.path().join("pvmm")).unwrap(), _home: home }
+    let base = Base::at(home.path().join("pvmm")).unwrap();
+    Fixture { base, _home: home, _forks: without_forks() }
 }
 
 fn named(name: &str) -> Record {
