@@ -5,7 +5,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
 use pvmm::snapshot::{LoadOptions, Manifest, WriteOptions};
@@ -24,7 +24,7 @@ use crate::secrets;
 use crate::snapshots;
 use crate::sys::process::Child;
 use crate::vm_dir::{Base, Egress, Record, VmEntry, VmStatus, VolumeMount};
-use crate::vmm_process::volume;
+use crate::vmm_process::{STILL_MAX, volume};
 use crate::warm::{self, Shape};
 
 /// The sandboxes of one runtime directory.
@@ -292,8 +292,17 @@ impl Sandbox {
     /// Writes a snapshot and ends the sandbox, whose workload stands still from the snapshot on. If
     /// that fails the sandbox goes on.
     pub fn hibernate(&self, folder: &Path) -> Result<Manifest, Failure> {
+        let begun = Instant::now();
         let template = control::freeze_still(&self.entry)?;
-        match write(&template, folder) {
+        let written = write(&template, folder).and_then(|manifest| {
+            if begun.elapsed() < STILL_MAX {
+                return Ok(manifest);
+            }
+            // The workload has gone on by itself: what it did since is not in the snapshot.
+            let _ = std::fs::remove_dir_all(folder);
+            Err(Failure::fault("the snapshot took too long to write").of_kind(FailureKind::Timeout))
+        });
+        match written {
             Ok(manifest) => self.kill().map(|()| manifest),
             Err(failure) => {
                 control::ask(&self.entry, ControlRequest::Thaw)?;

@@ -13,6 +13,8 @@ mod main_command;
 mod supervisor;
 pub mod volume;
 
+pub use child::STILL_MAX;
+
 use std::fs::File;
 use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
