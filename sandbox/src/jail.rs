@@ -50,21 +50,19 @@ pub fn default_users() -> Result<UidRange, Failure> {
         .map_err(|why| Failure::usage(format!("{USERS}: {why}")))
 }
 
-/// Describes the confinement of a VM's process. The guest connects to sockets beside `vsock`.
+/// Describes the confinement of a VM's process, which makes nameless files in `scratch` and whose
+/// guest connects to sockets beside `vsock`.
 pub fn around(
     folder: &Path,
     scratch: &Path,
     vsock: Option<&Path>,
     record: &Record,
-) -> Result<Confinement, Failure> {
+) -> Confinement {
     let Record { user, cpus, memory_mib, .. } = *record;
     let memory = memory_mib << 20;
-    let scratch = own_scratch(scratch, user.is_some()).map_err(|error| {
-        Failure::fault(format!("cannot make a folder in {}: {error}", scratch.display()))
-    })?;
     let keep = |from: &Path, at, access| Folder { from: from.to_owned(), at, access };
     let mut folders =
-        vec![keep(folder, FOLDER, Access::Files), keep(&scratch, SCRATCH, Access::NamelessFiles)];
+        vec![keep(folder, FOLDER, Access::Files), keep(scratch, SCRATCH, Access::NamelessFiles)];
     folders.extend(vsock.and_then(Path::parent).map(|it| keep(it, SOCKETS, Access::Sockets)));
     let limits = Limits {
         open_files: OPEN_FILES,
@@ -74,7 +72,7 @@ pub fn around(
         address_space_bytes: 4 * memory + OTHER_ADDRESS_SPACE,
     };
     let user = user.unwrap_or_default();
-    Ok(Confinement { root: folder.to_owned(), folders, network: false, user, limits })
+    Confinement { root: folder.to_owned(), folders, network: false, user, limits }
 }
 
 /// Describes the confinement of the process through which a VM reaches the network. The new root is
@@ -103,6 +101,12 @@ pub fn group(record: &Record) -> io::Result<Group> {
 /// Returns the folder for nameless files of VMs in `dir`, which may have other files that a VM's
 /// process must not reach. A process with a user of its own needs one where everybody may make
 /// files and nobody may list them.
+pub fn scratch(dir: &Path, record: &Record) -> Result<PathBuf, Failure> {
+    own_scratch(dir, record.user.is_some()).map_err(|error| {
+        Failure::fault(format!("cannot make a folder in {}: {error}", dir.display()))
+    })
+}
+
 fn own_scratch(dir: &Path, other_user: bool) -> io::Result<PathBuf> {
     let mode = if other_user { 0o1733 } else { 0o700 };
     let own = dir.join(format!("pvmm-scratch-{}", process::effective_uid()));

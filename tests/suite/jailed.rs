@@ -228,17 +228,20 @@ fn vm_without_a_jail_is_said_aloud() {
 #[test]
 fn vm_of_root_without_namespaces_runs_and_says_what_its_jail_lacks() {
     let user = User::new();
-    let words = ["run", "--", "echo", "through"];
-    let said = Command::new("setpriv")
-        .args(["--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"])
-        .arg(cli::binary())
-        .args(words)
-        .env("PVMM_RUNTIME_DIR", user.runtime())
-        .output()
-        .unwrap();
-    assert_eq!(String::from_utf8_lossy(&said.stdout), "through\n", "{said:?}");
-    let lacks = String::from_utf8_lossy(&said.stderr).into_owned();
-    assert!(lacks.contains("lacks: ") && lacks.contains("user of its own"), "{lacks}");
+    assert_eq!(user.pvmm(["template", "bake", "base"]).code, Some(0));
+    for words in [&["run", "--cold"][..], &["run"]] {
+        let said = Command::new("setpriv")
+            .args(["--bounding-set", "-sys_admin", "--inh-caps", "-sys_admin"])
+            .arg(cli::binary())
+            .args(words)
+            .args(["--", "echo", "through"])
+            .env("PVMM_RUNTIME_DIR", user.runtime())
+            .output()
+            .unwrap();
+        assert_eq!(String::from_utf8_lossy(&said.stdout), "through\n", "{said:?}");
+        let lacks = String::from_utf8_lossy(&said.stderr).into_owned();
+        assert!(lacks.contains("lacks: ") && lacks.contains("user of its own"), "{lacks}");
+    }
 }
 
 /// Runs the attempts of the example `confined`, as root or as a user without privileges.

@@ -83,13 +83,16 @@ fn start(mut plan: Plan, dir: &VmDir) -> Result<Started, Failure> {
     let failed =
         |error: io::Error| Failure::fault(format!("cannot set the supervisor up: {error}"));
     detach(dir).map_err(failed)?;
-    let scratch = scratch::place()?;
+    let mut scratch = scratch::place()?;
+    if plan.jailed {
+        scratch.dir = jail::scratch(&scratch.dir, &plan.record)?;
+    }
     let run_dir = dir.run();
     if let Some(path) = plan.copy.vsock() {
         dir.show_vsock_at(path)?;
     }
     let around = || jail::around(run_dir.path(), &scratch.dir, plan.copy.vsock(), &plan.record);
-    let confinement = plan.jailed.then(around).transpose()?;
+    let confinement = plan.jailed.then(around);
     let (reports, reporter) = io::pipe().map_err(failed)?;
     let (supervisor, held) = io::pipe().map_err(failed)?;
     let (group, no_group) = match confinement.as_ref().map(|_| jail::group(&plan.record)) {
