@@ -52,12 +52,7 @@ pub fn default_users() -> Result<UidRange, Failure> {
 
 /// Describes the confinement of a VM's process, which makes nameless files in `scratch` and whose
 /// guest connects to sockets beside `vsock`.
-pub fn around(
-    folder: &Path,
-    scratch: &Path,
-    vsock: Option<&Path>,
-    record: &Record,
-) -> Confinement {
+pub fn around(folder: &Path, scratch: &Path, vsock: Option<&Path>, record: &Record) -> Confinement {
     let Record { user, cpus, memory_mib, .. } = *record;
     let memory = memory_mib << 20;
     let keep = |from: &Path, at, access| Folder { from: from.to_owned(), at, access };

@@ -32,6 +32,7 @@ mod suite;
 mod sys;
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -106,6 +107,13 @@ enum Verb {
     /// Print whether guests run here
     #[command(hide = true)]
     Probe,
+    /// Run some tests of the suite in a nested host
+    #[command(hide = true)]
+    SuiteShare {
+        suite: PathBuf,
+        #[arg(last = true)]
+        arguments: Vec<OsString>,
+    },
     /// The first process of a nested host
     #[command(hide = true)]
     NestedServe,
@@ -135,6 +143,7 @@ fn main() -> ExitCode {
         Verb::Bare { command } => bare::run(&command),
         Verb::Host(verb) => host::run(verb),
         Verb::Probe => say_what_runs(),
+        Verb::SuiteShare { suite, arguments } => suite::share(&suite, &arguments),
         Verb::NestedServe => nested_host::serve::first_process(),
         Verb::NestedServeWorker => match nested_host::serve::worker() {
             Ok(()) => ExitCode::SUCCESS,

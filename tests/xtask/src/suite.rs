@@ -1,13 +1,18 @@
 //! `cargo xtask test`: runs every test, on a machine that may have only Rust.
 //!
-//! Unit tests run here. The suite of real guests is one program, which runs once where KVM is.
+//! Unit tests run here. The suite of real guests is one program, which runs where KVM is: once here,
+//! or in shares in several nested hosts at once.
+
+mod shares;
 
 use std::error::Error;
 use std::ffi::OsString;
 use std::fs;
+use std::io;
 use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
+use crate::nested_host::background;
 use crate::on_kvm::{self, NestedPlace, OnKvmError, Ran};
 use crate::probe::{self, Found};
 use crate::{artifacts, cargo, checkout, packages, progress, report, serve};
@@ -136,24 +141,47 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
                 "no usable KVM here ({reason}): the suite runs in a nested host"
             ));
             let tests = list(&suite, arguments)?;
-            fs::create_dir_all(checkout::scratch())?;
-            let log = checkout::scratch().join(format!("suite-{}", std::process::id()));
-            let mut place = match NestedPlace::open() {
-                Ok(place) => place,
-                Err(e) => return Ok(on_kvm::code(Err(e))),
-            };
-            let mut run = |arguments: &[OsString]| {
-                let mut argv = command(&suite, arguments);
-                argv.extend(["--logfile".into(), log.as_os_str().to_owned()]);
-                let _ = fs::remove_file(&log);
-                let ran = place.run_once(&argv);
-                let ended = fs::read_to_string(&log).unwrap_or_default();
-                let _ = fs::remove_file(&log);
-                Ok((ran?, ended))
-            };
-            Ok(on_kvm::code(run_in_hosts(&tests, arguments, &mut run)))
+            if background::status().is_some() {
+                return Ok(in_one_host(&suite, &tests, arguments)?);
+            }
+            let shares = shares::split(&tests, shares::hosts());
+            if shares.len() < 2 {
+                return Ok(in_one_host(&suite, &tests, arguments)?);
+            }
+            progress::step(format!("in {} nested hosts at once", shares.len()));
+            let arguments: Vec<_> =
+                shares.iter().map(|share| selecting(arguments, share)).collect();
+            Ok(shares::run(&suite, &arguments)?)
         }
     }
+}
+
+/// Runs a share of the suite's tests in one nested host, and returns an exit code.
+pub fn share(suite: &Path, arguments: &[OsString]) -> ExitCode {
+    let run = || -> Result<u8, Box<dyn Error>> {
+        Ok(in_one_host(suite, &list(suite, arguments)?, arguments)?)
+    };
+    finish("suite", run())
+}
+
+/// Runs tests of the suite in a nested host, or in the next one if a host dies.
+fn in_one_host(suite: &Path, tests: &[String], arguments: &[OsString]) -> io::Result<u8> {
+    fs::create_dir_all(checkout::scratch())?;
+    let log = checkout::scratch().join(format!("suite-{}", std::process::id()));
+    let mut place = match NestedPlace::open() {
+        Ok(place) => place,
+        Err(e) => return Ok(on_kvm::code(Err(e))),
+    };
+    let mut run = |arguments: &[OsString]| {
+        let mut argv = command(suite, arguments);
+        argv.extend(["--logfile".into(), log.as_os_str().to_owned()]);
+        let _ = fs::remove_file(&log);
+        let ran = place.run_once(&argv);
+        let ended = fs::read_to_string(&log).unwrap_or_default();
+        let _ = fs::remove_file(&log);
+        Ok((ran?, ended))
+    };
+    Ok(on_kvm::code(run_in_hosts(tests, arguments, &mut run)))
 }
 
 /// Returns the command line of the suite's program with `arguments`.
@@ -212,21 +240,21 @@ fn run_in_hosts(
             "on another host: {current} again, then the {} after it",
             left.len() - 1
         ));
-        arguments = again(&arguments, &left);
+        arguments = selecting(&arguments, &left);
     }
 }
 
 /// Returns arguments that select exactly these tests, with the earlier flags.
-fn again(arguments: &[OsString], tests: &[&String]) -> Vec<OsString> {
+fn selecting(arguments: &[OsString], tests: &[&String]) -> Vec<OsString> {
     let is_kept = |argument: &&OsString| {
         let text = argument.to_string_lossy();
         let kept = ["--ignored", "--include-ignored", "--nocapture", "--show-output"];
         kept.contains(&&*text) || text.starts_with("--test-threads=")
     };
-    let mut again: Vec<OsString> = arguments.iter().filter(is_kept).cloned().collect();
-    again.push("--exact".into());
-    again.extend(tests.iter().map(OsString::from));
-    again
+    let mut selecting: Vec<OsString> = arguments.iter().filter(is_kept).cloned().collect();
+    selecting.push("--exact".into());
+    selecting.extend(tests.iter().map(OsString::from));
+    selecting
 }
 
 /// Builds the guest kernel in a separate process, because the build handles signals in its own way.
