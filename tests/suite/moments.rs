@@ -2,8 +2,11 @@
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use pvmm_tests::cli::User;
+use serde_json::Value;
 use tempfile::TempDir;
 
 fn ok(user: &User, args: &[&str]) -> String {
@@ -120,4 +123,36 @@ fn warm_template_runs_without_a_boot_and_every_run_is_its_own() {
     let ids = ok(&user, &["fork", "base", "-n", "2"]);
     let ids: Vec<_> = ids.lines().collect();
     ok(&user, &["kill", "--signal", "KILL", ids[0], ids[1]]);
+}
+
+/// Returns the private memory of the process that runs a VM, in MiB.
+fn private_mib(user: &User, vm: &str) -> u64 {
+    let listed = user.pvmm(["ps", "--json"]);
+    let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
+    let row = listed.as_array().unwrap().iter().find(|row| row["id"] == vm).unwrap();
+    let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", row["pid"])).unwrap();
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Private_Dirty:")).unwrap();
+    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() >> 10
+}
+
+#[test]
+fn vm_that_was_forked_shares_its_memory_with_its_forks() {
+    let user = User::new();
+    let vm = user.detached(&["--memory", "512M"]);
+    let sum = shell(&user, &vm, "head -c 128M /dev/urandom > /dev/shm/x; md5sum < /dev/shm/x");
+    assert!(private_mib(&user, &vm) > 128, "the memory is its own");
+    let fork = ok(&user, &["fork", &vm]);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while private_mib(&user, &vm) > 32 {
+        assert!(Instant::now() < deadline, "{} MiB are private", private_mib(&user, &vm));
+        thread::sleep(Duration::from_millis(200));
+    }
+    let change = "head -c 1M /dev/zero | dd of=/dev/shm/x conv=notrunc status=none";
+    let changed = shell(&user, &vm, &format!("{change}; md5sum < /dev/shm/x"));
+    assert_ne!(changed, sum);
+    // A second fork copies only what was written since.
+    let second = ok(&user, &["fork", &vm]);
+    let sums = [&vm, &fork, &second].map(|vm| shell(&user, vm, "md5sum < /dev/shm/x"));
+    assert_eq!(sums, [&changed, &sum, &changed].map(String::as_str));
+    ok(&user, &["kill", "--signal", "KILL", &vm, &fork, &second]);
 }

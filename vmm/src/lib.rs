@@ -155,6 +155,7 @@ pub use config::{
 pub use error::{Error, ErrorKind};
 pub use kvm::Kvm;
 pub use machine::Hinting;
+pub use memory::Adoption;
 pub use outcome::Outcome;
 pub use pvmm_devices::virtio::balloon::BalloonStats;
 pub use pvmm_devices::{listen_privately, open};

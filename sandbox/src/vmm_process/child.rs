@@ -14,8 +14,8 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, Refresh, ShutdownHow};
 use pvmm::exec::ExitStatus;
 use pvmm::{
-    Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, TapSource, Template, Vm, VmConfig,
-    Vsock,
+    Adoption, Console, ErrorKind, HostOptions, Kvm, Outcome, Overrides, TapSource, Template, Vm,
+    VmConfig, Vsock,
 };
 use pvmm_jailer::confine::{Confinement, Means};
 
@@ -43,6 +43,13 @@ const STOP_PATIENCE: Duration = Duration::from_secs(3);
 
 /// How long a workload stands still at most for a caller that ends the VM next.
 pub const STILL_MAX: Duration = Duration::from_secs(300);
+
+/// When a VM begins to share the memory that was copied for its forks, after their first steps.
+const ADOPT_AFTER: Duration = Duration::from_millis(250);
+/// The time between two such steps. The VM stands still during a step, which takes a millisecond or
+/// two.
+const ADOPT_EVERY: Duration = Duration::from_millis(20);
+const ADOPT_BYTES: u64 = 4 << 20;
 
 /// A kernel that does not load into less memory than this may simply lack memory.
 const COMFORT_MIB: u64 = 128;
@@ -353,6 +360,8 @@ struct Watched<'a> {
     end_at: Option<Instant>,
     made: Instant,
     trim_at: Option<Instant>,
+    /// Memory to share with the last forks, and when to go on with that.
+    adoption: Option<(Adoption, Instant)>,
     /// When a workload that stands still by request goes on.
     thaw_at: Option<Instant>,
     rolled_back: bool,
@@ -377,6 +386,7 @@ impl<'a> Watched<'a> {
             end_at: None,
             made,
             trim_at,
+            adoption: None,
             thaw_at: None,
             rolled_back,
         }
@@ -385,7 +395,8 @@ impl<'a> Watched<'a> {
     /// Runs the event loop until `own` is readable, `deadline` passes, or the VM must end.
     fn wait_for(&mut self, own: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> Event {
         loop {
-            let all = [deadline, self.stop_at, self.end_at, self.trim_at, self.thaw_at];
+            let adopt_at = self.adoption.as_ref().map(|(_, at)| *at);
+            let all = [deadline, self.stop_at, self.end_at, self.trim_at, self.thaw_at, adopt_at];
             let until = all.into_iter().flatten().min();
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let sources = [
@@ -409,6 +420,9 @@ impl<'a> Watched<'a> {
                     Effect::Still(still) => {
                         self.thaw_at = still.then(|| Instant::now() + STILL_MAX);
                     }
+                    Effect::Frozen(adoption) => {
+                        self.adoption = Some((adoption, Instant::now() + ADOPT_AFTER));
+                    }
                     Effect::Ttl(ttl) => self.end_at = ttl.map(|ttl| Instant::now() + ttl),
                 }
             }
@@ -430,6 +444,9 @@ impl<'a> Watched<'a> {
                 }
                 process::trim_heap();
             }
+            if adopt_at.is_some_and(|at| at <= now) {
+                self.adopt();
+            }
             if self.thaw_at.is_some_and(|at| at <= now) {
                 // Whoever asked for it is gone, or takes too long.
                 self.thaw_at = None;
@@ -446,6 +463,16 @@ impl<'a> Watched<'a> {
             if deadline.is_some_and(|at| at <= now) {
                 return Event::Late;
             }
+        }
+    }
+
+    /// Shares some more memory with the last forks.
+    fn adopt(&mut self) {
+        let Some((mut adoption, _)) = self.adoption.take() else { return };
+        match self.vm.adopt(&mut adoption, ADOPT_BYTES) {
+            Ok(true) => self.adoption = Some((adoption, Instant::now() + ADOPT_EVERY)),
+            Ok(false) => {}
+            Err(error) => log::warn!("sharing memory with forks: {error:#}"),
         }
     }
 

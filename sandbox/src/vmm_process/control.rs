@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, FreezeOptions, Refresh};
-use pvmm::{Error, ErrorKind, Vm};
+use pvmm::{Adoption, Error, ErrorKind, Vm};
 
 use crate::control::BalloonSize;
 use crate::control::{ControlReply, ControlRequest, MAX_LINE};
@@ -32,9 +32,10 @@ pub struct Control {
 }
 
 /// How a request has changed the VM, for the event loop.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effect {
     None,
+    /// A template was made, whose memory the VM can share.
+    Frozen(Adoption),
     Paused(bool),
     /// All connections to the guest are broken.
     RolledBack,
@@ -100,7 +101,7 @@ impl Control {
                 let template =
                     standing_still(vm, FreezeOptions::default(), Vm::begin_freeze)?.finish()?;
                 let (bytes, files) = template.hand_over()?;
-                Ok((Effect::None, Done::Template(bytes, files)))
+                Ok((Effect::Frozen(template.adoption()), Done::Template(bytes, files)))
             }
             ControlRequest::FreezeStill => {
                 vm.prepare_freeze()?;

@@ -5,6 +5,8 @@
 //! template, and trimmed VMs share them. A page is compared before it is shared, so the contents of
 //! the recorded file need not be trusted.
 
+use std::fs::File;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use pvmm_devices::GuestMemory;
@@ -26,6 +28,11 @@ pub struct DedupedPages {
 }
 
 impl DedupedPages {
+    /// Returns ranges whose pages lie over layers below the top one, and are not shared.
+    pub fn over_older_layers(ranges: PageRanges) -> Self {
+        Self { ranges, counted: 0 }
+    }
+
     pub fn ranges(&self) -> &PageRanges {
         &self.ranges
     }
@@ -39,9 +46,21 @@ impl DedupedPages {
         private: &PageRanges,
         image: &MemoryImage,
     ) -> Result<u64, MemoryError> {
-        let Some(source) = image.dedup_source().filter(|_| Mechanism::Dedup.in_use()) else {
-            return Ok(0);
-        };
+        match image.dedup_source().filter(|_| Mechanism::Dedup.in_use()) {
+            Some(source) => self.share_file(guest, private, image, source),
+            None => Ok(0),
+        }
+    }
+
+    /// Maps `source` in place of those `private` pages of `guest` that equal it, as [`Self::share`]
+    /// does.
+    pub fn share_file(
+        &mut self,
+        guest: &GuestMemory,
+        private: &PageRanges,
+        image: &MemoryImage,
+        source: &Arc<File>,
+    ) -> Result<u64, MemoryError> {
         let alone = MemoryImage::empty(image.regions().to_vec()).with_file(source.clone());
         let same = alone.unchanged(guest, private).map_err(MemoryError::Scan)?;
         let mut taken = Vec::new();

@@ -192,6 +192,12 @@ impl MemoryImage {
         self.layers.len() == other.layers.len() && self.layers.iter().zip(&other.layers).all(same)
     }
 
+    /// Returns whether this image is `below` and one layer more.
+    pub fn is_layer_over(&self, below: &Self) -> bool {
+        self.layers.len() == below.layers.len() + 1
+            && self.layers.iter().zip(&below.layers).all(|(one, other)| Arc::ptr_eq(one, other))
+    }
+
     /// Maps this image in place of all memory of `guest`, whose dirty pages are lost. The guest
     /// must be paused.
     pub fn remap(&self, guest: &GuestMemory) -> Result<(), MemoryError> {

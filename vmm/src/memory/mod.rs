@@ -14,9 +14,11 @@
 //! | `working_set.rs` | the pages of a first use: recorded or guessed, and prefaulted |
 //! | `dedup.rs` | pages that VMs of one template share after they were trimmed |
 //! | `background_copy.rs` | copying pages while the guest runs |
+//! | `adopt.rs` | sharing such a copy with the guest that it was made of |
 //! | `page_server.rs` | pages that another process supplies |
 //! | `uffd.rs`, `sys.rs` | system calls |
 
+mod adopt;
 mod background_copy;
 mod dedup;
 mod flat;
@@ -27,6 +29,7 @@ mod sys;
 mod uffd;
 mod working_set;
 
+pub use adopt::Adoption;
 pub use image::{Freezing, Layer, MAX_RUNS, MemoryError, MemoryImage, REWRITTEN_MAX, Region};
 pub use page_server::PageServer;
 pub use pages::{PAGEMAP, PageRanges};

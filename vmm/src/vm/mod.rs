@@ -20,6 +20,7 @@ use crate::config::{DriveSource, RateLimiterConfig, VmConfig};
 use crate::error::{Error, ErrorKind};
 use crate::kvm::Kvm;
 use crate::machine::{Hinting, Machine, balloon, drives, nets};
+use crate::memory::Adoption;
 use crate::outcome::Outcome;
 use crate::snapshot::{self, SaveKind};
 use crate::{boot, freeze, refresh, rollback, sys};
@@ -176,6 +177,22 @@ impl Vm {
             self.resume()?;
         }
         Ok(trimmed?)
+    }
+
+    /// Maps the memory that was copied for a template in place of pages of this VM that equal it,
+    /// about `max` bytes of it, so that the VM shares them with its forks. Pauses a VM that runs
+    /// for as long as that takes. Returns whether there is more to do; to be called until then.
+    pub fn adopt(&mut self, adoption: &mut Adoption, max: u64) -> Result<bool, Error> {
+        if !self.machine.memory.can_adopt(adoption) {
+            return Ok(false);
+        }
+        let was_running = self.machine.running;
+        self.pause()?;
+        let more = self.machine.memory.adopt(adoption, max);
+        if was_running {
+            self.resume()?;
+        }
+        Ok(more?)
     }
 
     /// Waits up to `timeout` for the guest to end. `None` means that it has not.

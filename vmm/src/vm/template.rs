@@ -18,6 +18,7 @@ use crate::error::{Error, ErrorKind};
 use crate::freeze::Unfinished;
 use crate::frozen::Frozen;
 use crate::kvm::Kvm;
+use crate::memory::Adoption;
 use crate::restore;
 use crate::snapshot::{self, LoadOptions, Manifest, NOTE_MAX, Roots, WriteOptions};
 
@@ -111,6 +112,12 @@ impl Template {
         let found = set.is_some();
         self.frozen.working_set = set.or(self.frozen.working_set.take());
         found
+    }
+
+    /// Returns what [`Vm::adopt`] needs for the VM that this template was frozen from to share the
+    /// memory that was copied. The template itself may be gone by then.
+    pub fn adoption(&self) -> Adoption {
+        Adoption::of(self.frozen.image.clone())
     }
 
     /// Writes the template as the snapshot folder `dir`.
