@@ -62,6 +62,16 @@ pub fn install_python() -> Result<PathBuf, Box<dyn Error>> {
     Ok(place)
 }
 
+/// Runs the unit tests of the Python SDK, which need no guest.
+pub fn test_sdk() -> Result<(), Box<dyn Error>> {
+    let sdk = checkout::root().join("sdk/python");
+    progress::step("unit tests of sdk/python");
+    let mut python = Command::new("python3");
+    python.args(["-m", "unittest", "discover", "--start-directory"]).arg(sdk.join("tests"));
+    python.env("PYTHONPATH", std::env::join_paths([sdk.join("src"), install_python()?])?);
+    compat::check(python.stdin(Stdio::null()), "unit tests of sdk/python")
+}
+
 /// Installs the packages of the TypeScript examples, unless they are there.
 fn install_node() -> Result<PathBuf, Box<dyn Error>> {
     let place = cache::dir().join("serve/node");

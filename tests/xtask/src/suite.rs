@@ -58,6 +58,7 @@ pub fn run(arguments: &[OsString]) -> ExitCode {
     let test = || -> Result<u8, Box<dyn Error>> {
         packages::install(&PACKAGES)?;
         cargo::run(&["test", "--workspace", "--exclude", "pvmm-tests"])?;
+        serve::test_sdk()?;
         suite(arguments)
     };
     finish("test", test())
