@@ -125,50 +125,58 @@ fn send(
 
 /// The main function of a process that [`spawn`] has started.
 pub fn run() -> ! {
-    match Received::read() {
-        Ok(received) => received.carry_out(),
-        // Only a launcher starts this program by this name.
-        Err(error) => eprintln!("error: {NAME} got no orders: {error}"),
+    // Without an order there is nobody to report to; the launcher notices that this process ended.
+    if let Ok(received) = Received::read() {
+        received.carry_out();
     }
     process::leave_now(failure::FAULT.into())
 }
 
-/// The order and the files received over the socket.
+/// What was received over the socket, up to the template's bytes.
 struct Received {
+    socket: UnixStream,
     message: Message,
     lock: File,
     reporter: PipeWriter,
     lifeline: PipeReader,
+    /// The bytes of the template that have arrived, and its files.
     machine: HandedOver,
 }
 
 impl Received {
     fn read() -> io::Result<Self> {
-        let mut socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
+        let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
         socket.set_read_timeout(Some(PATIENCE))?;
-        let (line, mut bytes, files) = passing::receive_line(&socket, MAX_ORDERS)?;
+        let (line, bytes, files) = passing::receive_line(&socket, MAX_ORDERS)?;
         let message: Message = serde_json::from_slice(&line)?;
-        if message.template_bytes > MAX_TEMPLATE {
-            return Err(io::Error::other("the template is too large"));
-        }
-        let left = message.template_bytes.saturating_sub(bytes.len() as u64);
-        (&mut socket).take(left).read_to_end(&mut bytes)?;
-        if bytes.len() as u64 != message.template_bytes {
-            return Err(io::ErrorKind::UnexpectedEof.into());
-        }
         let mut files = files.into_iter();
         let mut next = || files.next().ok_or_else(|| io::Error::other("a file is missing"));
         let (lock, reporter, lifeline) = (next()?.into(), next()?.into(), next()?.into());
         // The connections are in the VM's directory, for its egress process.
         let machine = HandedOver { bytes, files: files.collect(), connections: Vec::new() };
-        Ok(Self { message, lock, reporter, lifeline, machine })
+        Ok(Self { socket, message, lock, reporter, lifeline, machine })
+    }
+
+    /// Reads the rest of the template.
+    fn read_template(&mut self) -> io::Result<()> {
+        let (asked, bytes) = (self.message.template_bytes, &mut self.machine.bytes);
+        if asked > MAX_TEMPLATE {
+            return Err(io::Error::other("the template is too large"));
+        }
+        let left = asked.saturating_sub(bytes.len() as u64);
+        (&mut self.socket).take(left).read_to_end(bytes)?;
+        if bytes.len() as u64 == asked { Ok(()) } else { Err(io::ErrorKind::UnexpectedEof.into()) }
     }
 
     /// Runs the monitor process. Returns only if the order is invalid, after reporting that.
-    fn carry_out(self) {
-        let Self { message, lock, reporter, lifeline, machine } = self;
+    fn carry_out(mut self) {
+        let template = self.read_template();
+        let Self { socket, message, lock, reporter, lifeline, machine } = self;
+        drop(socket);
         let claim = Claim::adopt(path(message.dir.clone()), lock);
-        match message.plan(machine) {
+        let failed =
+            |error| Failure::fault(format!("the VMM process cannot read the template: {error}"));
+        match template.map_err(failed).and_then(|()| message.plan(machine)) {
             Ok(plan) => supervisor::run(plan, &claim, reporter, lifeline),
             Err(failure) => Reporter { pipe: reporter }.failed(failure),
         }

@@ -6,14 +6,17 @@ use std::io::{self, BufRead, BufReader, Read, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::on_kvm::OWN_FAULT;
-use crate::{checkout, sys};
+use crate::{checkout, progress, sys};
 
 /// The memory that a nested host takes, with what the emulator adds, in KiB.
 const HOST_KIB: u64 = 8 << 20;
 /// Fewer tests than this are not worth the boot of another host.
 const FEWEST_TESTS: usize = 8;
+/// How many of the slowest tests are named at the end.
+const SLOWEST: usize = 12;
 
 /// Returns how many nested hosts this machine can run at once.
 pub fn hosts() -> usize {
@@ -45,13 +48,23 @@ pub fn run(suite: &Path, arguments: &[Vec<OsString>]) -> io::Result<u8> {
         sys::die_with_parent(&mut command, Vec::new());
         children.push(command.spawn()?);
     }
-    thread::scope(|scope| {
+    let mut tests = thread::scope(|scope| {
+        let mut copying = Vec::new();
         for child in &mut children {
             let (out, err) = (child.stdout.take(), child.stderr.take());
-            scope.spawn(|| out.map(|from| copy_lines(from, io::stdout())));
+            copying.push(scope.spawn(|| out.map(|from| copy_lines(from, io::stdout()))));
             scope.spawn(|| err.map(|from| copy_lines(from, io::stderr())));
         }
+        let copied = copying.into_iter().filter_map(|thread| thread.join().ok().flatten());
+        copied.flatten().flatten().collect::<Vec<_>>()
     });
+    tests.sort();
+    let slowest = tests
+        .iter()
+        .rev()
+        .take(SLOWEST)
+        .map(|(took, name)| format!("{:.0} s {name}", took.as_secs_f64()));
+    progress::step(format!("slowest: {}", slowest.collect::<Vec<_>>().join(", ")));
     let mut code = 0;
     for mut child in children {
         let ended = child.wait()?.code().map_or(OWN_FAULT, |code| code as u8);
@@ -60,15 +73,23 @@ pub fn run(suite: &Path, arguments: &[Vec<OsString>]) -> io::Result<u8> {
     Ok(code)
 }
 
-/// Copies whole lines, so that those of different hosts do not mix.
-fn copy_lines(from: impl Read, mut to: impl Write) -> io::Result<()> {
+/// Copies whole lines, so that those of different hosts do not mix. Returns how long each test
+/// took.
+fn copy_lines(from: impl Read, mut to: impl Write) -> io::Result<Vec<(Duration, String)>> {
     let mut from = BufReader::new(from);
-    let mut line = Vec::new();
+    let (mut line, mut tests, mut since) = (Vec::new(), Vec::new(), Instant::now());
     while from.read_until(b'\n', &mut line)? > 0 {
         to.write_all(&line)?;
+        let mut words = line.split(|byte| *byte == b' ');
+        if words.next() == Some(b"test")
+            && let Some(name) = words.next()
+        {
+            tests.push((since.elapsed(), String::from_utf8_lossy(name).into_owned()));
+            since = Instant::now();
+        }
         line.clear();
     }
-    Ok(())
+    Ok(tests)
 }
 
 #[cfg(test)]
