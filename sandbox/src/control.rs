@@ -167,9 +167,11 @@ pub fn freeze(vm: &VmEntry) -> Result<Template, Failure> {
 }
 
 /// Freezes the VM's current state and leaves its workload standing still, for a caller that ends
-/// the VM next. [`ControlRequest::Thaw`] lets it go on.
-pub fn freeze_still(vm: &VmEntry) -> Result<Template, Failure> {
-    frozen(vm, ControlRequest::FreezeStill)?.template()
+/// the VM next. [`ControlRequest::Thaw`] lets it go on, and so does the end of the connection that
+/// is returned with the template.
+pub fn freeze_still(vm: &VmEntry) -> Result<(Template, UnixStream), Failure> {
+    let (handed_over, connection) = frozen(vm, ControlRequest::FreezeStill)?;
+    Ok((handed_over.template()?, connection))
 }
 
 /// Sets how long the VM may live from now on.
@@ -181,10 +183,10 @@ pub fn set_ttl(vm: &VmEntry, ttl: Option<Duration>) -> Result<(), Failure> {
 
 /// Freezes the VM's current state, in the form that another process can make a template of.
 pub fn hand_over(vm: &VmEntry) -> Result<HandedOver, Failure> {
-    frozen(vm, ControlRequest::Freeze)
+    frozen(vm, ControlRequest::Freeze).map(|(handed_over, _)| handed_over)
 }
 
-fn frozen(vm: &VmEntry, request: ControlRequest) -> Result<HandedOver, Failure> {
+fn frozen(vm: &VmEntry, request: ControlRequest) -> Result<(HandedOver, UnixStream), Failure> {
     let mut connections = net::connections(vm);
     let (reply, mut socket, mut bytes, files) = exchange(vm, request)?;
     // Asked twice: one may have been opened or closed just before the guest stood still.
@@ -201,7 +203,7 @@ fn frozen(vm: &VmEntry, request: ControlRequest) -> Result<HandedOver, Failure> 
     if read as u64 != left {
         return Err(broken(vm, &io::ErrorKind::UnexpectedEof.into()));
     }
-    Ok(HandedOver { bytes, files, connections })
+    Ok((HandedOver { bytes, files, connections }, socket))
 }
 
 type Answer = (ControlReply, UnixStream, Vec<u8>, Vec<OwnedFd>);

@@ -293,7 +293,7 @@ impl Sandbox {
     /// that fails the sandbox goes on.
     pub fn hibernate(&self, folder: &Path) -> Result<Manifest, Failure> {
         let begun = Instant::now();
-        let template = control::freeze_still(&self.entry)?;
+        let (template, connection) = control::freeze_still(&self.entry)?;
         let written = write(&template, folder).and_then(|manifest| {
             if begun.elapsed() < STILL_MAX {
                 return Ok(manifest);
@@ -302,13 +302,13 @@ impl Sandbox {
             let _ = std::fs::remove_dir_all(folder);
             Err(Failure::fault("the snapshot took too long to write").of_kind(FailureKind::Timeout))
         });
-        match written {
+        let ended = match written {
             Ok(manifest) => self.kill().map(|()| manifest),
-            Err(failure) => {
-                control::ask(&self.entry, ControlRequest::Thaw)?;
-                Err(failure)
-            }
-        }
+            Err(failure) => control::ask(&self.entry, ControlRequest::Thaw).and(Err(failure)),
+        };
+        // If this process is killed before, the workload goes on.
+        drop(connection);
+        ended
     }
 
     /// Sets how long the sandbox may live from now on.

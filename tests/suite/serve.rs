@@ -41,7 +41,7 @@ fn published_client_finds_every_flow_that_it_knows() {
 
 #[test]
 fn service_that_is_killed_loses_no_sandbox_and_leaves_none() {
-    assert_eq!(python("restart.py", &["4"]).trim(), "killed 4 times");
+    assert_eq!(python("restart.py", &["9"]).trim(), "killed 9 times");
 }
 
 #[test]

@@ -7,6 +7,7 @@
 use std::io::{self, PipeReader};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::chown;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -362,8 +363,8 @@ struct Watched<'a> {
     trim_at: Option<Instant>,
     /// Memory to share with the last forks, and when to go on with that.
     adoption: Option<(Adoption, Instant)>,
-    /// When a workload that stands still by request goes on.
-    thaw_at: Option<Instant>,
+    /// Who has asked that the workload stands still, and when it goes on at the latest.
+    still: Option<(UnixStream, Instant)>,
     rolled_back: bool,
 }
 
@@ -387,7 +388,7 @@ impl<'a> Watched<'a> {
             made,
             trim_at,
             adoption: None,
-            thaw_at: None,
+            still: None,
             rolled_back,
         }
     }
@@ -395,8 +396,9 @@ impl<'a> Watched<'a> {
     /// Runs the event loop until `own` is readable, `deadline` passes, or the VM must end.
     fn wait_for(&mut self, own: Option<BorrowedFd<'_>>, deadline: Option<Instant>) -> Event {
         loop {
+            let thaw_at = self.still.as_ref().map(|(_, at)| *at);
             let adopt_at = self.adoption.as_ref().map(|(_, at)| *at);
-            let all = [deadline, self.stop_at, self.end_at, self.trim_at, self.thaw_at, adopt_at];
+            let all = [deadline, self.stop_at, self.end_at, self.trim_at, thaw_at, adopt_at];
             let until = all.into_iter().flatten().min();
             let left = until.map(|at| at.saturating_duration_since(Instant::now()));
             let sources = [
@@ -404,11 +406,13 @@ impl<'a> Watched<'a> {
                 own,
                 Some(self.signals.as_fd()),
                 Some(self.control.as_fd()),
+                self.still.as_ref().map(|(client, _)| client.as_fd()),
             ];
-            let [outcome, own_ready, signal, asked] = match poll::readable_of(sources, left) {
-                Ok(ready) => ready,
-                Err(error) => return Event::End(End::Failed(fault(error))),
-            };
+            let [outcome, own_ready, signal, asked, client_gone] =
+                match poll::readable_of(sources, left) {
+                    Ok(ready) => ready,
+                    Err(error) => return Event::End(End::Failed(fault(error))),
+                };
             if outcome {
                 return Event::End(self.wait_for_guest());
             }
@@ -417,9 +421,10 @@ impl<'a> Watched<'a> {
                     Effect::None => {}
                     Effect::RolledBack => self.rolled_back = true,
                     Effect::Paused(paused) => self.reporter.tell(&Report::Paused(paused)),
-                    Effect::Still(still) => {
-                        self.thaw_at = still.then(|| Instant::now() + STILL_MAX);
+                    Effect::Still(client) => {
+                        self.still = client.map(|client| (client, Instant::now() + STILL_MAX));
                     }
+                    Effect::Thawed => self.still = None,
                     Effect::Frozen(adoption) => {
                         self.adoption = Some((adoption, Instant::now() + ADOPT_AFTER));
                     }
@@ -447,9 +452,9 @@ impl<'a> Watched<'a> {
             if adopt_at.is_some_and(|at| at <= now) {
                 self.adopt();
             }
-            if self.thaw_at.is_some_and(|at| at <= now) {
-                // Whoever asked for it is gone, or takes too long.
-                self.thaw_at = None;
+            // Whoever asked for it is gone, or takes too long.
+            if self.still.is_some() && (client_gone || thaw_at.is_some_and(|at| at <= now)) {
+                self.still = None;
                 if let Err(error) = control::thaw(&self.vm) {
                     log::warn!("thaw: {error:#}");
                 }

@@ -39,8 +39,9 @@ pub enum Effect {
     Paused(bool),
     /// All connections to the guest are broken.
     RolledBack,
-    /// The workload stands still until a thaw.
-    Still(bool),
+    /// The workload stands still until a thaw, or until the client is gone.
+    Still(Option<UnixStream>),
+    Thawed,
     /// The VM may live this long from now on.
     Ttl(Option<Duration>),
 }
@@ -68,28 +69,31 @@ impl Control {
         client.set_read_timeout(Some(CLIENT_PATIENCE))?;
         client.set_write_timeout(Some(CLIENT_PATIENCE))?;
         let request = read_request(&client)?;
-        match self.perform(request, vm) {
-            Ok((effect, Done::Nothing)) => {
-                reply(&client, &ControlReply::Done, &[])?;
-                Ok(effect)
-            }
+        let (effect, answered) = match self.perform(request, vm) {
+            Ok((effect, Done::Nothing)) => (effect, reply(&client, &ControlReply::Done, &[])),
             Ok((effect, Done::Balloon(size))) => {
-                reply(&client, &ControlReply::Balloon(size), &[])?;
-                Ok(effect)
+                (effect, reply(&client, &ControlReply::Balloon(size), &[]))
             }
             Ok((effect, Done::Template(bytes, files))) => {
-                reply(&client, &ControlReply::Template { bytes: bytes.len() as u64 }, &files)?;
-                (&client).write_all(&bytes)?;
-                Ok(effect)
+                let template = ControlReply::Template { bytes: bytes.len() as u64 };
+                let sent = reply(&client, &template, &files);
+                (effect, sent.and_then(|()| (&client).write_all(&bytes)))
             }
             Err(error) => {
                 let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
                 let hint = hint_for(request).filter(|_| code == USAGE).map(str::to_owned);
                 let refused = ControlReply::Refused { code, message: format!("{error:#}"), hint };
-                reply(&client, &refused, &[])?;
-                Ok(Effect::None)
+                (Effect::None, reply(&client, &refused, &[]))
             }
+        };
+        // The VM has changed, also if the client does not learn of it.
+        if let Err(error) = answered {
+            log::warn!("control: {error}");
         }
+        Ok(match effect {
+            Effect::Still(_) => Effect::Still(Some(client)),
+            other => other,
+        })
     }
 
     fn perform(&mut self, request: ControlRequest, vm: &mut Vm) -> Result<(Effect, Done), Error> {
@@ -108,13 +112,13 @@ impl Control {
                 let template = held_still(vm, FreezeOptions::default(), Vm::begin_freeze)?;
                 let handed = template.finish().and_then(|template| template.hand_over());
                 match handed {
-                    Ok((bytes, files)) => Ok((Effect::Still(true), Done::Template(bytes, files))),
+                    Ok((bytes, files)) => Ok((Effect::Still(None), Done::Template(bytes, files))),
                     Err(error) => thaw(vm).and(Err(error)),
                 }
             }
             ControlRequest::Thaw => {
                 thaw(vm)?;
-                Ok((Effect::Still(false), Done::Nothing))
+                Ok((Effect::Thawed, Done::Nothing))
             }
             ControlRequest::SetTtl { ttl_ms } => {
                 Ok((Effect::Ttl(ttl_ms.map(Duration::from_millis)), Done::Nothing))
