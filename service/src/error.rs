@@ -176,6 +176,8 @@ impl From<AgentError> for ApiError {
         match &error {
             AgentError::TooLarge { .. } => Self::too_large(message),
             AgentError::TooMany => Self::too_many(message, 1),
+            // Its VM has just ended, or is about to answer again.
+            AgentError::Dial { .. } => Self::unavailable("the sandbox cannot be reached now", 1),
             AgentError::HoldsSecrets => Self::conflict(message),
             AgentError::Refused(_) => Self::conflict(message),
             error => of_kind(error.kind(), message),
