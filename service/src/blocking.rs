@@ -1,7 +1,8 @@
 //! Runs calls that wait in threads of their own, a bounded number at a time.
 //!
 //! The library and the agent's client block. Long work and short work have separate bounds, so that
-//! many running commands do not keep a `pause` waiting.
+//! many running commands do not keep a `pause` waiting. VMs start a few at a time: a start is work
+//! for processors, and many at once would only make each of them late.
 
 use std::future::Future;
 use std::time::Duration;
@@ -16,10 +17,15 @@ use crate::error::ApiError;
 const LONG: usize = 448;
 /// The most short calls at a time.
 const SHORT: usize = 64;
+/// The most starts at a time for each processor, and on any machine.
+const STARTS_PER_CPU: usize = 2;
+const STARTS: std::ops::RangeInclusive<usize> = 4..=64;
 /// The threads that the runtime may have for all of them.
-pub const THREADS: usize = LONG + SHORT;
+pub const THREADS: usize = LONG + SHORT + *STARTS.end();
 /// How long a request waits for a free thread.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a start waits for others: less than clients wait for an answer.
+const START_PATIENCE: Duration = Duration::from_secs(20);
 
 /// The kind of a call, by how long it may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,28 +34,35 @@ pub enum Work {
     Short,
     /// A call that lasts as long as a command, a transfer or a stream.
     Long,
+    /// A call that starts VMs.
+    Start,
 }
 
 /// The bounds on calls that wait.
 pub struct Blocking {
     long: Arc<Semaphore>,
     short: Arc<Semaphore>,
+    start: Arc<Semaphore>,
 }
 
 impl Default for Blocking {
     fn default() -> Self {
-        Self { long: Arc::new(Semaphore::new(LONG)), short: Arc::new(Semaphore::new(SHORT)) }
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let starts = (cpus * STARTS_PER_CPU).clamp(*STARTS.start(), *STARTS.end());
+        let [long, short, start] = [LONG, SHORT, starts].map(|most| Arc::new(Semaphore::new(most)));
+        Self { long, short, start }
     }
 }
 
 impl Blocking {
     async fn permit(&self, work: Work) -> Result<OwnedSemaphorePermit, ApiError> {
-        let semaphore = match work {
-            Work::Short => &self.short,
-            Work::Long => &self.long,
+        let (semaphore, patience) = match work {
+            Work::Short => (&self.short, PATIENCE),
+            Work::Long => (&self.long, PATIENCE),
+            Work::Start => (&self.start, START_PATIENCE),
         };
         let acquire = Arc::clone(semaphore).acquire_owned();
-        match tokio::time::timeout(PATIENCE, acquire).await {
+        match tokio::time::timeout(patience, acquire).await {
             Ok(Ok(permit)) => Ok(permit),
             _ => Err(ApiError::unavailable("the server has too much to do: try again", 5)),
         }

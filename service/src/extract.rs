@@ -103,7 +103,12 @@ impl<T: DeserializeOwned, S: Send + Sync> FromRequest<S> for Json<T> {
 
     async fn from_request(request: Request, _: &S) -> Result<Self, ApiError> {
         let bytes = collect(request.into_body(), MAX_JSON).await?;
-        let bytes = if bytes.iter().all(u8::is_ascii_whitespace) { b"{}" } else { &bytes[..] };
+        let bytes = match bytes.trim_ascii_start() {
+            [] => b"{}",
+            // serde would take the fields from an array, too.
+            [b'[', ..] => return Err(ApiError::bad_request("the body: it must be an object")),
+            _ => &bytes[..],
+        };
         let parsed = serde_json::from_slice(bytes);
         parsed.map(Self).map_err(|error| ApiError::bad_request(format!("the body: {error}")))
     }

@@ -37,4 +37,6 @@ class Server:
         return json.loads(text) if text else None
 
     def exec(self, sandbox: str, line: str) -> str:
-        return self.call("POST", f"/sandboxes/{sandbox}/exec", {"cmd": line})["stdout"].strip()
+        answer = self.call("POST", f"/sandboxes/{sandbox}/exec", {"cmd": line})
+        assert answer["exit_code"] == 0, answer
+        return answer["stdout"].strip()

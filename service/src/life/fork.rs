@@ -54,7 +54,7 @@ pub async fn fork(
         ttl: ttl_s.map(Duration::from_secs),
         ..ForkOptions::default()
     };
-    let vms = app.blocking.run(Work::Long, move || Ok(parent.vm().fork(&options)?)).await?;
+    let vms = app.blocking.run(Work::Start, move || Ok(parent.vm().fork(&options)?)).await?;
     let (now, boot_ms) = (clock::now_ms(), begun.elapsed().as_millis() as u64);
     let row = |(id, vm): (String, &pvmm_sandbox::Sandbox)| {
         let mut metadata = metadata.clone();

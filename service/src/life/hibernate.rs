@@ -168,7 +168,7 @@ pub(super) async fn wake_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<()
         }
         Ok(vm)
     };
-    let vm = app.blocking.run(Work::Long, work).await?;
+    let vm = app.blocking.run(Work::Start, work).await?;
     let mut fields = entry.lock();
     fields.row.vm = Some(vm.id().to_owned());
     fields.row.state = State::Running;

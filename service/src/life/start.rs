@@ -201,7 +201,7 @@ async fn launch(
         let folder = app.snapshot_dir(snapshot);
         return app
             .blocking
-            .run(Work::Long, move || Ok(sandboxes.restore(&folder, &options)?))
+            .run(Work::Start, move || Ok(sandboxes.restore(&folder, &options)?))
             .await;
     }
     let shape = options.shape();
@@ -210,7 +210,7 @@ async fn launch(
     if !is_warm {
         app.bakes.bake(&shape).await?;
     }
-    app.blocking.run(Work::Long, move || Ok(sandboxes.create(&options)?)).await
+    app.blocking.run(Work::Start, move || Ok(sandboxes.create(&options)?)).await
 }
 
 /// Returns the network of a sandbox with these rules. A rule begins with an address or a name; `*`

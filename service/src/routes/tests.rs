@@ -123,6 +123,7 @@ async fn bad_body_is_refused_and_never_a_server_error() {
         ("/v1/volumes".to_owned(), "", 400),
         ("/v1/volumes".to_owned(), "{\"name\":\"a\",\"size_mb\":0}", 400),
         ("/v1/me/tokens".to_owned(), "{\"expires_in_days\":-1}", 400),
+        ("/v1/me/tokens".to_owned(), " [null, null]", 400),
         (one("exec"), "", 400),
         (one("exec"), "{\"cmd\":1}", 400),
         (one("exec"), "{\"cmd\":\"x\",\"timeout_seconds\":-1}", 400),
