@@ -14,6 +14,7 @@ use pvmm_guest_agent::message::{Answer, Code, Outcome, Shutdown, Started};
 use crate::cgroup::{Cgroup, Cgroups};
 use crate::connection::{Connection, StreamId};
 use crate::deadlines::Deadlines;
+use crate::defaults::Defaults;
 use crate::detached::DetachedProcess;
 use crate::interpreter::Sessions;
 use crate::listener::Listener;
@@ -55,6 +56,7 @@ pub struct Agent {
     pub spawner: Spawner,
     pub pool: Pool,
     pub identity: Identity,
+    pub defaults: Defaults,
     pub oom: OomLog,
     pub sessions: Sessions,
     /// The detached processes, by their jobs.
@@ -77,6 +79,7 @@ impl Agent {
             spawner: Spawner::new(),
             pool: Pool::new()?,
             identity: Identity::new(),
+            defaults: Defaults::read(),
             oom: OomLog::open(),
             sessions: Sessions::default(),
             detached: BTreeMap::new(),

@@ -9,7 +9,6 @@ use pvmm_guest_agent::message::{Command, Exec, Limits, Stage};
 
 use crate::agent::Agent;
 use crate::cgroup::Cgroup;
-use crate::refresh::Identity;
 use crate::spawn::{Plan, SpawnError};
 use crate::stdio::Stdio;
 use crate::users::{self, User};
@@ -67,17 +66,17 @@ fn plan(
         Command::Argv(argv) => argv.iter().map(|arg| arg.to_vec()).collect(),
         Command::Shell(line) => vec![b"/bin/sh".into(), b"-c".into(), line.to_vec()],
     };
-    let env = environment(exec, user.as_ref(), &agent.identity);
+    let env = environment(exec, user.as_ref(), agent);
     let path = env.get(&b"PATH"[..]).map_or(DEFAULT_PATH.as_bytes(), |path| path);
     let programs = candidates(&argv[0], path);
     let entries = env.iter().map(|(name, value)| [name, &b"="[..], value].concat());
-    let cwd = exec.cwd.as_ref().map_or(&b"/"[..], |cwd| cwd);
+    let cwd = exec.cwd.as_ref().map(|cwd| &cwd[..]).or(agent.defaults.cwd.as_deref());
     Ok(Plan {
         programs: c_strings(programs)?,
         argv: c_strings(argv)?,
         env: c_strings(entries)?,
-        cwd: c_string(cwd.to_vec())?,
-        credentials: exec.user.as_ref().and(user).map(|user| user.credentials),
+        cwd: c_string(cwd.unwrap_or(b"/").to_vec())?,
+        credentials: user_name(agent, exec).and(user).map(|user| user.credentials),
         stdio: stdio.theirs(&agent.null),
         terminal: stdio.terminal.is_some(),
         control: None,
@@ -90,8 +89,13 @@ pub fn prepare(error: io::Error) -> SpawnError {
     SpawnError { stage: Stage::Prepare, errno: error.raw_os_error().unwrap_or(libc::EIO) }
 }
 
-pub fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
-    match spec {
+/// Returns the user that the request or else the root filesystem names.
+pub fn user_name<'a>(agent: &'a Agent, exec: &'a Exec) -> Option<&'a str> {
+    exec.user.as_deref().or(agent.defaults.user.as_deref())
+}
+
+pub fn find_user(agent: &Agent, exec: &Exec) -> Result<Option<User>, SpawnError> {
+    match user_name(agent, exec) {
         Some(spec) => users::find(spec)
             .map(Some)
             .ok_or(SpawnError { stage: Stage::User, errno: libc::ENOENT }),
@@ -99,13 +103,10 @@ pub fn find_user(spec: Option<&str>) -> Result<Option<User>, SpawnError> {
     }
 }
 
-/// Returns the default environment, overridden by that of the last refresh and then by the
-/// request's entries.
-fn environment(
-    exec: &Exec,
-    user: Option<&User>,
-    identity: &Identity,
-) -> BTreeMap<Vec<u8>, Vec<u8>> {
+/// Returns the default environment, overridden by that of the root filesystem, that of the last
+/// refresh and then by the request's entries.
+fn environment(exec: &Exec, user: Option<&User>, agent: &Agent) -> BTreeMap<Vec<u8>, Vec<u8>> {
+    let identity = &agent.identity;
     let mut env: BTreeMap<Vec<u8>, Vec<u8>> = BTreeMap::new();
     if !exec.clear_env {
         let (name, home) = user.map_or(("root", "/"), |user| (&user.name, &user.home));
@@ -117,6 +118,7 @@ fn environment(
             ("LANG", "C.UTF-8"),
         ];
         env.extend(defaults.map(|(name, value)| (name.into(), value.into())));
+        env.extend(agent.defaults.env.iter().cloned());
         if identity.generation > 0 {
             let generation = identity.generation.to_string();
             env.insert(b"PVMM_GENERATION".into(), generation.into());

@@ -9,6 +9,7 @@ mod channel;
 mod check;
 mod connection;
 mod deadlines;
+mod defaults;
 mod detached;
 mod entry;
 mod file_work;

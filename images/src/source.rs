@@ -22,8 +22,8 @@ pub enum SourceKind {
     Dockerfile,
 }
 
-/// Settings of a Dockerfile for running its programs. They are kept for the caller; a VM does not
-/// apply them.
+/// Settings of a Dockerfile for running its programs. The agent applies environment, working
+/// directory and user; the others are kept for the caller.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Settings {

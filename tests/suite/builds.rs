@@ -72,6 +72,9 @@ fn dockerfile_is_built_in_steps_and_a_second_build_keeps_them() {
     let run = user.pvmm(["run", "--template", built.1, "--", "sh", "-c", line]);
     let expected = "hello from a build /app\nuser 644\nuser\nroot 1777\nroot 700";
     assert_eq!(run.text(), expected, "{run:?}");
+    let said =
+        user.pvmm(["run", "--template", built.1, "--", "sh", "-c", "echo $GREETING; pwd; id -un"]);
+    assert_eq!(said.text(), "hello from a build\n/app\nuser", "{said:?}");
     let inspected = user.pvmm(["template", "inspect", built.1, "--json"]);
     let manifest: serde_json::Value = serde_json::from_slice(&inspected.stdout).unwrap();
     assert_eq!(manifest["source"]["settings"]["cmd"][0], "cat", "{manifest}");

@@ -75,8 +75,9 @@ fn try_begin(
     exec: &Exec,
     begun: Instant,
 ) -> Result<(Process, Stdio), SpawnError> {
-    let user = launch::find_user(exec.user.as_deref())?;
-    let owner = exec.user.as_ref().and(user.as_ref()).map(|user| user.credentials.uid);
+    let user = launch::find_user(agent, exec)?;
+    let named = launch::user_name(agent, exec).is_some();
+    let owner = user.as_ref().filter(|_| named).map(|user| user.credentials.uid);
     let mut stdio = Stdio::of(exec, owner).map_err(prepare)?;
     watch_stdio(agent, job, &stdio).map_err(prepare)?;
     let (pid, cgroup) = launch(agent, exec, user, &stdio, None)?;

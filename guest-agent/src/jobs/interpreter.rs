@@ -67,7 +67,7 @@ fn start_session(
     };
     let stdio = Stdio::of(&exec, None).map_err(prepare)?;
     let (control, theirs) = sys::session::control_pair().map_err(prepare)?;
-    let user = launch::find_user(exec.user.as_deref())?;
+    let user = launch::find_user(agent, &exec)?;
     let (pid, cgroup) = launch(agent, &exec, user, &stdio, Some(theirs.as_raw_fd()))?;
     let process = match sys::session::process_watch(pid) {
         Ok(process) => process,

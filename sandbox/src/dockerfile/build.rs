@@ -5,10 +5,10 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, FileKind};
+use pvmm::agent::{Agent, FileKind, WriteOptions};
 use pvmm::exec::{ExecRequest, ExecStatus, ProcessEvent};
 use pvmm_images::template::TemplateError;
-use pvmm_images::{Cache, Import, ImportError, Recipe, SourceKind, Template};
+use pvmm_images::{Cache, Import, ImportError, Recipe, Settings, SourceKind, Template};
 
 use super::context::Context;
 use super::copy_in;
@@ -31,6 +31,8 @@ const RUN_TIME: Duration = Duration::from_secs(3600);
 const LOOK: Duration = Duration::from_millis(100);
 /// A longer line of output is shown in pieces.
 const MAX_LINE: usize = 4096;
+/// The folder of the file in which the agent finds what commands get that say nothing themselves.
+const DEFAULTS_DIR: &str = "/etc/pvmm";
 /// Directories of the guest's root that are no part of an image.
 const LEFT_OUT: [&str; 5] = ["dev", "proc", "run", "sys", "tmp"];
 
@@ -223,6 +225,14 @@ impl Build<'_> {
 
     fn finish(self, room: &Room, name: &str) -> Result<Template, Failure> {
         let agent = room.0.agent()?;
+        let defaults = defaults(&self.plan.settings);
+        if !defaults.is_empty() {
+            agent.mkdir(DEFAULTS_DIR, None, true).map_err(guest_agent::refuse)?;
+            let file = format!("{DEFAULTS_DIR}/defaults");
+            agent
+                .write_file(&file, &defaults, &WriteOptions::default())
+                .map_err(guest_agent::refuse)?;
+        }
         let settings = Some(self.plan.settings);
         let fill = |import: &mut Import<'_>| read_out(&agent, import);
         Template::import(self.cache, name, SourceKind::Dockerfile, settings, self.log, fill)
@@ -284,6 +294,14 @@ fn run(
         _ => format!("the command failed with exit code {}", status.shell_code()),
     };
     Err(Failure::usage(message))
+}
+
+/// Returns what commands of a template get that say nothing themselves, as the agent reads it.
+fn defaults(settings: &Settings) -> Vec<u8> {
+    let env = settings.env.iter().map(|(name, value)| format!("env {name}={value}\0"));
+    let cwd = settings.workdir.iter().map(|path| format!("cwd {path}\0"));
+    let user = settings.user.iter().map(|name| format!("user {name}\0"));
+    env.chain(cwd).chain(user).collect::<String>().into_bytes()
 }
 
 /// Cuts output into lines.

@@ -61,7 +61,7 @@ pub fn flush(vsock: &Path, volumes: &[VolumeMount]) {
     let synced = guest_agent::connect_at(vsock, FLUSH_PATIENCE)
         .map_err(|error| error.to_string())
         .and_then(|agent| {
-            let request = ExecRequest::argv(["/bin/sync"]).timeout(FLUSH_PATIENCE);
+            let request = ExecRequest::argv(["/bin/sync"]).user("root").timeout(FLUSH_PATIENCE);
             agent.exec(&request).map_err(|error| error.to_string())
         });
     if let Err(error) = synced {
@@ -80,7 +80,7 @@ pub fn mount(dir: &RunDir, volumes: &[VolumeMount]) -> Result<(), Failure> {
         let device = format!("vd{}", char::from(letter));
         let options = if volume.read_only { "ro,noload" } else { "rw" };
         let argv = ["/bin/sh", "-c", MOUNT, "sh", &device, options, &volume.at];
-        let request = ExecRequest::argv(argv).timeout(MOUNT_PATIENCE);
+        let request = ExecRequest::argv(argv).user("root").timeout(MOUNT_PATIENCE);
         let output = agent.exec(&request).map_err(guest_agent::refuse_exec)?;
         if !output.status.success() {
             let said = String::from_utf8_lossy(&output.stderr.bytes).trim().to_owned();
