@@ -41,14 +41,20 @@ shell=/bin/sh; [ -x /bin/bash ] && shell=/bin/bash
 exec 9<"$1"; rm -f "$1"; exec "$shell" /dev/fd/9"#;
 
 /// The body of an exec.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 pub struct Exec {
-    cmd: String,
-    timeout_seconds: Option<f64>,
-    env: Option<BTreeMap<String, String>>,
-    cwd: Option<String>,
-    user: Option<String>,
-    stdin: Option<String>,
+    /// The shell line.
+    pub cmd: String,
+    /// The time limit in seconds.
+    pub timeout_seconds: Option<f64>,
+    /// Variables that are added to the environment.
+    pub env: Option<BTreeMap<String, String>>,
+    /// The working directory; root's home by default.
+    pub cwd: Option<String>,
+    /// The user; root by default.
+    pub user: Option<String>,
+    /// The standard input; empty by default.
+    pub stdin: Option<String>,
 }
 
 impl Exec {
@@ -157,6 +163,27 @@ fn late(error: &ApiError) -> Value {
     value
 }
 
+/// Runs a shell line in a sandbox to its end, for every API.
+pub async fn run_line(
+    app: &Arc<App>,
+    owner: &str,
+    id: &str,
+    body: Exec,
+) -> Result<Output, ApiError> {
+    body.timeout()?;
+    let begun = Instant::now();
+    let in_use = enter(app, id).await?;
+    let line = body.cmd.clone();
+    let outcome = app.blocking.run(Work::Long, move || run(&in_use, &body)).await;
+    let mut act = Act::new("exec", owner, id).what(&line).since(begun).outcome(&outcome);
+    if let Ok(output) = &outcome {
+        act = act.exit(output.status.shell_code().into());
+        act = act.bytes(output.stdout.total.saturating_add(output.stderr.total));
+    }
+    app.audit.write(&act);
+    outcome
+}
+
 /// `POST /v1/sandboxes/{id}/exec`
 pub async fn exec(
     State(app): State<Arc<App>>,
@@ -167,17 +194,8 @@ pub async fn exec(
     body.timeout()?;
     app.find(&id)?;
     let work = async move {
-        let begun = Instant::now();
-        let in_use = enter(&app, &id).await?;
-        let command = body.clone();
-        let outcome = app.blocking.run(Work::Long, move || run(&in_use, &command)).await;
-        let mut act = Act::new("exec", &owner, &id).what(&body.cmd).since(begun).outcome(&outcome);
-        if let Ok(output) = &outcome {
-            act = act.exit(output.status.shell_code().into());
-            act = act.bytes(output.stdout.total.saturating_add(output.stderr.total));
-        }
-        app.audit.write(&act);
-        answer(&outcome?, &body)
+        let output = run_line(&app, &owner, &id, body.clone()).await?;
+        answer(&output, &body)
     };
     Ok(sse::slow_json(StatusCode::OK, work, late).await)
 }

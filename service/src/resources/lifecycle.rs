@@ -43,6 +43,13 @@ pub async fn get(
     Ok(axum::Json(shape(&app.find(&id)?.row())))
 }
 
+/// Lets a sandbox live this long from now on, for every API.
+pub async fn set_ttl(app: &Arc<App>, id: &str, seconds: u64) -> Result<(), ApiError> {
+    let ttl_seconds = Some(i64::try_from(seconds).unwrap_or(i64::MAX));
+    let change = Change { ttl_seconds, persistent: None };
+    to_the_end(changed(Arc::clone(app), id.to_owned(), change)).await.map(drop)
+}
+
 async fn changed(app: Arc<App>, id: String, change: Change) -> Result<Value, ApiError> {
     let ttl =
         change.ttl_seconds.map(|ttl| check_ttl(u64::try_from(ttl).unwrap_or(0))).transpose()?;

@@ -38,21 +38,33 @@ const GUEST_IP: &str = "10.0.2.15";
 /// The body of a create.
 #[derive(Debug, Default, Deserialize)]
 pub struct Create {
-    template: Option<String>,
-    cpu: Option<u32>,
-    memory_mb: Option<u64>,
-    disk_mb: Option<u64>,
-    metadata: Option<BTreeMap<String, String>>,
-    ttl_seconds: Option<u64>,
-    persistent: Option<bool>,
-    from_snapshot: Option<String>,
-    volumes: Option<Vec<VolumeWish>>,
-    egress_allowlist: Option<Vec<String>>,
-    env: Option<BTreeMap<String, String>>,
+    /// The name of the template.
+    pub template: Option<String>,
+    /// The number of vCPUs.
+    pub cpu: Option<u32>,
+    /// The guest memory in MiB.
+    pub memory_mb: Option<u64>,
+    /// The size of the disk in MiB.
+    pub disk_mb: Option<u64>,
+    /// Names and values of the client.
+    pub metadata: Option<BTreeMap<String, String>>,
+    /// The time to live.
+    pub ttl_seconds: Option<u64>,
+    /// Whether it hibernates instead of ending.
+    pub persistent: Option<bool>,
+    /// The snapshot to start from, instead of the template.
+    pub from_snapshot: Option<String>,
+    /// The volumes to mount.
+    pub volumes: Option<Vec<VolumeWish>>,
+    /// Rules for the network.
+    pub egress_allowlist: Option<Vec<String>>,
+    /// Refused: variables belong to each exec.
+    pub env: Option<BTreeMap<String, String>>,
 }
 
+/// A volume of a create.
 #[derive(Debug, Deserialize)]
-struct VolumeWish {
+pub struct VolumeWish {
     name: String,
     #[serde(default)]
     read_only: bool,
@@ -183,15 +195,11 @@ impl Create {
     }
 }
 
-/// `POST /v1/sandboxes`
-pub async fn create(
-    State(app): State<Arc<App>>,
-    Owner(owner): Owner,
-    Json(body): Json<Create>,
-) -> Result<Response, ApiError> {
+/// Makes a sandbox, for every API.
+pub async fn make(app: &Arc<App>, owner: &str, body: Create) -> Result<SandboxRow, ApiError> {
     let begun = Instant::now();
-    let request = body.request(owner.clone())?;
-    let shared = Arc::clone(&app);
+    let request = body.request(owner.to_owned())?;
+    let shared = Arc::clone(app);
     let outcome = to_the_end(async move {
         let source = request.source.clone();
         shared.blocking.run(Work::Short, move || require_template(&source)).await?;
@@ -199,8 +207,18 @@ pub async fn create(
     })
     .await;
     let id = outcome.as_ref().map_or("", |row| &row.id);
-    app.audit.write(&Act::new("create", &owner, id).since(begun).outcome(&outcome));
-    Ok((StatusCode::CREATED, axum::Json(shape(&outcome?))).into_response())
+    app.audit.write(&Act::new("create", owner, id).since(begun).outcome(&outcome));
+    outcome
+}
+
+/// `POST /v1/sandboxes`
+pub async fn create(
+    State(app): State<Arc<App>>,
+    Owner(owner): Owner,
+    Json(body): Json<Create>,
+) -> Result<Response, ApiError> {
+    let row = make(&app, &owner, body).await?;
+    Ok((StatusCode::CREATED, axum::Json(shape(&row))).into_response())
 }
 
 /// Refuses a template that is not there, and names those that are.
@@ -234,21 +252,26 @@ pub async fn get(
     Ok(axum::Json(shape(&app.find(&id)?.row())))
 }
 
+/// Ends a sandbox, for every API. Ending it twice is no error.
+pub async fn end(app: &Arc<App>, owner: &str, id: &str) -> Result<(), ApiError> {
+    let begun = Instant::now();
+    if app.has_ended(id) {
+        return Ok(());
+    }
+    let entry = app.find(id)?;
+    let shared = Arc::clone(app);
+    let outcome = to_the_end(async move { life::end(&shared, &entry).await }).await;
+    app.audit.write(&Act::new("delete", owner, id).since(begun).outcome(&outcome));
+    outcome
+}
+
 /// `DELETE /v1/sandboxes/{id}`
 pub async fn delete(
     State(app): State<Arc<App>>,
     Owner(owner): Owner,
     Id(id): Id,
 ) -> Result<StatusCode, ApiError> {
-    let begun = Instant::now();
-    if app.has_ended(&id) {
-        return Ok(StatusCode::NO_CONTENT);
-    }
-    let entry = app.find(&id)?;
-    let shared = Arc::clone(&app);
-    let outcome = to_the_end(async move { life::end(&shared, &entry).await }).await;
-    app.audit.write(&Act::new("delete", &owner, &id).since(begun).outcome(&outcome));
-    outcome.map(|()| StatusCode::NO_CONTENT)
+    end(&app, &owner, &id).await.map(|()| StatusCode::NO_CONTENT)
 }
 
 #[cfg(test)]
