@@ -117,6 +117,7 @@ impl Call<'_> {
         arguments::check_code("code", &wish.code)?;
         let language = code::language(wish.language.as_deref().unwrap_or("python"))?;
         let (id, mut words) = self.sandbox(wish.sandbox).await?;
+        let _turn = self.conversation.turn(&id, timeout).await?;
         let open = move |agent: &Agent| {
             let name = format!("mcp-{}", code::word(language));
             let mut options = SessionOptions::named(language, &name);

@@ -3,11 +3,12 @@
 //! A sandbox also has a time to live, which each call renews. It ends by that time whatever
 //! happens to the server, because its monitor keeps the time.
 
+use std::collections::HashMap;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use tokio::sync::{Mutex, RwLock};
+use tokio::sync::{Mutex, OwnedMutexGuard, RwLock};
 
 use crate::app::{App, Entry};
 use crate::blocking::to_the_end;
@@ -48,12 +49,17 @@ pub struct Conversation {
     /// The sandbox of calls that name none. Locked while it is being made, so that two calls at
     /// once make one.
     own: Arc<Mutex<Option<String>>>,
+    /// The turns of code in the interpreters of sandboxes, which run one code at a time.
+    turns: Arc<std::sync::Mutex<HashMap<String, Arc<Mutex<()>>>>>,
     /// The sandboxes that the conversation has made.
     made: Arc<std::sync::Mutex<Vec<String>>>,
     /// Whether the conversation has ended. Read-locked while a sandbox is being made, so that the
     /// end does not miss it.
     ended: Arc<RwLock<bool>>,
 }
+
+/// The right to run code in a sandbox, until it is dropped.
+pub type Turn = OwnedMutexGuard<()>;
 
 /// A sandbox that a call uses.
 pub struct Used {
@@ -67,7 +73,8 @@ impl Conversation {
     /// Begins a conversation without sandboxes.
     pub fn new(app: Arc<App>, defaults: Defaults) -> Self {
         let (own, made, ended) = (Arc::default(), Arc::default(), Arc::default());
-        Self { app, defaults: Arc::new(defaults), own, made, ended }
+        let (defaults, turns) = (Arc::new(defaults), Arc::default());
+        Self { app, defaults, own, turns, made, ended }
     }
 
     /// Returns the state of the server.
@@ -106,13 +113,23 @@ impl Conversation {
     /// conversation no longer has it as its own.
     pub async fn leave(&self, named: Option<String>) -> Option<String> {
         let mut own = self.own.lock().await;
-        match named {
-            Some(id) => {
-                own.take_if(|own| *own == id);
-                Some(id)
-            }
-            None => own.take(),
-        }
+        let id = named.or_else(|| own.clone())?;
+        own.take_if(|own| *own == id);
+        self.turns.lock().unwrap_or_else(PoisonError::into_inner).remove(&id);
+        Some(id)
+    }
+
+    /// Waits until no other call of the conversation runs code in this sandbox. An agent may make
+    /// several calls at once.
+    pub async fn turn(&self, id: &str, patience: Duration) -> Result<Turn, ApiError> {
+        let turn = {
+            let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+            Arc::clone(turns.entry(id.to_owned()).or_default())
+        };
+        let turn = tokio::time::timeout(patience, turn.lock_owned()).await;
+        turn.map_err(|_| {
+            ApiError::conflict("other code still runs in the sandbox: wait for it, or use a fork")
+        })
     }
 
     /// Makes a sandbox that becomes the conversation's own.
