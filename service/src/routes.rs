@@ -121,12 +121,12 @@ fn table() -> Table {
 
 /// Builds the router of the whole API.
 pub fn router(app: Arc<App>) -> Router {
-    let mcp = mcp::service(&app);
+    let mcp = mcp::route(&app);
     table()
         .router
         .route("/v1/sandboxes/{id}/ports/{port}/proxy/", any(ports::forward))
         .route("/v1/sandboxes/{id}/ports/{port}/proxy/{*path}", any(ports::forward))
-        .route_service("/mcp", mcp)
+        .route("/mcp", mcp)
         .fallback(absent::absent)
         .method_not_allowed_fallback(absent::other_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&app), authenticate))

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use pvmm_sandbox::{CreateOptions, Failure};
 use rmcp::ServiceExt;
+use rmcp::transport::async_rw::AsyncRwTransport;
 use rmcp::transport::io::stdio;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -26,6 +27,8 @@ use crate::server;
 const WORKERS: usize = 1;
 /// The most sandboxes of the conversation at a time.
 const MAX_SANDBOXES: u32 = 64;
+/// The longest message: a file of 8 MiB, each character of it escaped.
+const MAX_LINE: usize = 64 << 20;
 /// How long the threads of calls may go on at the end.
 const LAST_GRACE: Duration = Duration::from_secs(2);
 
@@ -80,7 +83,9 @@ async fn converse(app: &Arc<App>, options: McpOptions) -> Result<(), Failure> {
     let handler = Handler::of_user(conversation.clone());
     let spoken = async {
         // A peer that leaves before it has said hello is no failure.
-        match handler.serve(stdio()).await {
+        let (input, output) = stdio();
+        let transport = AsyncRwTransport::new_server(input, output);
+        match handler.serve(transport.with_max_line_length(MAX_LINE)).await {
             Ok(running) => drop(running.waiting().await),
             Err(error) => log::info!("no conversation: {error}"),
         }

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -210,6 +211,39 @@ async def over_stdio(pvmm):
     print("conversation over stdio: ok", flush=True)
 
 
+def in_use(pvmm):
+    """Starts `pvmm mcp` and returns it when it has a sandbox."""
+    server = subprocess.Popen([pvmm, "mcp"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    client = {"name": "test", "version": "1"}
+    first = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client}
+    call = {"name": "sandbox_exec", "arguments": {"command": "true"}}
+    for message in (
+        {"id": 1, "method": "initialize", "params": first},
+        {"method": "notifications/initialized"},
+        {"id": 2, "method": "tools/call", "params": call},
+    ):
+        server.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
+        server.stdin.flush()
+    answers = [json.loads(server.stdout.readline()) for _ in range(2)]
+    assert not answers[1]["result"]["isError"] and len(running(pvmm)) == 1, answers
+    return server
+
+
+def ended_by_signals(pvmm):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        server = in_use(pvmm)
+        server.send_signal(number)
+        assert server.wait(timeout=60) == 0
+        assert running(pvmm) == [], running(pvmm)
+    killed = in_use(pvmm)
+    killed.kill()
+    killed.wait()
+    # The next server ends what a killed one has left.
+    subprocess.run([pvmm, "mcp"], stdin=subprocess.DEVNULL, timeout=60, check=True)
+    assert running(pvmm) == [], running(pvmm)
+    print("ended by signals: ok", flush=True)
+
+
 async def over_http(pvmm):
     with Server(pvmm) as server:
         url = f"{server.url}/mcp"
@@ -236,6 +270,7 @@ async def over_http(pvmm):
 
 async def main():
     await over_stdio(sys.argv[1])
+    ended_by_signals(sys.argv[1])
     await over_http(sys.argv[1])
 
 

@@ -146,9 +146,9 @@ impl Conversation {
         let deadline = Instant::now() + BAKE_PATIENCE;
         loop {
             let body = self.body(&wish);
-            let (conversation, who) = (self.clone(), owner.to_owned());
+            let (app, who) = (Arc::clone(&self.app), owner.to_owned());
             let call = async move {
-                let row = sandboxes::make(&conversation.app, &who, body).await?;
+                let row = sandboxes::start(&app, body.request(who)?).await?;
                 Ok(vec![row])
             };
             let outcome = self.making(call).await;
@@ -221,7 +221,9 @@ impl Conversation {
         if left_ms >= ttl_s * 500 || !self.made().iter().any(|other| other == id) {
             return Ok(());
         }
-        lifecycle::set_ttl(&self.app, id, ttl_s).await
+        let (app, id) = (Arc::clone(&self.app), id.to_owned());
+        let set = async move { lifecycle::set(&app, &id, Some(ttl_s), None).await };
+        to_the_end(set).await.map(drop)
     }
 
     /// Returns a sandbox, or an error that says where to find others.

@@ -7,6 +7,11 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
+use axum::extract::Request;
+use axum::http::{Method, StatusCode};
+use axum::middleware::{self, Next};
+use axum::response::Response;
+use axum::routing::{MethodRouter, any_service};
 use rmcp::transport::streamable_http_server::session::local::LocalSessionManager;
 use rmcp::transport::streamable_http_server::{StreamableHttpServerConfig, StreamableHttpService};
 use tokio::sync::Semaphore;
@@ -24,8 +29,23 @@ const MAX_SESSIONS: usize = 256;
 const MAX_BODY: usize = 16 << 20;
 const TEMPLATE: &str = "base";
 
-/// Returns the service behind `/mcp`.
-pub fn service(app: &Arc<App>) -> StreamableHttpService<Handler, LocalSessionManager> {
+/// Returns the handlers of `/mcp`.
+pub fn route(app: &Arc<App>) -> MethodRouter<Arc<App>> {
+    any_service(service(app)).layer(middleware::from_fn(nothing_left))
+}
+
+/// Says of a session that was ended that nothing of it is left: some clients take `rmcp`'s
+/// "accepted" for a failure.
+async fn nothing_left(request: Request, next: Next) -> Response {
+    let ends = request.method() == Method::DELETE;
+    let mut response = next.run(request).await;
+    if ends && response.status() == StatusCode::ACCEPTED {
+        *response.status_mut() = StatusCode::NO_CONTENT;
+    }
+    response
+}
+
+fn service(app: &Arc<App>) -> StreamableHttpService<Handler, LocalSessionManager> {
     let mut sessions = LocalSessionManager::default();
     sessions.session_config.keep_alive = Some(TTL);
     let slots = Arc::new(Semaphore::new(MAX_SESSIONS));

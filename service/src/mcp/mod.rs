@@ -2,7 +2,7 @@
 //!
 //! The tools call what the REST API calls, so limits, audit log and listings are the same. Two
 //! doors use them: `/mcp` of the service (`http`), and `pvmm mcp` over standard input and output
-//! (`crate::stdio`).
+//! (`stdio.rs`).
 //!
 //! | module | content |
 //! | --- | --- |
@@ -23,4 +23,4 @@ mod tools;
 
 pub use conversation::{Conversation, Defaults};
 pub use handler::Handler;
-pub use http::service;
+pub use http::route;

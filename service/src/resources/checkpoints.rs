@@ -41,7 +41,7 @@ async fn rolled_back(app: Arc<App>, id: String) -> Result<(), ApiError> {
     app.blocking.run(Work::Long, move || Ok(vm.rollback()?)).await
 }
 
-/// Keeps the present state of a sandbox, for every API.
+/// Keeps the present state of a sandbox.
 pub async fn take_checkpoint(app: &Arc<App>, owner: &str, id: &str) -> Result<(), ApiError> {
     let begun = Instant::now();
     let outcome = to_the_end(checkpointed(Arc::clone(app), id.to_owned())).await;
@@ -49,7 +49,7 @@ pub async fn take_checkpoint(app: &Arc<App>, owner: &str, id: &str) -> Result<()
     outcome
 }
 
-/// Takes a sandbox back to its checkpoint, for every API.
+/// Takes a sandbox back to its checkpoint.
 pub async fn roll_back(app: &Arc<App>, owner: &str, id: &str) -> Result<(), ApiError> {
     let begun = Instant::now();
     let outcome = to_the_end(rolled_back(Arc::clone(app), id.to_owned())).await;

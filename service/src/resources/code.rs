@@ -40,7 +40,7 @@ pub struct Run {
     timeout_ms: Option<u64>,
 }
 
-/// Returns the language that clients call by this name.
+/// Reads the name of a language.
 pub fn language(name: &str) -> Result<Language, ApiError> {
     match &name.to_ascii_lowercase()[..] {
         "python" | "python3" | "py" => Ok(Language::Python),
@@ -149,7 +149,7 @@ fn late(error: &ApiError) -> Value {
     json!({ "results": [], "stdout": "", "stderr": "", "error": message, "exit": 1, "exit_code": 1 })
 }
 
-/// Runs code in a session to its end, for every API.
+/// Runs code in a session to its end.
 pub async fn run_in_session(
     app: &Arc<App>,
     owner: &str,

@@ -163,7 +163,7 @@ fn late(error: &ApiError) -> Value {
     value
 }
 
-/// Runs a shell line in a sandbox to its end, for every API.
+/// Runs a shell line in a sandbox to its end.
 pub async fn run_line(
     app: &Arc<App>,
     owner: &str,

@@ -38,37 +38,25 @@ const GUEST_IP: &str = "10.0.2.15";
 /// The body of a create.
 #[derive(Debug, Default, Deserialize)]
 pub struct Create {
-    /// The name of the template.
-    pub template: Option<String>,
-    /// The number of vCPUs.
-    pub cpu: Option<u32>,
-    /// The guest memory in MiB.
-    pub memory_mb: Option<u64>,
-    /// The size of the disk in MiB.
-    pub disk_mb: Option<u64>,
-    /// Names and values of the client.
-    pub metadata: Option<BTreeMap<String, String>>,
-    /// The time to live.
-    pub ttl_seconds: Option<u64>,
-    /// Whether it hibernates instead of ending.
-    pub persistent: Option<bool>,
-    /// The snapshot to start from, instead of the template.
-    pub from_snapshot: Option<String>,
-    /// The volumes to mount.
-    pub volumes: Option<Vec<VolumeWish>>,
-    /// Rules for the network.
-    pub egress_allowlist: Option<Vec<String>>,
-    /// Refused: variables belong to each exec.
-    pub env: Option<BTreeMap<String, String>>,
+    pub(crate) template: Option<String>,
+    pub(crate) cpu: Option<u32>,
+    pub(crate) memory_mb: Option<u64>,
+    pub(crate) disk_mb: Option<u64>,
+    pub(crate) metadata: Option<BTreeMap<String, String>>,
+    pub(crate) ttl_seconds: Option<u64>,
+    pub(crate) persistent: Option<bool>,
+    pub(crate) from_snapshot: Option<String>,
+    pub(crate) volumes: Option<Vec<VolumeWish>>,
+    pub(crate) egress_allowlist: Option<Vec<String>>,
+    pub(crate) env: Option<BTreeMap<String, String>>,
 }
 
-/// A volume of a create.
 #[derive(Debug, Deserialize)]
-pub struct VolumeWish {
-    name: String,
+pub(crate) struct VolumeWish {
+    pub(crate) name: String,
     #[serde(default)]
-    read_only: bool,
-    mount_path: Option<String>,
+    pub(crate) read_only: bool,
+    pub(crate) mount_path: Option<String>,
 }
 
 /// Writes a sandbox as clients read it.
@@ -163,7 +151,8 @@ fn volumes(wishes: Vec<VolumeWish>) -> Result<Vec<VolumeUse>, ApiError> {
 }
 
 impl Create {
-    fn request(self, owner: String) -> Result<StartRequest, ApiError> {
+    /// Checks the wishes and returns the request to the library.
+    pub fn request(self, owner: String) -> Result<StartRequest, ApiError> {
         let template = self.template.unwrap_or_else(|| DEFAULT_TEMPLATE.to_owned());
         let alias = ALIASES.iter().find(|(name, _)| *name == template);
         let template = alias.map_or(template, |(_, name)| (*name).to_owned());
@@ -195,10 +184,19 @@ impl Create {
     }
 }
 
-/// Makes a sandbox, for every API.
-pub async fn make(app: &Arc<App>, owner: &str, body: Create) -> Result<SandboxRow, ApiError> {
-    let begun = Instant::now();
-    let request = body.request(owner.to_owned())?;
+/// `POST /v1/sandboxes`
+pub async fn create(
+    State(app): State<Arc<App>>,
+    Owner(owner): Owner,
+    Json(body): Json<Create>,
+) -> Result<Response, ApiError> {
+    let row = start(&app, body.request(owner)?).await?;
+    Ok((StatusCode::CREATED, axum::Json(shape(&row))).into_response())
+}
+
+/// Starts a sandbox from a template or a snapshot that is there, and returns its row.
+pub async fn start(app: &Arc<App>, request: StartRequest) -> Result<SandboxRow, ApiError> {
+    let (begun, owner) = (Instant::now(), request.owner.clone());
     let shared = Arc::clone(app);
     let outcome = to_the_end(async move {
         let source = request.source.clone();
@@ -207,18 +205,8 @@ pub async fn make(app: &Arc<App>, owner: &str, body: Create) -> Result<SandboxRo
     })
     .await;
     let id = outcome.as_ref().map_or("", |row| &row.id);
-    app.audit.write(&Act::new("create", owner, id).since(begun).outcome(&outcome));
+    app.audit.write(&Act::new("create", &owner, id).since(begun).outcome(&outcome));
     outcome
-}
-
-/// `POST /v1/sandboxes`
-pub async fn create(
-    State(app): State<Arc<App>>,
-    Owner(owner): Owner,
-    Json(body): Json<Create>,
-) -> Result<Response, ApiError> {
-    let row = make(&app, &owner, body).await?;
-    Ok((StatusCode::CREATED, axum::Json(shape(&row))).into_response())
 }
 
 /// Refuses a template that is not there, and names those that are.
@@ -252,7 +240,16 @@ pub async fn get(
     Ok(axum::Json(shape(&app.find(&id)?.row())))
 }
 
-/// Ends a sandbox, for every API. Ending it twice is no error.
+/// `DELETE /v1/sandboxes/{id}`
+pub async fn delete(
+    State(app): State<Arc<App>>,
+    Owner(owner): Owner,
+    Id(id): Id,
+) -> Result<StatusCode, ApiError> {
+    end(&app, &owner, &id).await.map(|()| StatusCode::NO_CONTENT)
+}
+
+/// Ends a sandbox. Ending it twice is no error.
 pub async fn end(app: &Arc<App>, owner: &str, id: &str) -> Result<(), ApiError> {
     let begun = Instant::now();
     if app.has_ended(id) {
@@ -263,15 +260,6 @@ pub async fn end(app: &Arc<App>, owner: &str, id: &str) -> Result<(), ApiError> 
     let outcome = to_the_end(async move { life::end(&shared, &entry).await }).await;
     app.audit.write(&Act::new("delete", owner, id).since(begun).outcome(&outcome));
     outcome
-}
-
-/// `DELETE /v1/sandboxes/{id}`
-pub async fn delete(
-    State(app): State<Arc<App>>,
-    Owner(owner): Owner,
-    Id(id): Id,
-) -> Result<StatusCode, ApiError> {
-    end(&app, &owner, &id).await.map(|()| StatusCode::NO_CONTENT)
 }
 
 #[cfg(test)]
