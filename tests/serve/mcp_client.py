@@ -211,22 +211,56 @@ async def over_stdio(pvmm):
     print("conversation over stdio: ok", flush=True)
 
 
+def say(server, method, number=None, **params):
+    message = {"jsonrpc": "2.0", "method": method, "params": params}
+    message.update({"id": number} if number else {})
+    server.stdin.write(json.dumps(message).encode() + b"\n")
+    server.stdin.flush()
+
+
+def answer(server, number):
+    while (message := json.loads(server.stdout.readline())).get("id") != number:
+        pass
+    return message["result"]
+
+
 def in_use(pvmm):
     """Starts `pvmm mcp` and returns it when it has a sandbox."""
     server = subprocess.Popen([pvmm, "mcp"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     client = {"name": "test", "version": "1"}
     first = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": client}
-    call = {"name": "sandbox_exec", "arguments": {"command": "true"}}
-    for message in (
-        {"id": 1, "method": "initialize", "params": first},
-        {"method": "notifications/initialized"},
-        {"id": 2, "method": "tools/call", "params": call},
-    ):
-        server.stdin.write(json.dumps({"jsonrpc": "2.0", **message}).encode() + b"\n")
-        server.stdin.flush()
-    answers = [json.loads(server.stdout.readline()) for _ in range(2)]
-    assert not answers[1]["result"]["isError"] and len(running(pvmm)) == 1, answers
+    say(server, "initialize", 1, **first)
+    say(server, "notifications/initialized")
+    say(server, "tools/call", 2, name="sandbox_exec", arguments={"command": "true"})
+    assert not answer(server, 2)["isError"] and len(running(pvmm)) == 1
     return server
+
+
+def cancelled_calls_end(pvmm):
+    """A call that the client cancels ends its command or code; the sandbox goes on."""
+    server = in_use(pvmm)
+    start = time.monotonic()
+    for number, tool, arguments in (
+        (3, "sandbox_exec", {"command": "touch begun; sleep 1000", "timeout_seconds": 1000}),
+        (4, "sandbox_run_code", {"code": "import time; x = 1; open('begun2', 'w'); "
+                                         "time.sleep(1000)", "timeout_seconds": 1000}),
+    ):
+        say(server, "tools/call", number, name=tool, arguments=arguments)
+    waiting = "while [ ! -e begun ] || [ ! -e begun2 ]; do sleep 0.1; done"
+    say(server, "tools/call", 5, name="sandbox_exec", arguments={"command": waiting})
+    answer(server, 5)
+    for number in (3, 4):
+        say(server, "notifications/cancelled", requestId=number)
+    say(server, "tools/call", 6, name="sandbox_run_code", arguments={"code": "x"})
+    assert answer(server, 6)["content"][0]["text"] == "result:\n1"
+    left = "ls -l /proc/[0-9]*/exe 2>/dev/null | grep -c /sleep$"
+    say(server, "tools/call", 7, name="sandbox_exec", arguments={"command": left})
+    said = answer(server, 7)["content"][0]["text"]
+    assert "stdout:\n0\n" in said, said
+    assert time.monotonic() - start < 100
+    server.stdin.close()
+    assert server.wait(timeout=60) == 0
+    print("cancelled calls: ok", flush=True)
 
 
 def ended_by_signals(pvmm):
@@ -270,6 +304,7 @@ async def over_http(pvmm):
 
 async def main():
     await over_stdio(sys.argv[1])
+    cancelled_calls_end(sys.argv[1])
     ended_by_signals(sys.argv[1])
     await over_http(sys.argv[1])
 

@@ -42,7 +42,7 @@ fn published_client_finds_every_flow_that_it_knows() {
 #[test]
 fn published_mcp_client_uses_every_tool_and_leaves_nothing() {
     let said = python("mcp_client.py", &[]);
-    assert_eq!(said.lines().filter(|line| line.contains(": ok")).count(), 12, "{said}");
+    assert_eq!(said.lines().filter(|line| line.contains(": ok")).count(), 13, "{said}");
 }
 
 #[test]

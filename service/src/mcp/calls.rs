@@ -1,5 +1,5 @@
-//! What each tool does: parse the arguments, find the sandbox, call what the REST API calls, write
-//! the answer.
+//! The calls of the tools: each takes its arguments apart, finds the sandbox, calls what the REST
+//! API calls, and writes the answer.
 
 use std::io::Read;
 use std::sync::Arc;
@@ -13,6 +13,7 @@ use pvmm::agent::{
 use pvmm::exec::{ExecStatus, Output};
 use rmcp::model::{ContentBlock, JsonObject};
 use serde_json::json;
+use tokio_util::sync::CancellationToken;
 
 use crate::audit::Act;
 use crate::blocking::Work;
@@ -50,6 +51,8 @@ pub struct Call<'a> {
     pub conversation: &'a Conversation,
     /// The prefix of the token.
     pub owner: &'a str,
+    /// Cancelled when the client no longer wants the call: commands and code end then.
+    pub stop: &'a CancellationToken,
 }
 
 impl Call<'_> {
@@ -128,7 +131,8 @@ impl Call<'_> {
         let session = self.in_guest(&id, open).await?;
         let request = CodeRequest::new(wish.code).timeout(timeout);
         let app = self.conversation.app();
-        let output = code::run_in_session(app, self.owner, &id, session, request).await?;
+        let output =
+            code::run_in_session(app, self.owner, &id, session, request, self.stop).await?;
         let render = move |agent: &Agent| {
             let failed = output.report.timed_out;
             let (images, text) = code_answer(agent, &output);
@@ -158,7 +162,8 @@ impl Call<'_> {
             cwd,
             ..exec::Exec::default()
         };
-        let output = exec::run_line(self.conversation.app(), self.owner, &id, body).await?;
+        let app = self.conversation.app();
+        let output = exec::run_line(app, self.owner, &id, body, self.stop).await?;
         let render = move |agent: &Agent| {
             let failed = output.status.timed_out;
             words.push(exec_answer(agent, &output));

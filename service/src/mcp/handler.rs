@@ -67,7 +67,7 @@ impl Handler {
         context: &RequestContext<RoleServer>,
     ) -> Result<Answer, ApiError> {
         let owner = self.owner(context)?;
-        let call = Call { conversation: &self.conversation, owner: &owner };
+        let call = Call { conversation: &self.conversation, owner: &owner, stop: &context.ct };
         let call = call.run(&request.name, request.arguments);
         match tokio::time::timeout(MAX_CALL, call).await {
             Ok(answer) => answer,

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use super::arguments::{DEFAULT_READ, DEFAULT_TIME_S, MAX_READ, MAX_TIME_S};
 
-/// What a model reads about all tools.
+/// The text that a model reads before it uses any tool.
 pub const INSTRUCTIONS: &str = "\
 Sandboxes are disposable Linux computers with their own kernel, for code that must not touch the \
 user's machine. The conversation has one sandbox of its own: it is made at the first call that \

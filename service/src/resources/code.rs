@@ -10,13 +10,17 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use pvmm::agent::{CodeOutput, CodeRequest, Language, MimeBundle, RunStatus, SessionOptions};
+use pvmm::agent::{
+    CodeOutput, CodeRequest, Interrupter, Language, MimeBundle, RunStatus, SessionOptions,
+};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use crate::app::App;
 use crate::audit::Act;
-use crate::blocking::Work;
+use crate::blocking::{Work, unless_stopped};
 use crate::error::ApiError;
 use crate::extract::{Id, Json, Owner, Session, shown};
 use crate::life::enter;
@@ -149,22 +153,27 @@ fn late(error: &ApiError) -> Value {
     json!({ "results": [], "stdout": "", "stderr": "", "error": message, "exit": 1, "exit_code": 1 })
 }
 
-/// Runs code in a session to its end.
+/// Runs code in a session to its end, or until `stop`, which interrupts it.
 pub async fn run_in_session(
     app: &Arc<App>,
     owner: &str,
     id: &str,
     session: String,
     request: CodeRequest,
+    stop: &CancellationToken,
 ) -> Result<CodeOutput, ApiError> {
     let begun = Instant::now();
     let in_use = enter(app, id).await?;
     let code = request.code.clone();
+    let (handle, interrupter) = oneshot::channel();
+    let begin = move |interrupter| drop(handle.send(interrupter));
     let call = move || {
-        let output = in_use.agent()?.run_code(&session, &request);
+        let output = in_use.agent()?.run_code_with(&session, &request, begin);
         output.map_err(|error| in_use.explain(error.into()))
     };
-    let outcome = app.blocking.run(Work::Long, call).await;
+    let work = app.blocking.run(Work::Long, call);
+    let interrupt = |interrupter: Interrupter| drop(interrupter.interrupt());
+    let outcome = unless_stopped(work, interrupter, stop, interrupt).await;
     let mut act = Act::new("run_code", owner, id).what(&code).since(begun).outcome(&outcome);
     if let Ok(output) = &outcome {
         act = act.exit(output.error.is_some().into());
@@ -190,7 +199,8 @@ pub async fn run(
     app.find(&id)?;
     let work = async move {
         let request = CodeRequest::new(body.code).timeout(timeout);
-        answer(&run_in_session(&app, &owner, &id, session, request).await?)
+        let never = CancellationToken::new();
+        answer(&run_in_session(&app, &owner, &id, session, request, &never).await?)
     };
     Ok(sse::slow_json(StatusCode::OK, work, late).await)
 }
