@@ -132,14 +132,14 @@ mod tests {
         };
         let stop = CancellationToken::new();
         stop.cancel();
-        let end = |end: oneshot::Sender<()>| drop(end.send(()));
+        let end = |end: oneshot::Sender<()>| assert!(end.send(()).is_ok());
         assert_eq!(unless_stopped(work, handle, &stop, end).await, "ended");
     }
 
     #[tokio::test]
     async fn work_that_is_not_stopped_comes_to_its_end() {
         let (_sender, handle) = oneshot::channel::<()>();
-        let work = unless_stopped(async { 7 }, handle, &CancellationToken::new(), |()| {});
-        assert_eq!(work.await, 7);
+        let stop = CancellationToken::new();
+        assert_eq!(unless_stopped(async { 7 }, handle, &stop, |()| {}).await, 7);
     }
 }

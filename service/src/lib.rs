@@ -46,4 +46,4 @@ mod upload;
 
 pub use options::{DEFAULT_LISTEN, Limits, Listen, McpOptions, ServeOptions, TlsFiles};
 pub use server::serve;
-pub use stdio::mcp;
+pub use stdio::serve_stdio;

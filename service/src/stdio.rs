@@ -33,7 +33,7 @@ const MAX_LINE: usize = 64 << 20;
 const LAST_GRACE: Duration = Duration::from_secs(2);
 
 /// Serves one conversation until standard input closes or a signal comes, and ends its sandboxes.
-pub fn mcp(options: McpOptions) -> Result<(), Failure> {
+pub fn serve_stdio(options: McpOptions) -> Result<(), Failure> {
     let usage = |flag: &str, error: ApiError| Failure::usage(format!("{flag}: {}", error.message));
     life::egress_of(&options.egress).map_err(|error| usage("--allow-host", error))?;
     if !(1..=MAX_TTL_S).contains(&options.ttl.as_secs()) {

@@ -10,7 +10,7 @@ use crate::exit::Outcome;
 
 pub fn mcp(args: Mcp) -> Outcome {
     pvmm_sandbox::logger::start();
-    pvmm_service::mcp(McpOptions {
+    pvmm_service::serve_stdio(McpOptions {
         template: args.template,
         cpus: args.cpus,
         memory_mib: args.memory,
