@@ -9,6 +9,7 @@ mod copies;
 mod host;
 mod keep;
 mod look;
+mod mcp;
 mod net;
 mod run;
 mod serve;
@@ -32,6 +33,7 @@ pub use host::{
 };
 pub use keep::{Hibernate, Ttl, Volume, VolumeVerb, Wake};
 pub use look::{Kill, KillSignal, Logs, Ps, Rm, Stats};
+pub use mcp::Mcp;
 pub use net::NetArgs;
 pub use run::{Attach, CommandFlags, Exec, Run};
 pub use serve::Serve;
@@ -133,6 +135,7 @@ Examples:
     Rm(Rm),
     Template(Template),
     Serve(Box<Serve>),
+    Mcp(Mcp),
     Doctor(Doctor),
     Firecracker(Firecracker),
     SnapshotEditor(SnapshotEditor),

@@ -8,6 +8,8 @@ use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use pvmm_sandbox::{Sandbox, Sandboxes};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 
 use crate::audit::Audit;
 use crate::bake::Bakes;
@@ -46,6 +48,10 @@ pub struct App {
     pub bakes: Bakes,
     /// Templates that are being built.
     pub builds: Builds,
+    /// Cancelled when the server shuts down, so that open conversations end.
+    pub stopping: CancellationToken,
+    /// Conversations that are ending, for which a shutdown waits.
+    pub last_acts: TaskTracker,
     /// The sandboxes by their id.
     entries: RwLock<HashMap<String, Arc<Entry>>>,
     /// The last sandboxes that have ended, oldest first.
@@ -76,6 +82,8 @@ impl App {
             admission,
             bakes,
             builds: Builds::default(),
+            stopping: CancellationToken::new(),
+            last_acts: TaskTracker::new(),
             entries,
             ended,
         })

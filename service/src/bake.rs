@@ -52,6 +52,11 @@ impl Bakes {
         }
     }
 
+    /// Returns whether a bake is under way.
+    pub fn is_busy(&self) -> bool {
+        !self.running.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
+    }
+
     /// Joins the bake of this command, or starts it.
     fn receiver(&self, words: Vec<String>) -> watch::Receiver<Outcome> {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);

@@ -7,7 +7,8 @@
 use std::future::Future;
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio_util::sync::CancellationToken;
 
 use std::sync::Arc;
 
@@ -97,6 +98,30 @@ impl Blocking {
     }
 }
 
+/// Waits for work. If `stop` comes first, `end` ends the work by the handle that it has sent, and
+/// the outcome of that is waited for.
+pub async fn unless_stopped<T, H>(
+    work: impl Future<Output = T>,
+    handle: oneshot::Receiver<H>,
+    stop: &CancellationToken,
+    end: impl FnOnce(H),
+) -> T {
+    let mut work = std::pin::pin!(work);
+    let stopped = async {
+        stop.cancelled().await;
+        handle.await
+    };
+    tokio::select! {
+        outcome = &mut work => return outcome,
+        handle = stopped => {
+            if let Ok(handle) = handle {
+                end(handle);
+            }
+        }
+    }
+    work.await
+}
+
 /// Runs a change to its end, also if the client goes away meanwhile: a half-made change would leave
 /// a VM that nobody knows.
 pub async fn to_the_end<T: Send + 'static>(
@@ -104,4 +129,30 @@ pub async fn to_the_end<T: Send + 'static>(
 ) -> Result<T, ApiError> {
     let task = tokio::spawn(change);
     task.await.map_err(|_| ApiError::internal("the server failed at this request"))?
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn stopped_work_is_ended_by_its_handle() {
+        let (sender, handle) = oneshot::channel();
+        let (end, ended) = oneshot::channel();
+        let work = async move {
+            let _ = sender.send(end);
+            ended.await.map_or("lost", |()| "ended")
+        };
+        let stop = CancellationToken::new();
+        stop.cancel();
+        let end = |end: oneshot::Sender<()>| assert!(end.send(()).is_ok());
+        assert_eq!(unless_stopped(work, handle, &stop, end).await, "ended");
+    }
+
+    #[tokio::test]
+    async fn work_that_is_not_stopped_comes_to_its_end() {
+        let (_sender, handle) = oneshot::channel::<()>();
+        let stop = CancellationToken::new();
+        assert_eq!(unless_stopped(async { 7 }, handle, &stop, |()| {}).await, 7);
+    }
 }

@@ -44,13 +44,20 @@ pub fn claim(options: &mut ServeOptions) -> Result<(Store, Option<OwnDir>), Fail
         Err(StoreError::InUse) if options.own_dir_if_taken => {}
         store => return store.map(|store| (store, None)).map_err(refuse),
     }
+    let (store, own) = make_own(options)?;
+    Ok((store, Some(own)))
+}
+
+/// Makes a directory that goes with the server, beside the data directory, whose place it takes in
+/// `options`.
+pub fn make_own(options: &mut ServeOptions) -> Result<(Store, OwnDir), Failure> {
     let name = format!("{OWN}{}", std::process::id());
     let own = OwnDir(options.data_dir.with_file_name(name));
     let _ = fs::remove_dir_all(&own.0);
     private_dir(&own.0)?;
     options.data_dir.clone_from(&own.0);
     let store = Store::open(&own.0.join(DATABASE)).map_err(refuse)?;
-    Ok((store, Some(own)))
+    Ok((store, own))
 }
 
 /// Ends the VMs of killed servers that had directories of their own, and removes the directories. A

@@ -7,6 +7,8 @@
 //! | module | content |
 //! | --- | --- |
 //! | `server`, `listen` | sockets, TLS, shutdown |
+//! | `stdio` | `pvmm mcp`: one conversation over standard input and output |
+//! | `mcp` | tools for agents, over both |
 //! | `routes`, `resources` | paths and their handlers, one file for each resource |
 //! | `life` | start, use, hibernate, wake, end; restart of the server |
 //! | `builds`, `form`, `upload` | templates that clients send, and their builds |
@@ -28,17 +30,20 @@ mod ids;
 mod life;
 mod limits;
 mod listen;
+mod mcp;
 mod options;
 mod proxy;
 mod resources;
 mod routes;
 mod server;
 mod sse;
+mod stdio;
 mod store;
 mod text;
 mod tls;
 mod tokens;
 mod upload;
 
-pub use options::{DEFAULT_LISTEN, Limits, Listen, ServeOptions, TlsFiles};
+pub use options::{DEFAULT_LISTEN, Limits, Listen, McpOptions, ServeOptions, TlsFiles};
 pub use server::serve;
+pub use stdio::serve_stdio;

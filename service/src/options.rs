@@ -109,6 +109,23 @@ pub struct ServeOptions {
     pub print_address: bool,
 }
 
+/// The configuration of one conversation over standard input and output.
+#[derive(Clone, Debug)]
+pub struct McpOptions {
+    /// The template of sandboxes whose call names none.
+    pub template: String,
+    /// The number of vCPUs; the template's by default.
+    pub cpus: Option<u32>,
+    /// The guest memory in MiB; the template's by default.
+    pub memory_mib: Option<u64>,
+    /// How long a sandbox lives without a call.
+    pub ttl: Duration,
+    /// Rules for the network of sandboxes; empty for no network.
+    pub egress: Vec<String>,
+    /// A path beside which a directory is made that goes with the conversation.
+    pub data_dir: PathBuf,
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

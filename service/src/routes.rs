@@ -16,6 +16,7 @@ use crate::app::App;
 use crate::audit::Act;
 use crate::error::ApiError;
 use crate::extract::Owner;
+use crate::mcp;
 use crate::proxy;
 use crate::resources::{
     absent, builds, checkpoints, code, egress, exec, files, forks, hibernation, lifecycle, logs,
@@ -120,10 +121,12 @@ fn table() -> Table {
 
 /// Builds the router of the whole API.
 pub fn router(app: Arc<App>) -> Router {
+    let mcp = mcp::route(&app);
     table()
         .router
         .route("/v1/sandboxes/{id}/ports/{port}/proxy/", any(ports::forward))
         .route("/v1/sandboxes/{id}/ports/{port}/proxy/{*path}", any(ports::forward))
+        .route("/mcp", mcp)
         .fallback(absent::absent)
         .method_not_allowed_fallback(absent::other_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&app), authenticate))

@@ -31,6 +31,9 @@ const WORKERS: usize = 2;
 /// How long the threads of requests may go on at the end.
 const LAST_GRACE: Duration = Duration::from_secs(2);
 
+/// How long conversations may take to end their sandboxes.
+const LAST_ACTS: Duration = Duration::from_secs(90);
+
 /// Serves requests until a signal, or until standard input closes if the server has a parent.
 pub fn serve(options: ServeOptions) -> Result<(), Failure> {
     let tls = options.tls.as_ref().map(tls::acceptor).transpose()?;
@@ -71,10 +74,12 @@ pub fn serve(options: ServeOptions) -> Result<(), Failure> {
             }
         }
         wait_for_end(app.options.with_parent).await?;
+        app.stopping.cancel();
         connections.stop();
         join_all(sockets).await;
         sweep.abort();
         app.builds.end().await;
+        end_conversations(&app).await;
         if app.options.with_parent {
             end_all(&app).await;
         }
@@ -89,8 +94,16 @@ fn fault(error: ApiError) -> Failure {
     Failure::fault(error.message)
 }
 
+/// Waits until conversations that end have ended their sandboxes, for as long as that should take.
+pub async fn end_conversations(app: &App) {
+    app.last_acts.close();
+    if tokio::time::timeout(LAST_ACTS, app.last_acts.wait()).await.is_err() {
+        log::error!("sandboxes of conversations go on until their time to live");
+    }
+}
+
 /// Opens everything that the server has on disk.
-fn open(options: ServeOptions, store: Store) -> Result<App, Failure> {
+pub fn open(options: ServeOptions, store: Store) -> Result<App, Failure> {
     let data = &options.data_dir;
     let new = Instance::new()?;
     let instance = store.fact(INSTANCE, || new.text().to_owned());

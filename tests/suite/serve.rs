@@ -40,6 +40,12 @@ fn published_client_finds_every_flow_that_it_knows() {
 }
 
 #[test]
+fn published_mcp_client_uses_every_tool_and_leaves_nothing() {
+    let said = python("mcp_client.py", &[]);
+    assert_eq!(said.lines().filter(|line| line.contains(": ok")).count(), 13, "{said}");
+}
+
+#[test]
 fn service_that_is_killed_loses_no_sandbox_and_leaves_none() {
     assert_eq!(python("restart.py", &["9"]).trim(), "killed 9 times");
 }

@@ -79,6 +79,16 @@ impl Agent {
 
     /// Runs a command to its end and collects its output, up to the request's cap.
     pub fn exec(&self, request: &ExecRequest) -> Result<Output, ExecError> {
+        self.exec_with(request, |_| {})
+    }
+
+    /// Runs a command like [`Self::exec`], and gives `begun` a handle that signals it from another
+    /// thread.
+    pub fn exec_with(
+        &self,
+        request: &ExecRequest,
+        begun: impl FnOnce(Signaller),
+    ) -> Result<Output, ExecError> {
         request.check()?;
         let mut wire = request.message();
         if let Request::Exec(exec) = &mut wire {
@@ -89,6 +99,7 @@ impl Agent {
             exec.output_limit = Some(OutputLimit { head, tail });
         }
         let mut process = self.start_message(request, &wire)?;
+        begun(process.signaller());
         let mut input = &request.input[..];
         if request.wire.stdin && input.is_empty() {
             process.end_input()?;

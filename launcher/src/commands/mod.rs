@@ -15,6 +15,7 @@ mod hibernate;
 mod kill;
 mod logs;
 mod man;
+mod mcp;
 mod migrate_templates;
 mod net;
 mod port;
@@ -65,6 +66,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Net(args) => net::net(args),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Serve(args) => serve::serve(*args, cli.quiet),
+        Verb::Mcp(args) => mcp::mcp(args),
         Verb::Doctor(args) => doctor::doctor(args),
         // Usually handled in `main` already, because its exit codes are Firecracker's.
         Verb::Firecracker(args) => Ok(firecracker::run(Program::Firecracker, args.words)),

@@ -41,16 +41,29 @@ async fn rolled_back(app: Arc<App>, id: String) -> Result<(), ApiError> {
     app.blocking.run(Work::Long, move || Ok(vm.rollback()?)).await
 }
 
+/// Keeps the present state of a sandbox.
+pub async fn take_checkpoint(app: &Arc<App>, owner: &str, id: &str) -> Result<(), ApiError> {
+    let begun = Instant::now();
+    let outcome = to_the_end(checkpointed(Arc::clone(app), id.to_owned())).await;
+    app.audit.write(&Act::new("checkpoint", owner, id).since(begun).outcome(&outcome));
+    outcome
+}
+
+/// Takes a sandbox back to its checkpoint.
+pub async fn roll_back(app: &Arc<App>, owner: &str, id: &str) -> Result<(), ApiError> {
+    let begun = Instant::now();
+    let outcome = to_the_end(rolled_back(Arc::clone(app), id.to_owned())).await;
+    app.audit.write(&Act::new("rollback", owner, id).since(begun).outcome(&outcome));
+    outcome
+}
+
 /// `POST /v1/sandboxes/{id}/checkpoint`
 pub async fn checkpoint(
     State(app): State<Arc<App>>,
     Owner(owner): Owner,
     Id(id): Id,
 ) -> Result<StatusCode, ApiError> {
-    let begun = Instant::now();
-    let outcome = to_the_end(checkpointed(Arc::clone(&app), id.clone())).await;
-    app.audit.write(&Act::new("checkpoint", &owner, &id).since(begun).outcome(&outcome));
-    outcome.map(|()| StatusCode::NO_CONTENT)
+    take_checkpoint(&app, &owner, &id).await.map(|()| StatusCode::NO_CONTENT)
 }
 
 /// `POST /v1/sandboxes/{id}/rollback`
@@ -59,8 +72,5 @@ pub async fn rollback(
     Owner(owner): Owner,
     Id(id): Id,
 ) -> Result<StatusCode, ApiError> {
-    let begun = Instant::now();
-    let outcome = to_the_end(rolled_back(Arc::clone(&app), id.clone())).await;
-    app.audit.write(&Act::new("rollback", &owner, &id).since(begun).outcome(&outcome));
-    outcome.map(|()| StatusCode::NO_CONTENT)
+    roll_back(&app, &owner, &id).await.map(|()| StatusCode::NO_CONTENT)
 }

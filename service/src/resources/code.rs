@@ -10,13 +10,17 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use pvmm::agent::{CodeOutput, CodeRequest, Language, MimeBundle, RunStatus, SessionOptions};
+use pvmm::agent::{
+    CodeOutput, CodeRequest, Interrupter, Language, MimeBundle, RunStatus, SessionOptions,
+};
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use crate::app::App;
 use crate::audit::Act;
-use crate::blocking::Work;
+use crate::blocking::{Work, unless_stopped};
 use crate::error::ApiError;
 use crate::extract::{Id, Json, Owner, Session, shown};
 use crate::life::enter;
@@ -40,7 +44,8 @@ pub struct Run {
     timeout_ms: Option<u64>,
 }
 
-fn language(name: &str) -> Result<Language, ApiError> {
+/// Reads the name of a language.
+pub fn language(name: &str) -> Result<Language, ApiError> {
     match &name.to_ascii_lowercase()[..] {
         "python" | "python3" | "py" => Ok(Language::Python),
         "javascript" | "js" | "node" | "nodejs" => Ok(Language::Node),
@@ -51,7 +56,8 @@ fn language(name: &str) -> Result<Language, ApiError> {
     }
 }
 
-fn word(language: Language) -> &'static str {
+/// Returns the name of a language.
+pub fn word(language: Language) -> &'static str {
     match language {
         Language::Python => "python",
         Language::Node => "javascript",
@@ -109,21 +115,26 @@ fn bundle(bundle: &MimeBundle) -> Value {
     Value::Object(parts.collect::<Map<_, _>>())
 }
 
-fn answer(output: &CodeOutput) -> Result<Value, ApiError> {
-    if output.report.timed_out {
-        let message = "the code ran longer than its time limit, and its session goes on";
-        return Err(ApiError::timeout(message));
-    }
-    let results: Vec<_> = output.displays.iter().chain(&output.result).map(bundle).collect();
+/// Returns why the code did not reach its end: its stack trace, or the end of its interpreter.
+pub fn failure(output: &CodeOutput) -> Option<String> {
     let died = matches!(output.report.status, RunStatus::Died { .. });
-    let error = match &output.error {
+    match &output.error {
         Some(error) if error.traceback.is_empty() => {
             Some(format!("{}: {}", error.name, error.value))
         }
         Some(error) => Some(error.traceback.clone()),
         None if died => Some("the interpreter ended, and the session with it".to_owned()),
         None => None,
-    };
+    }
+}
+
+fn answer(output: &CodeOutput) -> Result<Value, ApiError> {
+    if output.report.timed_out {
+        let message = "the code ran longer than its time limit, and its session goes on";
+        return Err(ApiError::timeout(message));
+    }
+    let results: Vec<_> = output.displays.iter().chain(&output.result).map(bundle).collect();
+    let error = failure(output);
     let exit = i32::from(error.is_some());
     Ok(json!({
         "results": results,
@@ -142,6 +153,36 @@ fn late(error: &ApiError) -> Value {
     json!({ "results": [], "stdout": "", "stderr": "", "error": message, "exit": 1, "exit_code": 1 })
 }
 
+/// Runs code in a session to its end, or until `stop`, which interrupts it.
+pub async fn run_in_session(
+    app: &Arc<App>,
+    owner: &str,
+    id: &str,
+    session: String,
+    request: CodeRequest,
+    stop: &CancellationToken,
+) -> Result<CodeOutput, ApiError> {
+    let begun = Instant::now();
+    let in_use = enter(app, id).await?;
+    let code = request.code.clone();
+    let (handle, interrupter) = oneshot::channel();
+    let begin = move |interrupter| drop(handle.send(interrupter));
+    let call = move || {
+        let output = in_use.agent()?.run_code_with(&session, &request, begin);
+        output.map_err(|error| in_use.explain(error.into()))
+    };
+    let work = app.blocking.run(Work::Long, call);
+    let interrupt = |interrupter: Interrupter| drop(interrupter.interrupt());
+    let outcome = unless_stopped(work, interrupter, stop, interrupt).await;
+    let mut act = Act::new("run_code", owner, id).what(&code).since(begun).outcome(&outcome);
+    if let Ok(output) = &outcome {
+        act = act.exit(output.error.is_some().into());
+        act = act.bytes((output.stdout.len() + output.stderr.len()) as u64);
+    }
+    app.audit.write(&act);
+    outcome
+}
+
 /// `POST /v1/sandboxes/{id}/repl/sessions/{session}/run`
 pub async fn run(
     State(app): State<Arc<App>>,
@@ -157,22 +198,9 @@ pub async fn run(
     };
     app.find(&id)?;
     let work = async move {
-        let begun = Instant::now();
-        let in_use = enter(&app, &id).await?;
-        let request = CodeRequest::new(&body.code[..]).timeout(timeout);
-        let call = move || {
-            let output = in_use.agent()?.run_code(&session, &request);
-            output.map_err(|error| in_use.explain(error.into()))
-        };
-        let outcome = app.blocking.run(Work::Long, call).await;
-        let mut act = Act::new("run_code", &owner, &id).what(&body.code).since(begun);
-        act = act.outcome(&outcome);
-        if let Ok(output) = &outcome {
-            act = act.exit(output.error.is_some().into());
-            act = act.bytes((output.stdout.len() + output.stderr.len()) as u64);
-        }
-        app.audit.write(&act);
-        answer(&outcome?)
+        let request = CodeRequest::new(body.code).timeout(timeout);
+        let never = CancellationToken::new();
+        answer(&run_in_session(&app, &owner, &id, session, request, &never).await?)
     };
     Ok(sse::slow_json(StatusCode::OK, work, late).await)
 }

@@ -11,13 +11,15 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use pvmm::agent::{Agent, WriteOptions};
-use pvmm::exec::{ExecRequest, ExecStatus, ExitStatus, Output, ProcessEvent};
+use pvmm::exec::{ExecRequest, ExecStatus, ExitStatus, Output, ProcessEvent, Signaller};
 use serde::Deserialize;
 use serde_json::{Value, json};
+use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use crate::app::App;
 use crate::audit::Act;
-use crate::blocking::Work;
+use crate::blocking::{Work, unless_stopped};
 use crate::error::ApiError;
 use crate::extract::{Id, Json, Owner};
 use crate::ids;
@@ -41,14 +43,20 @@ shell=/bin/sh; [ -x /bin/bash ] && shell=/bin/bash
 exec 9<"$1"; rm -f "$1"; exec "$shell" /dev/fd/9"#;
 
 /// The body of an exec.
-#[derive(Clone, Debug, Deserialize)]
+#[derive(Clone, Debug, Default, Deserialize)]
 pub struct Exec {
-    cmd: String,
-    timeout_seconds: Option<f64>,
-    env: Option<BTreeMap<String, String>>,
-    cwd: Option<String>,
-    user: Option<String>,
-    stdin: Option<String>,
+    /// The shell line.
+    pub cmd: String,
+    /// The time limit in seconds.
+    pub timeout_seconds: Option<f64>,
+    /// Variables that are added to the environment.
+    pub env: Option<BTreeMap<String, String>>,
+    /// The working directory; root's home by default.
+    pub cwd: Option<String>,
+    /// The user; root by default.
+    pub user: Option<String>,
+    /// The standard input; empty by default.
+    pub stdin: Option<String>,
 }
 
 impl Exec {
@@ -130,13 +138,13 @@ fn answer(output: &Output, body: &Exec) -> Result<Value, ApiError> {
     }
 }
 
-fn run(in_use: &InUse, body: &Exec) -> Result<Output, ApiError> {
+fn run(in_use: &InUse, body: &Exec, begun: impl FnOnce(Signaller)) -> Result<Output, ApiError> {
     let agent = in_use.agent()?;
     let mut request = body.request(&agent)?;
     if let Some(stdin) = &body.stdin {
         request = request.input(stdin.as_bytes());
     }
-    agent.exec(&request).map_err(|error| in_use.explain(error.into()))
+    agent.exec_with(&request, begun).map_err(|error| in_use.explain(error.into()))
 }
 
 /// Says inside an answer whose head was sent that its command failed. Clients read a missing exit
@@ -157,6 +165,32 @@ fn late(error: &ApiError) -> Value {
     value
 }
 
+/// Runs a shell line in a sandbox to its end, or until `stop`, which kills the command.
+pub async fn run_line(
+    app: &Arc<App>,
+    owner: &str,
+    id: &str,
+    body: Exec,
+    stop: &CancellationToken,
+) -> Result<Output, ApiError> {
+    body.timeout()?;
+    let begun = Instant::now();
+    let in_use = enter(app, id).await?;
+    let line = body.cmd.clone();
+    let (handle, signaller) = oneshot::channel();
+    let begin = move |signaller| drop(handle.send(signaller));
+    let work = app.blocking.run(Work::Long, move || run(&in_use, &body, begin));
+    let kill = |signaller: Signaller| drop(signaller.send(libc::SIGKILL));
+    let outcome = unless_stopped(work, signaller, stop, kill).await;
+    let mut act = Act::new("exec", owner, id).what(&line).since(begun).outcome(&outcome);
+    if let Ok(output) = &outcome {
+        act = act.exit(output.status.shell_code().into());
+        act = act.bytes(output.stdout.total.saturating_add(output.stderr.total));
+    }
+    app.audit.write(&act);
+    outcome
+}
+
 /// `POST /v1/sandboxes/{id}/exec`
 pub async fn exec(
     State(app): State<Arc<App>>,
@@ -167,17 +201,9 @@ pub async fn exec(
     body.timeout()?;
     app.find(&id)?;
     let work = async move {
-        let begun = Instant::now();
-        let in_use = enter(&app, &id).await?;
-        let command = body.clone();
-        let outcome = app.blocking.run(Work::Long, move || run(&in_use, &command)).await;
-        let mut act = Act::new("exec", &owner, &id).what(&body.cmd).since(begun).outcome(&outcome);
-        if let Ok(output) = &outcome {
-            act = act.exit(output.status.shell_code().into());
-            act = act.bytes(output.stdout.total.saturating_add(output.stderr.total));
-        }
-        app.audit.write(&act);
-        answer(&outcome?, &body)
+        let never = CancellationToken::new();
+        let output = run_line(&app, &owner, &id, body.clone(), &never).await?;
+        answer(&output, &body)
     };
     Ok(sse::slow_json(StatusCode::OK, work, late).await)
 }

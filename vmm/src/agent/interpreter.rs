@@ -198,7 +198,19 @@ impl Agent {
 
     /// Runs code to its end and collects its output.
     pub fn run_code(&self, session: &str, request: &CodeRequest) -> Result<CodeOutput, AgentError> {
+        self.run_code_with(session, request, |_| {})
+    }
+
+    /// Runs code like [`Self::run_code`], and gives `begun` a handle that interrupts it from
+    /// another thread.
+    pub fn run_code_with(
+        &self,
+        session: &str,
+        request: &CodeRequest,
+        begun: impl FnOnce(Interrupter),
+    ) -> Result<CodeOutput, AgentError> {
         let mut run = self.start_code(session, request)?;
+        begun(run.interrupter());
         let (mut stdout, mut stderr) = (Vec::new(), Vec::new());
         let (mut displays, mut result, mut error) = (Vec::new(), None, None);
         let (mut shown, mut truncated) = (0usize, false);
