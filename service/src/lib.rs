@@ -8,6 +8,7 @@
 //! | --- | --- |
 //! | `server`, `listen` | sockets, TLS, shutdown |
 //! | `routes`, `resources` | paths and their handlers, one file for each resource |
+//! | `e2b` | the same sandboxes for E2B's clients |
 //! | `life` | start, use, hibernate, wake, end; restart of the server |
 //! | `builds`, `form`, `upload` | templates that clients send, and their builds |
 //! | `store` | the database and its migrations |
@@ -21,6 +22,7 @@ mod blocking;
 mod builds;
 mod clock;
 mod data_dir;
+mod e2b;
 mod error;
 mod extract;
 mod form;

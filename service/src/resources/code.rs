@@ -40,7 +40,8 @@ pub struct Run {
     timeout_ms: Option<u64>,
 }
 
-fn language(name: &str) -> Result<Language, ApiError> {
+/// Reads the name of a language.
+pub fn language(name: &str) -> Result<Language, ApiError> {
     match &name.to_ascii_lowercase()[..] {
         "python" | "python3" | "py" => Ok(Language::Python),
         "javascript" | "js" | "node" | "nodejs" => Ok(Language::Node),
@@ -51,7 +52,8 @@ fn language(name: &str) -> Result<Language, ApiError> {
     }
 }
 
-fn word(language: Language) -> &'static str {
+/// Returns the name of a language.
+pub fn word(language: Language) -> &'static str {
     match language {
         Language::Python => "python",
         Language::Node => "javascript",
@@ -91,7 +93,7 @@ pub async fn list(
 }
 
 /// Writes one displayed value as a map of MIME types. Images are base64; JSON is text.
-fn bundle(bundle: &MimeBundle) -> Value {
+pub fn bundle(bundle: &MimeBundle) -> Value {
     let is_binary = |mime: &str| {
         let image = mime.starts_with("image/") && mime != "image/svg+xml";
         image || mime.starts_with("audio/") || mime.starts_with("video/") || mime.ends_with("/pdf")

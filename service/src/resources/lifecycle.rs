@@ -44,9 +44,19 @@ pub async fn get(
 }
 
 async fn changed(app: Arc<App>, id: String, change: Change) -> Result<Value, ApiError> {
-    let ttl =
-        change.ttl_seconds.map(|ttl| check_ttl(u64::try_from(ttl).unwrap_or(0))).transpose()?;
-    let entry = app.find(&id)?;
+    let ttl = change.ttl_seconds.map(|ttl| u64::try_from(ttl).unwrap_or(0));
+    Ok(shape(&set(&app, &id, ttl, change.persistent).await?))
+}
+
+/// Sets the time to live from now on and whether the sandbox is kept, and returns its row.
+pub async fn set(
+    app: &Arc<App>,
+    id: &str,
+    ttl: Option<u64>,
+    persistent: Option<bool>,
+) -> Result<SandboxRow, ApiError> {
+    let ttl = ttl.map(check_ttl).transpose()?;
+    let entry = app.find(id)?;
     let _change = entry.change.lock().await;
     let (row, vm) = {
         let mut fields = entry.lock();
@@ -56,7 +66,7 @@ async fn changed(app: Arc<App>, id: String, change: Change) -> Result<Value, Api
             row.ttl_s = Some(ttl);
             row.expires_ms = runs.then(|| clock::now_ms() + ttl * 1000);
         }
-        row.persistent = change.persistent.unwrap_or(row.persistent);
+        row.persistent = persistent.unwrap_or(row.persistent);
         (row.clone(), fields.vm.clone())
     };
     app.store.put_sandboxes(&[&row])?;
@@ -66,7 +76,7 @@ async fn changed(app: Arc<App>, id: String, change: Change) -> Result<Value, Api
         let ttl = row.expires_ms.filter(|_| !row.persistent).map(left);
         app.blocking.run(Work::Short, move || Ok(vm.set_ttl(ttl)?)).await?;
     }
-    Ok(shape(&row))
+    Ok(row)
 }
 
 /// `PATCH /v1/sandboxes/{id}/lifecycle`

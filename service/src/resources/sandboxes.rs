@@ -38,25 +38,25 @@ const GUEST_IP: &str = "10.0.2.15";
 /// The body of a create.
 #[derive(Debug, Default, Deserialize)]
 pub struct Create {
-    template: Option<String>,
-    cpu: Option<u32>,
-    memory_mb: Option<u64>,
-    disk_mb: Option<u64>,
-    metadata: Option<BTreeMap<String, String>>,
-    ttl_seconds: Option<u64>,
-    persistent: Option<bool>,
-    from_snapshot: Option<String>,
-    volumes: Option<Vec<VolumeWish>>,
-    egress_allowlist: Option<Vec<String>>,
-    env: Option<BTreeMap<String, String>>,
+    pub(crate) template: Option<String>,
+    pub(crate) cpu: Option<u32>,
+    pub(crate) memory_mb: Option<u64>,
+    pub(crate) disk_mb: Option<u64>,
+    pub(crate) metadata: Option<BTreeMap<String, String>>,
+    pub(crate) ttl_seconds: Option<u64>,
+    pub(crate) persistent: Option<bool>,
+    pub(crate) from_snapshot: Option<String>,
+    pub(crate) volumes: Option<Vec<VolumeWish>>,
+    pub(crate) egress_allowlist: Option<Vec<String>>,
+    pub(crate) env: Option<BTreeMap<String, String>>,
 }
 
 #[derive(Debug, Deserialize)]
-struct VolumeWish {
-    name: String,
+pub(crate) struct VolumeWish {
+    pub(crate) name: String,
     #[serde(default)]
-    read_only: bool,
-    mount_path: Option<String>,
+    pub(crate) read_only: bool,
+    pub(crate) mount_path: Option<String>,
 }
 
 /// Writes a sandbox as clients read it.
@@ -151,7 +151,8 @@ fn volumes(wishes: Vec<VolumeWish>) -> Result<Vec<VolumeUse>, ApiError> {
 }
 
 impl Create {
-    fn request(self, owner: String) -> Result<StartRequest, ApiError> {
+    /// Checks the wishes and returns the request to the library.
+    pub fn request(self, owner: String) -> Result<StartRequest, ApiError> {
         let template = self.template.unwrap_or_else(|| DEFAULT_TEMPLATE.to_owned());
         let alias = ALIASES.iter().find(|(name, _)| *name == template);
         let template = alias.map_or(template, |(_, name)| (*name).to_owned());
@@ -189,9 +190,14 @@ pub async fn create(
     Owner(owner): Owner,
     Json(body): Json<Create>,
 ) -> Result<Response, ApiError> {
-    let begun = Instant::now();
-    let request = body.request(owner.clone())?;
-    let shared = Arc::clone(&app);
+    let row = start(&app, body.request(owner)?).await?;
+    Ok((StatusCode::CREATED, axum::Json(shape(&row))).into_response())
+}
+
+/// Starts a sandbox from a template or a snapshot that is there, and returns its row.
+pub async fn start(app: &Arc<App>, request: StartRequest) -> Result<SandboxRow, ApiError> {
+    let (begun, owner) = (Instant::now(), request.owner.clone());
+    let shared = Arc::clone(app);
     let outcome = to_the_end(async move {
         let source = request.source.clone();
         shared.blocking.run(Work::Short, move || require_template(&source)).await?;
@@ -200,7 +206,7 @@ pub async fn create(
     .await;
     let id = outcome.as_ref().map_or("", |row| &row.id);
     app.audit.write(&Act::new("create", &owner, id).since(begun).outcome(&outcome));
-    Ok((StatusCode::CREATED, axum::Json(shape(&outcome?))).into_response())
+    outcome
 }
 
 /// Refuses a template that is not there, and names those that are.
@@ -215,7 +221,10 @@ fn require_template(source: &Source) -> Result<(), ApiError> {
     names.push(pvmm_images::template::BASE);
     names.sort_unstable();
     names.dedup();
-    let message = format!("template '{name}' not found; there are: {}", names.join(", "));
+    let mut message = format!("template '{name}' not found; there are: {}", names.join(", "));
+    if pvmm_images::Recipe::built_in(name).is_some() {
+        message = format!("{message}; to build it: pvmm template build {name}");
+    }
     Err(ApiError::not_found(message))
 }
 

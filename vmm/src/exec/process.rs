@@ -52,7 +52,8 @@ impl Process {
 
     /// Takes the standard input, once, if the request asked for one.
     pub fn take_stdin(&mut self) -> Option<Stdin> {
-        std::mem::take(&mut self.has_stdin).then(|| Stdin { stream: self.stream.clone() })
+        std::mem::take(&mut self.has_stdin)
+            .then(|| Stdin { stream: self.stream.clone(), ends: true })
     }
 
     /// Waits for the next event; returns `None` when the deadline passes first. After `Exited`,
@@ -176,12 +177,18 @@ impl Signaller {
 /// The standard input of a process. Dropping or closing it ends the input.
 pub struct Stdin {
     stream: StreamRef,
+    ends: bool,
 }
 
 impl Stdin {
     /// Ends the input and reports whether that succeeded.
     pub fn close(self) -> Result<(), ExecError> {
         Ok(self.stream.end_input()?)
+    }
+
+    /// Leaves the input open for others that attach to the same process.
+    pub fn leave_open(mut self) {
+        self.ends = false;
     }
 }
 
@@ -205,6 +212,8 @@ impl Write for Stdin {
 
 impl Drop for Stdin {
     fn drop(&mut self) {
-        let _ = self.stream.end_input();
+        if self.ends {
+            let _ = self.stream.end_input();
+        }
     }
 }
