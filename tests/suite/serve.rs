@@ -40,6 +40,12 @@ fn published_client_finds_every_flow_that_it_knows() {
 }
 
 #[test]
+fn clients_of_e2b_find_every_flow_that_they_know() {
+    let said = python("e2b_flows.py", &[]);
+    assert_eq!(said.lines().filter(|line| line.contains(": ok (")).count(), 13, "{said}");
+}
+
+#[test]
 fn service_that_is_killed_loses_no_sandbox_and_leaves_none() {
     assert_eq!(python("restart.py", &["4"]).trim(), "killed 4 times");
 }

@@ -47,6 +47,7 @@ fn test(options: &Options) -> Result<(), Box<dyn Error>> {
     in_host("examples.py", &words)?;
     if options.names.is_empty() {
         in_host("flows.py", &[])?;
+        in_host("e2b_flows.py", &[])?;
         in_host("restart.py", &["20".into()])?;
         in_host("clients.py", &["8".into(), "60".into()])?;
         let api = checkout::root().join("docs/api.json").into_os_string();
