@@ -50,6 +50,8 @@ def flow_commands_have_output_codes_environment_and_place(sandbox):
     assert place.stdout == "a b /usr root\n", place
     assert run(sandbox, "pwd; id -un", user="nobody", cwd="/").stdout == "/\nnobody\n"
     assert run(sandbox, "pwd").stdout == "/root\n"
+    long = run(sandbox, "head -c 2000000 /dev/zero | tr '\\0' x").stdout
+    assert long == "x" * 2_000_000, len(long)
     raises(InvalidArgumentException, lambda: run(sandbox, "true", user="nobody-there"))
     raises(InvalidArgumentException, lambda: run(sandbox, "true", cwd="/not/there"))
 

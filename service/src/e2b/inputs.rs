@@ -4,14 +4,20 @@
 //! only when a client says so.
 
 use std::collections::HashMap;
-use std::io::Write;
+use std::io;
+use std::io::ErrorKind::{BrokenPipe, TimedOut};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
 use pvmm::exec::{AttachFrom, ExecError, Process, Stdin};
 
+use super::error::CallError;
+
 /// The most inputs that are kept open.
 const MAX_OPEN: usize = 512;
+/// The rest between two looks at an input that another request writes to.
+const REST: Duration = Duration::from_millis(20);
 
 /// A process of a sandbox, by the sandbox's id and the number that its guest has given.
 pub type Key = (String, u64);
@@ -53,12 +59,16 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 impl Inputs {
+    /// Returns the input of a process, which is opened if it is not. Waits.
     fn get(&self, agent: &Agent, key: &Key) -> Result<Shared, ExecError> {
         if let Some(input) = lock(&self.open).get(key) {
             return Ok(Arc::clone(input));
         }
         let input = Arc::new(Mutex::new(Input::open(agent, key.1)?));
+        let listed = agent.processes()?;
+        let runs = |id: u64| listed.iter().any(|it| it.id == id && it.ended.is_none());
         let mut open = lock(&self.open);
+        open.retain(|(sandbox, process), _| *sandbox != key.0 || runs(*process));
         if open.len() >= MAX_OPEN
             && let Some(any) = open.keys().next().cloned()
         {
@@ -67,20 +77,33 @@ impl Inputs {
         Ok(Arc::clone(open.entry(key.clone()).or_insert(input)))
     }
 
-    /// Writes to the input of a process. Waits while the process does not read.
-    pub fn write(&self, agent: &Agent, key: &Key, bytes: &[u8]) -> Result<(), ExecError> {
+    /// Writes to the input of a process. Waits while the process does not read, until the deadline.
+    pub fn write(
+        &self,
+        agent: &Agent,
+        key: &Key,
+        bytes: &[u8],
+        deadline: Instant,
+    ) -> Result<(), CallError> {
         let known = lock(&self.open).contains_key(key);
-        let written = self.try_write(agent, key, bytes)?;
-        if written.is_ok() {
-            return Ok(());
+        let mut written = self.try_write(agent, key, bytes, deadline)?;
+        let is_lost = |it: &io::Result<()>| it.as_ref().is_err_and(|e| e.kind() != TimedOut);
+        if known && is_lost(&written) {
+            // The connection of an input that was opened before goes with a hibernation.
+            self.forget(key);
+            written = self.try_write(agent, key, bytes, deadline)?;
         }
-        // The connection of an input that was opened before may be lost, as after a hibernation.
-        self.forget(key);
-        if known && self.try_write(agent, key, bytes)?.is_ok() {
-            return Ok(());
+        match written {
+            Ok(()) => Ok(()),
+            Err(error) if error.kind() == TimedOut => {
+                Err(CallError::new("deadline_exceeded", "the process does not read its input"))
+            }
+            Err(_) => {
+                self.forget(key);
+                let message = "the input of the process is closed, or was never open";
+                Err(CallError::new("failed_precondition", message))
+            }
         }
-        self.forget(key);
-        Err(ExecError::InvalidRequest { field: "stdin", why: "is closed, or was never open" })
     }
 
     fn try_write(
@@ -88,21 +111,35 @@ impl Inputs {
         agent: &Agent,
         key: &Key,
         bytes: &[u8],
-    ) -> Result<std::io::Result<()>, ExecError> {
+        deadline: Instant,
+    ) -> Result<io::Result<()>, ExecError> {
         let input = self.get(agent, key)?;
-        let mut input = lock(&input);
-        match &mut input.stdin {
-            Some(stdin) => Ok(stdin.write_all(bytes)),
-            None => Ok(Err(std::io::ErrorKind::BrokenPipe.into())),
+        loop {
+            // Another request may wait for the process, which must not take all threads.
+            match input.try_lock() {
+                Ok(mut input) => {
+                    return Ok(match &mut input.stdin {
+                        Some(stdin) => stdin.write_all_until(bytes, deadline),
+                        None => Err(BrokenPipe.into()),
+                    });
+                }
+                Err(_) if Instant::now() >= deadline => return Ok(Err(TimedOut.into())),
+                Err(_) => std::thread::sleep(REST),
+            }
         }
     }
 
     /// Ends the input of a process.
-    pub fn close(&self, agent: &Agent, key: &Key) -> Result<(), ExecError> {
+    pub fn close(&self, agent: &Agent, key: &Key) -> Result<(), CallError> {
         let input = self.get(agent, key)?;
-        let stdin = lock(&input).stdin.take();
+        let Ok(mut input) = input.try_lock() else {
+            let message = "another request writes to the input of the process";
+            return Err(CallError::new("failed_precondition", message));
+        };
+        let stdin = input.stdin.take();
+        drop(input);
         self.forget(key);
-        stdin.map_or(Ok(()), Stdin::close)
+        Ok(stdin.map_or(Ok(()), Stdin::close)?)
     }
 
     /// Forgets the input of a process.

@@ -26,6 +26,7 @@ use crate::blocking::Work;
 use crate::error::ApiError;
 use crate::extract::Owner;
 use crate::life::{InUse, enter};
+use crate::store::State as SandboxState;
 
 use super::accounts::{Account, user_of};
 use super::connect::{self, Incoming, Message, Outgoing};
@@ -37,6 +38,8 @@ use super::inputs;
 const KEPT: u32 = 4 << 20;
 /// How often a silent process is looked at, for a client that is gone.
 const TICK: Duration = Duration::from_secs(1);
+/// How long a process may take to read what a client sends.
+const INPUT_TIME: Duration = Duration::from_secs(60);
 /// The shell that the clients ask for, and the one that every guest has.
 const BASH: &str = "/bin/bash";
 const SHELL: &str = "/bin/sh";
@@ -236,7 +239,8 @@ impl Follow {
             let wait = self.until.map_or(tick, |until| until.min(tick));
             let data = |kind: &str, bytes: &[u8]| json!({ "event": { "data": { kind: STANDARD.encode(bytes) } } });
             let out = if self.terminal { "pty" } else { "stdout" };
-            open = match self.process.next_event(Some(wait))? {
+            let event = self.process.next_event(Some(wait));
+            open = match event.map_err(|error| self.explain(error.into()))? {
                 Some(ProcessEvent::Stdout(bytes)) => events.send(&data(out, &bytes)),
                 Some(ProcessEvent::Stderr(bytes)) => events.send(&data("stderr", &bytes)),
                 Some(ProcessEvent::Exited(status)) => {
@@ -254,6 +258,19 @@ impl Follow {
             };
         }
         Ok(None)
+    }
+
+    /// Says why the guest does not answer any more.
+    fn explain(&self, error: ApiError) -> CallError {
+        let paused = {
+            let fields = self.in_use.entry().lock();
+            fields.leaving || fields.row.state == SandboxState::Hibernated
+        };
+        if paused {
+            let message = "the sandbox was paused: connect to it and to the process again";
+            return CallError::new("unavailable", message);
+        }
+        self.in_use.explain(error).into()
     }
 
     fn concluded(&self, status: &ExitStatus, events: &Outgoing) -> Result<(), CallError> {
@@ -473,15 +490,22 @@ async fn with_process(
     work.await?
 }
 
+/// Returns how long a client waits for a process to read.
+fn input_time(headers: &HeaderMap) -> Duration {
+    connect::time_limit(headers).unwrap_or(INPUT_TIME).min(INPUT_TIME)
+}
+
 /// `SendInput`
 pub async fn send_input(
     State(door): State<Arc<Door>>,
     Target(id): Target,
+    headers: HeaderMap,
     Message(about): Message<About>,
 ) -> Answer {
     let bytes = about.input.bytes()?;
+    let until = Instant::now() + input_time(&headers);
     let call = move |door: &Door, agent: &Agent, key: &inputs::Key| {
-        Ok(door.inputs.write(agent, key, &bytes)?)
+        door.inputs.write(agent, key, &bytes, until)
     };
     with_process(&door, &id, about.process, Work::Long, call).await?;
     Ok(axum::Json(json!({})))
@@ -499,8 +523,9 @@ async fn stream_in(door: &Arc<Door>, id: &str, body: Body) -> Result<(), CallErr
             return Err(CallError::new("invalid_argument", "the stream names no process"));
         };
         let bytes = data.input.bytes()?;
+        let until = Instant::now() + INPUT_TIME;
         let call = move |door: &Door, agent: &Agent, key: &inputs::Key| {
-            Ok(door.inputs.write(agent, key, &bytes)?)
+            door.inputs.write(agent, key, &bytes, until)
         };
         with_process(door, id, selector, Work::Long, call).await?;
     }
@@ -522,7 +547,7 @@ pub async fn close_stdin(
     Target(id): Target,
     Message(about): Message<About>,
 ) -> Answer {
-    let call = |door: &Door, agent: &Agent, key: &inputs::Key| Ok(door.inputs.close(agent, key)?);
+    let call = |door: &Door, agent: &Agent, key: &inputs::Key| door.inputs.close(agent, key);
     with_process(&door, &id, about.process, Work::Short, call).await?;
     Ok(axum::Json(json!({})))
 }

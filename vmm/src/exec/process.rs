@@ -186,6 +186,21 @@ impl Stdin {
         Ok(self.stream.end_input()?)
     }
 
+    /// Writes all bytes; fails with `TimedOut` when the deadline passes before the process has read
+    /// enough of them.
+    pub fn write_all_until(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            match self.stream.send_input(rest, Some(deadline)) {
+                Ok(Some(0)) => return Err(io::ErrorKind::BrokenPipe.into()),
+                Ok(Some(count)) => rest = &rest[count..],
+                Ok(None) => return Err(io::ErrorKind::TimedOut.into()),
+                Err(e) => return Err(io::Error::new(io::ErrorKind::ConnectionReset, e)),
+            }
+        }
+        Ok(())
+    }
+
     /// Leaves the input open for others that attach to the same process.
     pub fn leave_open(mut self) {
         self.ends = false;
