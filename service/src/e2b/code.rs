@@ -30,8 +30,8 @@ use crate::life::{InUse, enter};
 use crate::resources::code::{bundle, language, word};
 use crate::text::{Utf8Chunks, ascii_json};
 
-use super::door::{Door, Target};
 use super::error::{Checked, CheckedJson, Refused};
+use super::state::{Door, Target};
 
 /// The longest time of code; the clients end it sooner.
 const MAX_TIME: Duration = Duration::from_secs(86_400);
@@ -120,16 +120,16 @@ fn environment(language: Language, env: &BTreeMap<String, String>, back: bool) -
     let text = json!(ascii_json(&json!(env))).to_string();
     match (language, back) {
         (Language::Python, false) => format!(
-            "def __pvmm_env(new):\n    import os\n    old = {{k: os.environ.get(k) for k in new}}\n    \
+            "def __pvmm_env(new):\n    import os\n    \
+             old = {{k: os.environ.get(k) for k in new}}\n    \
              os.environ.update(new)\n    return old\n\
              __pvmm_old = __pvmm_env(__import__('json').loads({text}))\n"
         ),
-        (Language::Python, true) => {
-            "def __pvmm_env(old):\n    import os\n    for k, v in old.items():\n        \
+        (Language::Python, true) => "def __pvmm_env(old):\n    import os\n    \
+             for k, v in old.items():\n        \
              os.environ.pop(k, None) if v is None else os.environ.update({k: v})\n\
              __pvmm_env(globals().get('__pvmm_old', {}))\ndel __pvmm_env, __pvmm_old\n"
-                .to_owned()
-        }
+            .to_owned(),
         (Language::Node, false) => format!(
             "globalThis.__pvmmOld = {{}}; for (const [k, v] of Object.entries(JSON.parse({text}))) \
              {{ globalThis.__pvmmOld[k] = process.env[k]; process.env[k] = v }}; undefined"

@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use axum::Router;
-use axum::extract::{FromRequestParts, Request, State};
-use axum::http::request::Parts;
+use axum::extract::{Request, State};
 use axum::http::{HeaderMap, Uri, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -19,17 +18,16 @@ use crate::store::State as SandboxState;
 use crate::{form, ids, proxy};
 
 use super::error::{Refused, gone};
-use super::inputs::Inputs;
-use super::token::{Key, Signed};
-use super::watchers::Watchers;
-use super::{code, files, filesystem, network, process, sandboxes, snapshots, templates, watchers};
+use super::state::{Door, Target};
+use super::token::Signed;
+use super::{
+    code, files, filesystem, metrics, network, process, sandboxes, snapshots, templates, watchers,
+};
 
 /// The port that the clients take for commands and files.
 const ENVD_PORT: u16 = 49983;
 /// The port that the clients take for code.
 const CODE_PORT: u16 = 49999;
-/// The name of the key in the database.
-const KEY: &str = "e2b-key";
 /// The first parts of the paths of the server that makes sandboxes.
 const FIRST_PARTS: [&str; 14] = [
     "access-tokens",
@@ -48,38 +46,7 @@ const FIRST_PARTS: [&str; 14] = [
     "volumes",
 ];
 
-/// The state that E2B's handlers share.
-pub struct Door {
-    /// The state of the whole server.
-    pub app: Arc<App>,
-    key: Option<Key>,
-    /// The open standard inputs of processes.
-    pub inputs: Inputs,
-    /// The watches of directories.
-    pub watchers: Arc<Watchers>,
-}
-
-impl Door {
-    /// Returns the key of the sandboxes' credentials.
-    pub fn key(&self) -> Result<&Key, ApiError> {
-        self.key.as_ref().ok_or_else(|| ApiError::internal("the server has no key for sandboxes"))
-    }
-}
-
-/// The sandbox that a request to a guest is for.
-#[derive(Clone, Debug)]
-pub struct Target(pub String);
-
-impl<S: Send + Sync> FromRequestParts<S> for Target {
-    type Rejection = Refused;
-
-    async fn from_request_parts(parts: &mut Parts, _: &S) -> Result<Self, Refused> {
-        let target = parts.extensions.get::<Self>().cloned();
-        target.ok_or_else(|| Refused(ApiError::internal("the request names no sandbox")))
-    }
-}
-
-/// The two routers of E2B's API.
+/// The routers of E2B's API, and their state.
 #[derive(Clone)]
 struct Lanes {
     door: Arc<Door>,
@@ -90,19 +57,7 @@ struct Lanes {
 
 /// Puts E2B's API before a router, which gets all other requests.
 pub fn beside(app: Arc<App>, router: Router) -> Router {
-    let key = match ids::new_token() {
-        Ok(new) => app.store.fact(KEY, || new).map_err(|error| error.to_string()),
-        Err(error) => Err(error.to_string()),
-    };
-    if let Err(error) = &key {
-        log::error!("E2B's API: no key: {error}");
-    }
-    let door = Arc::new(Door {
-        app,
-        key: key.ok().map(Key::from_text),
-        inputs: Inputs::default(),
-        watchers: Arc::default(),
-    });
+    let door = Arc::new(Door::open(app));
     let lanes = Lanes {
         control: control().with_state(Arc::clone(&door)),
         envd: envd().with_state(Arc::clone(&door)),
@@ -116,7 +71,7 @@ fn control() -> Router<Arc<Door>> {
     Router::new()
         .route("/sandboxes", get(sandboxes::list).post(sandboxes::create))
         .route("/v2/sandboxes", get(sandboxes::list).post(sandboxes::create))
-        .route("/sandboxes/metrics", get(sandboxes::all_metrics))
+        .route("/sandboxes/metrics", get(metrics::several))
         .route("/sandboxes/{id}", get(sandboxes::get).delete(sandboxes::delete))
         .route("/sandboxes/{id}/timeout", post(sandboxes::timeout))
         .route("/sandboxes/{id}/refreshes", post(sandboxes::refresh))
@@ -125,7 +80,7 @@ fn control() -> Router<Arc<Door>> {
         .route("/sandboxes/{id}/connect", post(sandboxes::connect))
         .route("/v2/sandboxes/{id}/connect", post(sandboxes::connect))
         .route("/sandboxes/{id}/fork", post(sandboxes::fork))
-        .route("/sandboxes/{id}/metrics", get(sandboxes::metrics))
+        .route("/sandboxes/{id}/metrics", get(metrics::one))
         .route("/sandboxes/{id}/network", put(network::put))
         .route("/sandboxes/{id}/snapshots", post(snapshots::create))
         .route("/snapshots", get(snapshots::list))
@@ -140,7 +95,7 @@ fn control() -> Router<Arc<Door>> {
 fn envd() -> Router<Arc<Door>> {
     Router::new()
         .route("/health", get(sandboxes::health))
-        .route("/metrics", get(sandboxes::envd_metrics))
+        .route("/metrics", get(metrics::of_guest))
         .route("/envs", get(sandboxes::envs))
         .route("/files", get(files::read).post(files::write))
         .route("/process.Process/List", post(process::list))

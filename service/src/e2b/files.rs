@@ -23,8 +23,8 @@ use crate::life::enter;
 use crate::resources::files::{self, At};
 
 use super::accounts::{Account, user_of};
-use super::door::{Door, Target};
 use super::error::{Checked, Refused};
+use super::state::{Door, Target};
 
 /// The chunks that wait for the guest.
 const QUEUE: usize = 16;

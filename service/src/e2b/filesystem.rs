@@ -17,8 +17,8 @@ use crate::life::enter;
 
 use super::accounts::{Account, Names, user_of};
 use super::connect::Message;
-use super::door::{Door, Target};
 use super::error::CallError;
+use super::state::{Door, Target};
 
 /// The most bytes of one directory's listing.
 const MAX_LISTING: u64 = 16 << 20;

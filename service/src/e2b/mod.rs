@@ -5,26 +5,31 @@
 //!
 //! | module | content |
 //! | --- | --- |
-//! | `door` | which requests are E2B's, who may send them, and their paths |
+//! | `door`, `state` | which requests are E2B's, who may send them, and their paths |
 //! | `token`, `error` | the credentials of a sandbox; errors as these clients read them |
-//! | `sandboxes`, `network`, `snapshots`, `templates` | the server that makes sandboxes |
+//! | `sandboxes`, `network`, `metrics`, `snapshots`, `templates` | the server that makes sandboxes |
 //! | `connect` | calls as Connect frames them |
-//! | `process`, `inputs` | commands and terminals |
-//! | `filesystem`, `watchers`, `files`, `accounts` | files of a guest, their owners, their changes |
+//! | `process`, `follow`, `inputs` | commands and terminals |
+//! | `filesystem`, `files`, `accounts` | files of a guest and their owners |
+//! | `watchers`, `collected` | changes of files |
 //! | `code` | the code interpreter |
 
 mod accounts;
 mod code;
+mod collected;
 mod connect;
 mod door;
 mod error;
 mod files;
 mod filesystem;
+mod follow;
 mod inputs;
+mod metrics;
 mod network;
 mod process;
 mod sandboxes;
 mod snapshots;
+mod state;
 mod templates;
 mod token;
 mod watchers;

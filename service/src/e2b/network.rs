@@ -13,8 +13,8 @@ use crate::error::ApiError;
 use crate::extract::{Id, Owner};
 use crate::resources::egress;
 
-use super::door::Door;
 use super::error::{Checked, CheckedJson, Refused};
+use super::state::Door;
 
 /// The rule that stands for every address.
 const ALL: &str = "*";

@@ -14,10 +14,7 @@ use axum::response::Response;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use pvmm::agent::Agent;
-use pvmm::exec::{
-    AttachFrom, ExecError, ExecRequest, ExecStatus, ExitStatus, Listed, Process, ProcessEvent,
-    Stage, WindowSize,
-};
+use pvmm::exec::{AttachFrom, ExecError, ExecRequest, ExecStatus, Listed, Stage, WindowSize};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -25,19 +22,17 @@ use crate::audit::Act;
 use crate::blocking::Work;
 use crate::error::ApiError;
 use crate::extract::Owner;
-use crate::life::{InUse, enter};
-use crate::store::State as SandboxState;
+use crate::life::enter;
 
 use super::accounts::{Account, user_of};
-use super::connect::{self, Incoming, Message, Outgoing};
-use super::door::{Door, Target};
+use super::connect::{self, Incoming, Message};
 use super::error::CallError;
+use super::follow::{Follow, follow};
 use super::inputs;
+use super::state::{Door, Target};
 
 /// The newest bytes of each output that a guest keeps for a client that reads slowly.
 const KEPT: u32 = 4 << 20;
-/// How often a silent process is looked at, for a client that is gone.
-const TICK: Duration = Duration::from_secs(1);
 /// How long a process may take to read what a client sends.
 const INPUT_TIME: Duration = Duration::from_secs(60);
 /// The shell that the clients ask for, and the one that every guest has.
@@ -180,144 +175,6 @@ fn request(
         None if start.stdin.unwrap_or(true) => request.piped_stdin(),
         None => request,
     })
-}
-
-/// Returns the words for a signal.
-fn signal_words(signal: i32) -> String {
-    let words = match signal {
-        libc::SIGHUP => "hangup",
-        libc::SIGINT => "interrupt",
-        libc::SIGQUIT => "quit",
-        libc::SIGABRT => "aborted",
-        libc::SIGKILL => "killed",
-        libc::SIGSEGV => "segmentation fault",
-        libc::SIGPIPE => "broken pipe",
-        libc::SIGTERM => "terminated",
-        other => return format!("signal: {other}"),
-    };
-    format!("signal: {words}")
-}
-
-/// Writes the end of a process as the clients read it.
-fn ending(status: &ExitStatus) -> Value {
-    let (code, exited, words) = match status.status {
-        ExecStatus::Exited { code } => (code, true, format!("exit status {code}")),
-        ExecStatus::Signaled { signal, .. } => (-1, false, signal_words(signal)),
-        ExecStatus::CouldNotStart { .. } => {
-            (i32::from(status.shell_code()), true, "it could not be started".to_owned())
-        }
-    };
-    let mut end = json!({ "exitCode": code, "exited": exited, "status": words });
-    if code != 0 {
-        end["error"] = json!(words);
-    }
-    json!({ "event": { "end": end } })
-}
-
-/// What a client follows: a process and what to tell about it.
-struct Follow {
-    in_use: InUse,
-    agent: Agent,
-    process: Process,
-    key: inputs::Key,
-    pid: u32,
-    terminal: bool,
-    ping: Duration,
-    /// When the client stops to wait; the process may go on.
-    until: Option<Instant>,
-    /// Whether the process has ended.
-    over: bool,
-}
-
-impl Follow {
-    /// Sends events until the process ends, the client goes away, or its time is over.
-    fn run(&mut self, events: &Outgoing) -> Result<Option<ExitStatus>, CallError> {
-        let mut pinged = Instant::now();
-        let mut open = events.send(&json!({ "event": { "start": { "pid": self.pid } } }));
-        while open {
-            let tick = Instant::now() + TICK;
-            let wait = self.until.map_or(tick, |until| until.min(tick));
-            let data = |kind: &str, bytes: &[u8]| json!({ "event": { "data": { kind: STANDARD.encode(bytes) } } });
-            let out = if self.terminal { "pty" } else { "stdout" };
-            let event = self.process.next_event(Some(wait));
-            open = match event.map_err(|error| self.explain(error.into()))? {
-                Some(ProcessEvent::Stdout(bytes)) => events.send(&data(out, &bytes)),
-                Some(ProcessEvent::Stderr(bytes)) => events.send(&data("stderr", &bytes)),
-                Some(ProcessEvent::Exited(status)) => {
-                    self.over = true;
-                    return self.concluded(&status, events).map(|()| Some(status));
-                }
-                None if self.until.is_some_and(|until| until <= Instant::now()) => {
-                    return Err(CallError::new("deadline_exceeded", "the time limit is over"));
-                }
-                None if pinged.elapsed() >= self.ping => {
-                    pinged = Instant::now();
-                    events.send(&json!({ "event": { "keepalive": {} } }))
-                }
-                None => !events.is_closed(),
-            };
-        }
-        Ok(None)
-    }
-
-    /// Says why the guest does not answer any more.
-    fn explain(&self, error: ApiError) -> CallError {
-        let paused = {
-            let fields = self.in_use.entry().lock();
-            fields.leaving || fields.row.state == SandboxState::Hibernated
-        };
-        if paused {
-            let message = "the sandbox was paused: connect to it and to the process again";
-            return CallError::new("unavailable", message);
-        }
-        self.in_use.explain(error).into()
-    }
-
-    fn concluded(&self, status: &ExitStatus, events: &Outgoing) -> Result<(), CallError> {
-        if status.timed_out {
-            return Err(CallError::new("deadline_exceeded", "the command exceeded its time limit"));
-        }
-        let lost = status.stdout.dropped.saturating_add(status.stderr.dropped);
-        if lost > 0 {
-            let message = format!("{lost} bytes of the output were lost: the client was too slow");
-            return Err(CallError::new("data_loss", message));
-        }
-        events.send(&ending(status));
-        Ok(())
-    }
-
-    /// Forgets a process that has ended, unless someone else still follows it.
-    fn forget(&self) {
-        let listed = self.agent.processes().unwrap_or_default();
-        if listed.iter().any(|it| it.id == self.key.1 && it.attached == 0) {
-            let _ = self.agent.forget_process(self.key.1);
-        }
-    }
-}
-
-/// Follows a process in a thread of its own.
-async fn follow(door: &Arc<Door>, owner: &str, what: String, mut it: Follow) -> Response {
-    let (events, response) = connect::outgoing();
-    let (door, owner, begun) = (Arc::clone(door), owner.to_owned(), Instant::now());
-    let shared = Arc::clone(&door.app);
-    let work = move || {
-        let outcome = it.run(&events);
-        let mut act = Act::new("exec", &owner, &it.key.0).what(&what).since(begun);
-        if let Ok(Some(status)) = &outcome {
-            act = act.exit(status.shell_code().into());
-        }
-        events.end(outcome.map(drop));
-        door.app.audit.write(&act);
-        if it.over {
-            door.inputs.forget(&it.key);
-            it.forget();
-        }
-        drop(it.in_use);
-    };
-    match shared.blocking.start(Work::Long, work).await {
-        Ok(()) => response,
-        Err(error) => connect::streamed(Err(error.into())),
-    }
 }
 
 async fn started(
@@ -604,29 +461,6 @@ pub async fn update(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn status(status: ExecStatus) -> ExitStatus {
-        ExitStatus {
-            status,
-            timed_out: false,
-            background: false,
-            oom: false,
-            stdout: Default::default(),
-            stderr: Default::default(),
-            duration: Duration::ZERO,
-            usage: Default::default(),
-        }
-    }
-
-    #[test]
-    fn end_has_a_code_and_words() {
-        let end = |how| ending(&status(how))["event"]["end"].clone();
-        let fine = json!({ "exitCode": 0, "exited": true, "status": "exit status 0" });
-        assert_eq!(end(ExecStatus::Exited { code: 0 }), fine);
-        assert_eq!(end(ExecStatus::Exited { code: 3 })["error"], "exit status 3");
-        let killed = end(ExecStatus::Signaled { signal: 9, core_dumped: false });
-        assert_eq!((&killed["exitCode"], &killed["error"]), (&json!(-1), &json!("signal: killed")));
-    }
 
     #[test]
     fn messages_of_the_clients_are_read() {

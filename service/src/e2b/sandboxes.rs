@@ -1,21 +1,20 @@
-//! Sandboxes: create, list, connect, time to live, pause, fork, metrics, end.
+//! Sandboxes: create, list, connect, time to live, pause, fork, end.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use pvmm::agent::Metrics;
 use pvmm_sandbox::CreateOptions;
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use crate::app::Entry;
 use crate::audit::Act;
-use crate::blocking::{Work, to_the_end};
+use crate::blocking::to_the_end;
 use crate::clock;
 use crate::error::ApiError;
 use crate::extract::{Id, Owner, Queried};
@@ -25,9 +24,9 @@ use crate::life::{self, MAX_CHILDREN, MAX_TTL_S};
 use crate::resources::{lifecycle, sandboxes};
 use crate::store::{SandboxRow, State as SandboxState};
 
-use super::door::{Door, Target};
 use super::error::{Checked, CheckedJson, Refused, gone};
 use super::network::Network;
+use super::state::{Door, Target};
 
 /// The version of E2B's agent whose calls are answered here.
 pub const ENVD_VERSION: &str = "0.6.4";
@@ -36,8 +35,6 @@ const DEFAULT_TTL_S: u64 = 300;
 /// Names of E2B's templates, and what they are here.
 const TEMPLATES: [(&str, &str); 2] =
     [("code-interpreter-v1", "code-interpreter"), ("code-interpreter-beta", "code-interpreter")];
-/// The time between the two looks at a processor.
-const LOOK: Duration = Duration::from_millis(100);
 /// The most entries of one page.
 const MAX_PAGE: usize = 100;
 const MAX_ENV_BYTES: usize = 64 << 10;
@@ -412,103 +409,12 @@ pub async fn fork(
     Ok((StatusCode::CREATED, axum::Json(forks)).into_response())
 }
 
-/// Returns two looks at a guest, one after the other.
-async fn looks(door: &Door, id: &str) -> Result<(Metrics, Metrics), ApiError> {
-    let in_use = life::enter(&door.app, id).await?;
-    let work = move || {
-        let agent = in_use.agent()?;
-        let before = agent.metrics()?;
-        std::thread::sleep(LOOK);
-        Ok((before, agent.metrics()?))
-    };
-    door.app.blocking.run(Work::Short, work).await
-}
-
-/// Returns the share of all processors that was busy between two looks, in percent of one.
-fn busy_percent(before: &Metrics, now: &Metrics) -> f64 {
-    let busy = now.cpu_busy_us.saturating_sub(before.cpu_busy_us) as f64;
-    let idle = now.cpu_idle_us.saturating_sub(before.cpu_idle_us) as f64;
-    if busy + idle <= 0.0 { 0.0 } else { busy / (busy + idle) * 100.0 }
-}
-
-fn used_memory(metrics: &Metrics) -> u64 {
-    metrics.memory_total_kib.saturating_sub(metrics.memory_available_kib).saturating_mul(1024)
-}
-
-async fn sample(door: &Door, id: &str) -> Result<Value, ApiError> {
-    let (before, now) = looks(door, id).await?;
-    let time = clock::now_ms();
-    Ok(json!({
-        "timestamp": clock::rfc3339(time),
-        "timestampUnix": time / 1000,
-        "cpuCount": now.cpus,
-        "cpuUsedPct": busy_percent(&before, &now),
-        "memUsed": used_memory(&now),
-        "memTotal": now.memory_total_kib.saturating_mul(1024),
-        "memCache": now.memory_cached_kib.saturating_mul(1024),
-        "diskUsed": now.disk_total_bytes.saturating_sub(now.disk_available_bytes),
-        "diskTotal": now.disk_total_bytes,
-    }))
-}
-
-/// `GET /sandboxes/{id}/metrics`
-pub async fn metrics(
-    State(door): State<Arc<Door>>,
-    Checked(Id(id)): Checked<Id>,
-) -> Result<axum::Json<Value>, Refused> {
-    // A look at a paused sandbox does not wake it.
-    if door.app.find(&id)?.row().state != SandboxState::Running {
-        return Ok(axum::Json(json!([])));
-    }
-    Ok(axum::Json(json!([sample(&door, &id).await?])))
-}
-
-/// The query of metrics of several sandboxes.
-#[derive(Clone, Debug, Default, Deserialize)]
-#[serde(default)]
-pub struct Several {
-    sandbox_ids: String,
-}
-
-/// `GET /sandboxes/metrics`
-pub async fn all_metrics(
-    State(door): State<Arc<Door>>,
-    Checked(Queried(wanted)): Checked<Queried<Several>>,
-) -> Result<axum::Json<Value>, Refused> {
-    let mut found = Map::new();
-    for id in wanted.sandbox_ids.split(',').take(MAX_PAGE) {
-        let Ok(entry) = door.app.find(id) else { continue };
-        let running = entry.lock().row.state == SandboxState::Running;
-        if running && let Ok(sample) = sample(&door, id).await {
-            found.insert(id.to_owned(), sample);
-        }
-    }
-    Ok(axum::Json(json!({ "sandboxes": found })))
-}
-
 /// `GET /health` of a sandbox, which does not wake one that is paused.
 pub async fn health(State(door): State<Arc<Door>>, Target(id): Target) -> Response {
     match door.app.find(&id).map(|entry| entry.row().state) {
         Ok(SandboxState::Running) => StatusCode::NO_CONTENT.into_response(),
         _ => gone(),
     }
-}
-
-/// `GET /metrics` of a sandbox.
-pub async fn envd_metrics(
-    State(door): State<Arc<Door>>,
-    Target(id): Target,
-) -> Result<axum::Json<Value>, Refused> {
-    let (before, now) = looks(&door, &id).await?;
-    Ok(axum::Json(json!({
-        "ts": clock::now_ms() / 1000,
-        "cpu_count": now.cpus,
-        "cpu_used_pct": busy_percent(&before, &now),
-        "mem_used": used_memory(&now),
-        "mem_total": now.memory_total_kib.saturating_mul(1024),
-        "disk_used": now.disk_total_bytes.saturating_sub(now.disk_available_bytes),
-        "disk_total": now.disk_total_bytes,
-    })))
 }
 
 /// `GET /envs` of a sandbox.

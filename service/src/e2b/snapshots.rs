@@ -16,9 +16,9 @@ use crate::extract::{Id, Owner, Queried};
 use crate::resources::snapshots;
 use crate::store::SnapshotRow;
 
-use super::door::Door;
 use super::error::{Checked, CheckedJson, Refused};
 use super::sandboxes::page;
+use super::state::Door;
 
 /// The body of a new snapshot.
 #[derive(Clone, Debug, Default, Deserialize)]

@@ -14,9 +14,9 @@ use crate::extract::{Id, Name, Owner};
 use crate::ids;
 use crate::resources::{snapshots, templates};
 
-use super::door::Door;
 use super::error::{Checked, Refused};
 use super::sandboxes::{ENVD_VERSION, template_of};
+use super::state::Door;
 
 fn shape(template: &pvmm_images::Template) -> Value {
     let (manifest, size) = (&template.manifest, CreateOptions::of(template.name()));

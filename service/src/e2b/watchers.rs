@@ -1,7 +1,6 @@
 //! Changes in directories, as a stream or collected until a client asks for them.
 
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::body::Body;
@@ -18,16 +17,10 @@ use crate::life::{InUse, enter};
 
 use super::accounts::{Account, Names, user_of};
 use super::connect::{self, Incoming, Message, Outgoing};
-use super::door::{Door, Target};
 use super::error::CallError;
 use super::filesystem::entry;
+use super::state::{Door, Target};
 
-/// The most watchers of one sandbox that collect; a guest has a few watches more.
-const MAX_WATCHERS: usize = 24;
-/// The most events that wait for a client; older ones are dropped.
-const MAX_EVENTS: usize = 10_000;
-/// The time after which a watcher that nobody asks ends.
-const FORGOTTEN: Duration = Duration::from_secs(3600);
 /// How often a silent watch is looked at.
 const TICK: Duration = Duration::from_secs(1);
 
@@ -109,56 +102,6 @@ fn kinds(event: &WatchEvent) -> &'static [&'static str] {
         Change::MovedTo if event.directory => &["EVENT_TYPE_CREATE"],
         Change::MovedTo => &["EVENT_TYPE_CREATE", "EVENT_TYPE_WRITE"],
         Change::Written | Change::Overflow | Change::Other => &[],
-    }
-}
-
-struct Collected {
-    sandbox: String,
-    events: VecDeque<Value>,
-    asked: Instant,
-}
-
-/// The watchers that collect, by their ids.
-#[derive(Default)]
-pub struct Watchers {
-    collected: Mutex<HashMap<String, Collected>>,
-}
-
-impl Watchers {
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<String, Collected>> {
-        self.collected.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn add(&self, id: &str, sandbox: &str) -> Result<(), CallError> {
-        let mut all = self.lock();
-        if all.values().filter(|it| it.sandbox == sandbox).count() >= MAX_WATCHERS {
-            let message = format!("a sandbox has at most {MAX_WATCHERS} watchers");
-            return Err(CallError::new("resource_exhausted", message));
-        }
-        let (sandbox, events) = (sandbox.to_owned(), VecDeque::new());
-        all.insert(id.to_owned(), Collected { sandbox, events, asked: Instant::now() });
-        Ok(())
-    }
-
-    /// Adds events; returns false if the watcher is no longer wanted.
-    fn push(&self, id: &str, events: Vec<Value>) -> bool {
-        let mut all = self.lock();
-        let Some(it) = all.get_mut(id) else { return false };
-        it.events.extend(events);
-        let excess = it.events.len().saturating_sub(MAX_EVENTS);
-        it.events.drain(..excess);
-        it.asked.elapsed() < FORGOTTEN
-    }
-
-    fn take(&self, id: &str, sandbox: &str) -> Option<Vec<Value>> {
-        let mut all = self.lock();
-        let it = all.get_mut(id).filter(|it| it.sandbox == sandbox)?;
-        it.asked = Instant::now();
-        Some(it.events.drain(..).collect())
-    }
-
-    fn remove(&self, id: &str) {
-        self.lock().remove(id);
     }
 }
 
@@ -277,23 +220,6 @@ pub async fn remove(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn watcher_keeps_the_newest_events_of_its_sandbox() {
-        let watchers = Watchers::default();
-        watchers.add("w", "a").unwrap();
-        assert!(watchers.push("w", vec![json!(0); MAX_EVENTS + 5]));
-        assert_eq!(watchers.take("w", "b"), None);
-        assert_eq!(watchers.take("w", "a").unwrap().len(), MAX_EVENTS);
-        assert_eq!(watchers.take("w", "a").unwrap().len(), 0);
-        watchers.remove("w");
-        assert!(!watchers.push("w", Vec::new()));
-        for number in 0..MAX_WATCHERS {
-            watchers.add(&number.to_string(), "a").unwrap();
-        }
-        assert!(watchers.add("more", "a").is_err());
-        assert!(watchers.add("more", "b").is_ok());
-    }
 
     #[test]
     fn file_that_is_moved_into_place_is_created_and_written() {
