@@ -18,8 +18,8 @@ pub enum FormEvent {
     Part {
         /// The name of the field.
         name: String,
-        /// Whether the part is a file.
-        is_file: bool,
+        /// The name of the file, if the part is one.
+        file: Option<String>,
     },
     /// Bytes of the part.
     Data(Vec<u8>),
@@ -212,11 +212,13 @@ fn part(head: &str) -> Result<FormEvent, ApiError> {
     });
     let (_, rest) = disposition.and_then(|value| value.split_once(';')).ok_or_else(bad)?;
     let parameters = parameters(rest);
-    let is_file = parameters.iter().any(|(key, _)| key == "filename" || key == "filename*");
-    let name = parameters.into_iter().find(|(key, _)| key == "name").ok_or_else(bad)?.1;
-    // Clients write these three in one of two ways.
-    let name = name.replace("%22", "\"").replace("%0D", "\r").replace("%0A", "\n");
-    Ok(FormEvent::Part { name, is_file })
+    let value = |wanted: &str| {
+        let found = parameters.iter().find(|(key, _)| key == wanted)?;
+        // Clients write these three in one of two ways.
+        Some(found.1.replace("%22", "\"").replace("%0D", "\r").replace("%0A", "\n"))
+    };
+    let file = value("filename").or_else(|| value("filename*"));
+    Ok(FormEvent::Part { name: value("name").ok_or_else(bad)?, file })
 }
 
 /// Reads `key=value; key="value"`.
@@ -266,8 +268,8 @@ mod tests {
             form.push(piece)?;
             while let Some(event) = form.next_event() {
                 match event {
-                    FormEvent::Part { name, is_file } => {
-                        parts.push((name, is_file, String::new()));
+                    FormEvent::Part { name, file } => {
+                        parts.push((name, file.is_some(), String::new()));
                         open = true;
                     }
                     FormEvent::Data(data) => {

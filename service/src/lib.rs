@@ -10,6 +10,7 @@
 //! | `stdio` | `pvmm mcp`: one conversation over standard input and output |
 //! | `mcp` | tools for agents, over both |
 //! | `routes`, `resources` | paths and their handlers, one file for each resource |
+//! | `e2b` | the same sandboxes for E2B's clients |
 //! | `life` | start, use, hibernate, wake, end; restart of the server |
 //! | `builds`, `form`, `upload` | templates that clients send, and their builds |
 //! | `store` | the database and its migrations |
@@ -23,6 +24,7 @@ mod blocking;
 mod builds;
 mod clock;
 mod data_dir;
+mod e2b;
 mod error;
 mod extract;
 mod form;

@@ -14,6 +14,7 @@ use axum::routing::{MethodRouter, any, delete, get, patch, post, put};
 
 use crate::app::App;
 use crate::audit::Act;
+use crate::e2b;
 use crate::error::ApiError;
 use crate::extract::Owner;
 use crate::mcp;
@@ -122,7 +123,7 @@ fn table() -> Table {
 /// Builds the router of the whole API.
 pub fn router(app: Arc<App>) -> Router {
     let mcp = mcp::route(&app);
-    table()
+    let router = table()
         .router
         .route("/v1/sandboxes/{id}/ports/{port}/proxy/", any(ports::forward))
         .route("/v1/sandboxes/{id}/ports/{port}/proxy/{*path}", any(ports::forward))
@@ -131,7 +132,8 @@ pub fn router(app: Arc<App>) -> Router {
         .method_not_allowed_fallback(absent::other_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&app), authenticate))
         .layer(middleware::from_fn_with_state(Arc::clone(&app), preview))
-        .with_state(app)
+        .with_state(Arc::clone(&app));
+    e2b::beside(app, router)
 }
 
 /// Returns the token of a request.

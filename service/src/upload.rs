@@ -91,7 +91,7 @@ impl Writer<'_> {
 
     fn take(&mut self, event: FormEvent) -> Result<(), ApiError> {
         match event {
-            FormEvent::Part { name, is_file: true } => {
+            FormEvent::Part { name, file: Some(_) } => {
                 self.upload.files += 1;
                 if self.upload.files > MAX_FILES {
                     let message = format!("the form has more than {MAX_FILES} files");
@@ -99,7 +99,7 @@ impl Writer<'_> {
                 }
                 self.part = Some(Part::File(self.create(&name)?));
             }
-            FormEvent::Part { name, is_file: false } => {
+            FormEvent::Part { name, file: None } => {
                 self.field_bytes += name.len();
                 self.part = Some(Part::Field(name, Vec::new()));
             }

@@ -46,6 +46,12 @@ fn published_mcp_client_uses_every_tool_and_leaves_nothing() {
 }
 
 #[test]
+fn clients_of_e2b_find_every_flow_that_they_know() {
+    let said = python("e2b_flows.py", &[]);
+    assert_eq!(said.lines().filter(|line| line.contains(": ok (")).count(), 13, "{said}");
+}
+
+#[test]
 fn service_that_is_killed_loses_no_sandbox_and_leaves_none() {
     assert_eq!(python("restart.py", &["9"]).trim(), "killed 9 times");
 }

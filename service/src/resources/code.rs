@@ -97,7 +97,7 @@ pub async fn list(
 }
 
 /// Writes one displayed value as a map of MIME types. Images are base64; JSON is text.
-fn bundle(bundle: &MimeBundle) -> Value {
+pub fn bundle(bundle: &MimeBundle) -> Value {
     let is_binary = |mime: &str| {
         let image = mime.starts_with("image/") && mime != "image/svg+xml";
         image || mime.starts_with("audio/") || mime.starts_with("video/") || mime.ends_with("/pdf")

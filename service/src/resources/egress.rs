@@ -30,7 +30,9 @@ pub async fn get(
     Ok(axum::Json(json!({ "egress_allowlist": app.find(&id)?.row().egress })))
 }
 
-async fn changed(app: Arc<App>, id: String, rules: Vec<String>) -> Result<Value, ApiError> {
+/// Sets the rules of a sandbox that has a network card.
+pub async fn set(app: Arc<App>, id: String, rules: Vec<String>) -> Result<Value, ApiError> {
+    check_rules(&rules)?;
     let policy = egress_of(&rules)?.policy;
     let in_use = enter(&app, &id).await?;
     let entry = Arc::clone(in_use.entry());
@@ -53,9 +55,8 @@ pub async fn put(
     Id(id): Id,
     Json(body): Json<Rules>,
 ) -> Result<axum::Json<Value>, ApiError> {
-    check_rules(&body.egress_allowlist)?;
     let what = body.egress_allowlist.join(" ");
-    let work = changed(Arc::clone(&app), id.clone(), body.egress_allowlist);
+    let work = set(Arc::clone(&app), id.clone(), body.egress_allowlist);
     let outcome = to_the_end(work).await;
     app.audit.write(&Act::new("egress", &owner, &id).what(&what).outcome(&outcome));
     outcome.map(axum::Json)

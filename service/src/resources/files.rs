@@ -43,6 +43,13 @@ pub struct At {
     recursive: Option<String>,
 }
 
+impl At {
+    /// Builds the query about a path.
+    pub fn of(path: String) -> Self {
+        Self { path, recursive: None }
+    }
+}
+
 /// The query of a listing.
 #[derive(Debug, Deserialize)]
 pub struct Listed {
@@ -137,11 +144,11 @@ pub async fn read(
 fn receive(
     in_use: &InUse,
     path: &str,
+    options: &WriteOptions,
     mut chunks: mpsc::Receiver<Result<Bytes, ApiError>>,
 ) -> Result<u64, ApiError> {
-    let options = WriteOptions { parents: true, ..WriteOptions::default() };
     let agent = in_use.agent()?;
-    let mut writer = agent.open_write(path, &options)?;
+    let mut writer = agent.open_write(path, options)?;
     let mut total = 0u64;
     while let Some(chunk) = chunks.blocking_recv() {
         let chunk = chunk?;
@@ -159,7 +166,7 @@ fn receive(
 
 /// Passes the body on, chunk by chunk, until it ends or fails. The rest of a body that the guest
 /// refuses is read and dropped, up to a limit: clients read the answer only when all is sent.
-pub(super) async fn pass_on(body: Body, sender: mpsc::Sender<Result<Bytes, ApiError>>) {
+pub async fn pass_on(body: Body, sender: mpsc::Sender<Result<Bytes, ApiError>>) {
     let (mut body, mut dropped) = (body, 0);
     while dropped < MAX_DROPPED {
         let item = match tokio::time::timeout(STALL, body.frame()).await {
@@ -189,16 +196,30 @@ pub async fn write(
     Queried(at): Queried<At>,
     body: Body,
 ) -> Result<axum::Json<Value>, ApiError> {
+    let options = WriteOptions { parents: true, ..WriteOptions::default() };
+    let bytes = store(&app, &owner, &id, &at.path, options, body).await?;
+    Ok(axum::Json(json!({ "path": at.path, "bytes": bytes })))
+}
+
+/// Writes a body to a file of the guest, and returns the number of its bytes.
+pub async fn store(
+    app: &Arc<App>,
+    owner: &str,
+    id: &str,
+    path: &str,
+    options: WriteOptions,
+    body: Body,
+) -> Result<u64, ApiError> {
     let begun = Instant::now();
-    let in_use = enter(&app, &id).await?;
+    let in_use = enter(app, id).await?;
     let (sender, receiver) = mpsc::channel(QUEUE);
-    let path = at.path.clone();
-    let work = app.blocking.run(Work::Long, move || receive(&in_use, &path, receiver));
+    let to = path.to_owned();
+    let work = app.blocking.run(Work::Long, move || receive(&in_use, &to, &options, receiver));
     let (outcome, ()) = tokio::join!(work, pass_on(body, sender));
     let bytes = outcome.as_ref().copied().unwrap_or(0);
-    let act = Act::new("write_file", &owner, &id).what(&at.path).bytes(bytes);
+    let act = Act::new("write_file", owner, id).what(path).bytes(bytes);
     app.audit.write(&act.since(begun).outcome(&outcome));
-    Ok(axum::Json(json!({ "path": at.path, "bytes": outcome? })))
+    outcome
 }
 
 /// `GET /v1/sandboxes/{id}/fs/dir`

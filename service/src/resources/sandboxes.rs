@@ -221,7 +221,10 @@ fn require_template(source: &Source) -> Result<(), ApiError> {
     names.push(pvmm_images::template::BASE);
     names.sort_unstable();
     names.dedup();
-    let message = format!("template '{name}' not found; there are: {}", names.join(", "));
+    let mut message = format!("template '{name}' not found; there are: {}", names.join(", "));
+    if pvmm_images::Recipe::built_in(name).is_some() {
+        message = format!("{message}; to build it: pvmm template build {name}");
+    }
     Err(ApiError::not_found(message))
 }
 

@@ -49,7 +49,8 @@ fn disk_bytes(folder: &Path) -> std::io::Result<u64> {
     Ok(total)
 }
 
-async fn taken(app: &Arc<App>, id: &str, owner: &str) -> Result<SnapshotRow, ApiError> {
+/// Takes a snapshot of a sandbox, which goes on.
+pub async fn take(app: &Arc<App>, id: &str, owner: &str) -> Result<SnapshotRow, ApiError> {
     app.admission.require_disk()?;
     let in_use = enter(app, id).await?;
     in_use.require_awake()?;
@@ -92,7 +93,7 @@ pub async fn create(
     app.find(&id)?;
     let work = async move {
         let begun = Instant::now();
-        let outcome = taken(&app, &id, &owner).await;
+        let outcome = take(&app, &id, &owner).await;
         app.audit.write(&Act::new("snapshot", &owner, &id).since(begun).outcome(&outcome));
         outcome.map(|row| shape(&row))
     };

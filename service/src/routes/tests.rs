@@ -210,3 +210,81 @@ fn routes_and_api_file_agree() {
     assert!(missing.is_empty(), "not in docs/api.json: {missing:#?}");
     assert!(unknown.is_empty(), "only in docs/api.json: {unknown:#?}");
 }
+
+/// Asks as E2B's clients do, with these headers.
+async fn ask_e2b(
+    app: &Arc<App>,
+    line: (&str, &str),
+    headers: &[(&str, &str)],
+    body: &str,
+) -> Answer {
+    let mut request = Request::builder().method(line.0).uri(line.1);
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    let request = request.body(Body::from(body.to_owned())).unwrap();
+    let answer = router(Arc::clone(app)).oneshot(request).await.unwrap();
+    let (parts, body) = answer.into_parts();
+    let bytes = crate::extract::collect(body, 1 << 20).await.unwrap();
+    let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
+    Answer { status: parts.status, headers: parts.headers, body }
+}
+
+#[tokio::test]
+async fn e2b_request_is_answered_in_its_own_form() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = app(dir.path());
+    let one = format!("/sandboxes/{ID}");
+    let key = [("x-api-key", "secret")];
+    for (line, headers, body, status) in [
+        (("GET", "/v2/sandboxes"), &[("x-api-key", "wrong")][..], "", 401),
+        (("GET", "/v2/sandboxes"), &[], "", 401),
+        (("GET", &one[..]), &key, "", 404),
+        (("GET", "/sandboxes/../x"), &key, "", 501),
+        (("GET", "/sandboxes/x"), &key, "", 404),
+        (("POST", "/v2/sandboxes"), &key, "{", 400),
+        (("POST", "/v2/sandboxes"), &key, r#"{"templateID":"../x"}"#, 400),
+        (("POST", "/v2/sandboxes"), &key, r#"{"templateID":"base","iam":{}}"#, 501),
+        (("POST", &format!("{one}/fork")), &key, r#"{"count":1000}"#, 400),
+        (("POST", &format!("{one}/pause")), &key, "", 404),
+        (("GET", "/sandboxes?limit=x"), &key, "", 400),
+        (("POST", "/v3/templates"), &key, "{}", 501),
+        (("GET", "/volumes"), &key, "", 501),
+        (("GET", "/health"), &[("e2b-sandbox-id", ID)], "", 502),
+        (("POST", "/process.Process/List"), &[("e2b-sandbox-id", "../x")], "{}", 502),
+        (("GET", "/files?path=/x&signature=v1_x"), &[], "", 401),
+        (("GET", "/files?path=/x&signature=v1_x&signature_expiration=1"), &[], "", 401),
+    ] {
+        let answer = ask_e2b(&app, line, headers, body).await;
+        assert_eq!(answer.status, status, "{line:?}: {}", answer.body);
+        assert_eq!(answer.body["code"], status, "{line:?}");
+        assert!(answer.body["message"].is_string(), "{line:?}");
+    }
+    let list = ask_e2b(&app, ("GET", "/v2/sandboxes"), &key, "").await;
+    assert_eq!((list.status, list.body), (StatusCode::OK, serde_json::json!([])));
+}
+
+#[tokio::test]
+async fn e2b_request_to_a_sandbox_needs_a_credential() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = app(dir.path());
+    let row =
+        SandboxRow { id: ID.to_owned(), state: RowState::Hibernated, ..SandboxRow::default() };
+    app.add(row, None);
+    let to = ("e2b-sandbox-id", ID);
+    for headers in [&[to][..], &[to, ("x-access-token", "wrong")], &[to, ("x-api-key", "wrong")]] {
+        let answer = ask_e2b(&app, ("GET", "/health"), headers, "").await;
+        assert_eq!(answer.status, 401, "{headers:?}");
+    }
+    let path = format!("/sandboxes/{ID}");
+    let info = ask_e2b(&app, ("GET", &path), &[("x-api-key", "secret")], "").await;
+    let token = info.body["envdAccessToken"].as_str().unwrap().to_owned();
+    let headers = [to, ("x-access-token", &token[..])];
+    let call = |path| ask_e2b(&app, ("POST", path), &headers, "{");
+    // The sandbox is paused, and a look does not wake it.
+    assert_eq!(ask_e2b(&app, ("GET", "/health"), &headers, "").await.status, 502);
+    assert_eq!(call("/filesystem.Filesystem/Stat").await.body["code"], "invalid_argument");
+    assert_eq!(call("/nope").await.status, 501);
+    let start = call("/process.Process/Start").await;
+    assert_eq!((start.status, start.body), (StatusCode::OK, Value::Null));
+}

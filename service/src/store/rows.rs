@@ -79,6 +79,8 @@ pub struct SandboxRow {
     pub volumes: Vec<VolumeUse>,
     /// Rules for the network; `None` if the sandbox has no network card.
     pub egress: Option<Vec<String>>,
+    /// Names and values that its commands get, if its client gave some.
+    pub env: BTreeMap<String, String>,
     /// When it was made, in milliseconds since 1970.
     pub created_ms: u64,
     /// When it was last used, as of the last write of the row.

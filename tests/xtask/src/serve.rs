@@ -48,6 +48,7 @@ fn test(options: &Options) -> Result<(), Box<dyn Error>> {
     if options.names.is_empty() {
         in_host("flows.py", &[])?;
         in_host("mcp_client.py", &[])?;
+        in_host("e2b_flows.py", &[])?;
         in_host("restart.py", &["45".into()])?;
         in_host("clients.py", &["8".into(), "60".into()])?;
         let api = checkout::root().join("docs/api.json").into_os_string();

@@ -52,7 +52,8 @@ impl Process {
 
     /// Takes the standard input, once, if the request asked for one.
     pub fn take_stdin(&mut self) -> Option<Stdin> {
-        std::mem::take(&mut self.has_stdin).then(|| Stdin { stream: self.stream.clone() })
+        std::mem::take(&mut self.has_stdin)
+            .then(|| Stdin { stream: self.stream.clone(), ends: true })
     }
 
     /// Waits for the next event; returns `None` when the deadline passes first. After `Exited`,
@@ -176,12 +177,33 @@ impl Signaller {
 /// The standard input of a process. Dropping or closing it ends the input.
 pub struct Stdin {
     stream: StreamRef,
+    ends: bool,
 }
 
 impl Stdin {
     /// Ends the input and reports whether that succeeded.
     pub fn close(self) -> Result<(), ExecError> {
         Ok(self.stream.end_input()?)
+    }
+
+    /// Writes all bytes; fails with `TimedOut` when the deadline passes before the process has read
+    /// enough of them.
+    pub fn write_all_until(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            match self.stream.send_input(rest, Some(deadline)) {
+                Ok(Some(0)) => return Err(io::ErrorKind::BrokenPipe.into()),
+                Ok(Some(count)) => rest = &rest[count..],
+                Ok(None) => return Err(io::ErrorKind::TimedOut.into()),
+                Err(e) => return Err(io::Error::new(io::ErrorKind::ConnectionReset, e)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Leaves the input open for others that attach to the same process.
+    pub fn leave_open(mut self) {
+        self.ends = false;
     }
 }
 
@@ -205,6 +227,8 @@ impl Write for Stdin {
 
 impl Drop for Stdin {
     fn drop(&mut self) {
-        let _ = self.stream.end_input();
+        if self.ends {
+            let _ = self.stream.end_input();
+        }
     }
 }
