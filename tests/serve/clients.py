@@ -74,7 +74,9 @@ def main() -> None:
     # More VMs than this on a processor, where it is an emulated one, are only in each other's way.
     most = PER_CPU * (os.cpu_count() or 1)
     with Server(pvmm, "--max-sandboxes", str(most)) as server:
-        load(server, clients, min(10.0, seconds / 2))  # caches and pools fill
+        # Caches and pools fill.
+        while "round" not in load(server, min(clients, 4), 10.0):
+            pass
         time.sleep(1)
         before = size(server.process.pid)
         done = load(server, clients, seconds)

@@ -132,7 +132,7 @@ pub fn run() -> ! {
     process::leave_now(failure::FAULT.into())
 }
 
-/// What was received over the socket, up to the template's bytes.
+/// The order and the files received over the socket, before the rest of the template.
 struct Received {
     socket: UnixStream,
     message: Message,

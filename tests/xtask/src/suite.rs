@@ -1,7 +1,7 @@
 //! `cargo xtask test`: runs every test, on a machine that may have only Rust.
 //!
-//! Unit tests run here. The suite of real guests is one program, which runs where KVM is: once here,
-//! or in shares in several nested hosts at once.
+//! Unit tests run here. The suite of real guests is one program, which runs where KVM is: once
+//! here, or in shares in several nested hosts at once.
 
 mod shares;
 

@@ -1,4 +1,4 @@
-//! The suite in several nested hosts at once: a nested host has one CPU, and most machines have more.
+//! The suite in several nested hosts at once: a nested host has one CPU, most machines have more.
 
 use std::ffi::OsString;
 use std::fs;
