@@ -39,6 +39,10 @@ const HOP_BY_HOP: [HeaderName; 6] = [
     header::UPGRADE,
 ];
 
+/// Headers in which a request may carry a token of this server or of a sandbox.
+const CREDENTIALS: [&str; 4] =
+    ["authorization", "x-api-key", "x-access-token", "e2b-traffic-access-token"];
+
 /// Returns the port and the sandbox of a host name like `8000-ID.example.com`.
 pub fn preview_of(host: &str) -> Option<(u16, &str)> {
     let label = host.split('.').next()?.split(':').next()?;
@@ -89,8 +93,7 @@ async fn exchange(
     let (mut parts, body) = request.into_parts();
     parts.uri = path.parse::<Uri>().map_err(|_| ApiError::bad_request("the path is invalid"))?;
     strip(&mut parts.headers);
-    // The token is for this server and not for a program in a guest.
-    parts.headers.remove(header::AUTHORIZATION);
+    strip_credentials(&mut parts.headers);
     if let Some(upgrade) = upgrade {
         parts.headers.insert(header::CONNECTION, header::HeaderValue::from_static("upgrade"));
         parts.headers.insert(header::UPGRADE, upgrade);
@@ -117,6 +120,13 @@ async fn exchange(
 
 fn strip(headers: &mut HeaderMap) {
     for name in HOP_BY_HOP {
+        headers.remove(name);
+    }
+}
+
+/// Removes the tokens of a request, which are for this server and not for a program in a guest.
+fn strip_credentials(headers: &mut HeaderMap) {
+    for name in CREDENTIALS {
         headers.remove(name);
     }
 }
@@ -188,5 +198,16 @@ mod tests {
         for host in ["localhost:8088", "127.0.0.1", &format!("0-{id}.x"), "8000-web.localhost"] {
             assert_eq!(preview_of(host), None, "{host}");
         }
+    }
+
+    #[test]
+    fn tokens_do_not_go_on_to_the_guest() {
+        let mut headers = HeaderMap::new();
+        for name in ["authorization", "x-api-key", "x-access-token", "e2b-traffic-access-token"] {
+            headers.insert(name, header::HeaderValue::from_static("secret"));
+        }
+        headers.insert("x-other", header::HeaderValue::from_static("goes on"));
+        strip_credentials(&mut headers);
+        assert_eq!(headers.keys().collect::<Vec<_>>(), ["x-other"]);
     }
 }
