@@ -102,6 +102,7 @@ pub fn scratch(dir: &Path, record: &Record) -> Result<PathBuf, Failure> {
     })
 }
 
+/// Makes the folder, or takes the one that is there.
 fn own_scratch(dir: &Path, other_user: bool) -> io::Result<PathBuf> {
     let mode = if other_user { 0o1733 } else { 0o700 };
     let own = dir.join(format!("pvmm-scratch-{}", process::effective_uid()));

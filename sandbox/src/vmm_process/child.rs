@@ -416,6 +416,10 @@ impl<'a> Watched<'a> {
             if outcome {
                 return Event::End(self.wait_for_guest());
             }
+            // Looked at before the next request, which may ask for a standstill of its own.
+            if client_gone {
+                self.thaw();
+            }
             if asked {
                 match self.control.serve(&mut self.vm) {
                     Effect::None => {}
@@ -452,12 +456,8 @@ impl<'a> Watched<'a> {
             if adopt_at.is_some_and(|at| at <= now) {
                 self.adopt();
             }
-            // Whoever asked for it is gone, or takes too long.
-            if self.still.is_some() && (client_gone || thaw_at.is_some_and(|at| at <= now)) {
-                self.still = None;
-                if let Err(error) = control::thaw(&self.vm) {
-                    log::warn!("thaw: {error:#}");
-                }
+            if self.still.as_ref().is_some_and(|(_, at)| *at <= now) {
+                self.thaw();
             }
             if self.end_at.is_some_and(|at| at <= now) {
                 return Event::End(End::Ttl);
@@ -468,6 +468,14 @@ impl<'a> Watched<'a> {
             if deadline.is_some_and(|at| at <= now) {
                 return Event::Late;
             }
+        }
+    }
+
+    /// Lets the workload go on, because whoever asked that it stands still is gone or too slow.
+    fn thaw(&mut self) {
+        self.still = None;
+        if let Err(error) = control::thaw(&self.vm) {
+            log::warn!("thaw: {error:#}");
         }
     }
 
