@@ -8,11 +8,10 @@ Each flow is a function that gets a sandbox, or makes its own; one that raises i
 import os
 import sys
 import time
-import traceback
 import urllib.error
 import urllib.request
 
-from server import Server
+from server import Server, run_flows
 
 TEMPLATE = "base"
 # Where guests run without hardware for it, everything takes long.
@@ -279,23 +278,10 @@ def flow_sandbox_that_has_ended_is_not_running(_):
 
 def main():
     pvmm, wanted = sys.argv[1], sys.argv[2:]
-    failed = 0
     with Server(pvmm) as server:
         os.environ.update(E2B_API_URL=server.url, E2B_SANDBOX_URL=server.url)
         os.environ["E2B_API_KEY"] = server.token
-        shared = create(metadata={"k": "v é&="}, envs={"A": "a"})
-        for name, flow in list(globals().items()):
-            if not name.startswith("flow_") or (wanted and not any(w in name for w in wanted)):
-                continue
-            start = time.monotonic()
-            try:
-                flow(shared)
-                print(f"{name}: ok ({time.monotonic() - start:.1f} s)", flush=True)
-            except Exception:
-                failed += 1
-                print(f"{name}: failed", flush=True)
-                traceback.print_exc()
-    sys.exit(1 if failed else 0)
+        run_flows(globals(), create(metadata={"k": "v é&="}, envs={"A": "a"}), wanted)
 
 
 if __name__ == "__main__":

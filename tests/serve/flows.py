@@ -8,12 +8,10 @@ Each flow is a function; one that raises is a failure.
 import os
 import sys
 import tempfile
-import time
-import traceback
 import urllib.error
 import urllib.request
 
-from server import Server
+from server import Server, run_flows
 
 TEMPLATE = "base"
 
@@ -197,21 +195,8 @@ class Client:
 
 def main():
     pvmm, wanted = sys.argv[1], sys.argv[2:]
-    failed = 0
     with Server(pvmm):
-        client = Client()
-        for name, flow in list(globals().items()):
-            if not name.startswith("flow_") or (wanted and not any(w in name for w in wanted)):
-                continue
-            start = time.monotonic()
-            try:
-                flow(client)
-                print(f"{name}: ok ({time.monotonic() - start:.1f} s)", flush=True)
-            except Exception:
-                failed += 1
-                print(f"{name}: failed", flush=True)
-                traceback.print_exc()
-    sys.exit(1 if failed else 0)
+        run_flows(globals(), Client(), wanted)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 import json
 import os
 import subprocess
+import sys
+import time
+import traceback
 import urllib.request
 
 
@@ -40,3 +43,20 @@ class Server:
         answer = self.call("POST", f"/sandboxes/{sandbox}/exec", {"cmd": line})
         assert answer["exit_code"] == 0, answer
         return answer["stdout"].strip()
+
+
+def run_flows(module, argument, wanted):
+    """Calls the functions of a module whose names begin with flow_, and ends the program."""
+    failed = 0
+    for name, flow in list(module.items()):
+        if not name.startswith("flow_") or (wanted and not any(w in name for w in wanted)):
+            continue
+        start = time.monotonic()
+        try:
+            flow(argument)
+            print(f"{name}: ok ({time.monotonic() - start:.1f} s)", flush=True)
+        except Exception:
+            failed += 1
+            print(f"{name}: failed", flush=True)
+            traceback.print_exc()
+    sys.exit(1 if failed else 0)

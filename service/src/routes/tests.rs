@@ -44,17 +44,8 @@ struct Answer {
 }
 
 async fn ask(app: &Arc<App>, method: &str, path: &str, token: &str, body: &str) -> Answer {
-    let request = Request::builder()
-        .method(method)
-        .uri(path)
-        .header("authorization", format!("Bearer {token}"))
-        .body(Body::from(body.to_owned()))
-        .unwrap();
-    let answer = router(Arc::clone(app)).oneshot(request).await.unwrap();
-    let (parts, body) = answer.into_parts();
-    let bytes = crate::extract::collect(body, 1 << 20).await.unwrap();
-    let body = serde_json::from_slice(&bytes).unwrap_or(Value::Null);
-    Answer { status: parts.status, headers: parts.headers, body }
+    let bearer = format!("Bearer {token}");
+    ask_with(app, (method, path), &[("authorization", &bearer)], body).await
 }
 
 #[tokio::test]
@@ -212,7 +203,7 @@ fn routes_and_api_file_agree() {
 }
 
 /// Asks as E2B's clients do, with these headers.
-async fn ask_e2b(
+async fn ask_with(
     app: &Arc<App>,
     line: (&str, &str),
     headers: &[(&str, &str)],
@@ -255,12 +246,12 @@ async fn e2b_request_is_answered_in_its_own_form() {
         (("GET", "/files?path=/x&signature=v1_x"), &[], "", 401),
         (("GET", "/files?path=/x&signature=v1_x&signature_expiration=1"), &[], "", 401),
     ] {
-        let answer = ask_e2b(&app, line, headers, body).await;
+        let answer = ask_with(&app, line, headers, body).await;
         assert_eq!(answer.status, status, "{line:?}: {}", answer.body);
         assert_eq!(answer.body["code"], status, "{line:?}");
         assert!(answer.body["message"].is_string(), "{line:?}");
     }
-    let list = ask_e2b(&app, ("GET", "/v2/sandboxes"), &key, "").await;
+    let list = ask_with(&app, ("GET", "/v2/sandboxes"), &key, "").await;
     assert_eq!((list.status, list.body), (StatusCode::OK, serde_json::json!([])));
 }
 
@@ -273,16 +264,16 @@ async fn e2b_request_to_a_sandbox_needs_a_credential() {
     app.add(row, None);
     let to = ("e2b-sandbox-id", ID);
     for headers in [&[to][..], &[to, ("x-access-token", "wrong")], &[to, ("x-api-key", "wrong")]] {
-        let answer = ask_e2b(&app, ("GET", "/health"), headers, "").await;
+        let answer = ask_with(&app, ("GET", "/health"), headers, "").await;
         assert_eq!(answer.status, 401, "{headers:?}");
     }
     let path = format!("/sandboxes/{ID}");
-    let info = ask_e2b(&app, ("GET", &path), &[("x-api-key", "secret")], "").await;
+    let info = ask_with(&app, ("GET", &path), &[("x-api-key", "secret")], "").await;
     let token = info.body["envdAccessToken"].as_str().unwrap().to_owned();
     let headers = [to, ("x-access-token", &token[..])];
-    let call = |path| ask_e2b(&app, ("POST", path), &headers, "{");
+    let call = |path| ask_with(&app, ("POST", path), &headers, "{");
     // The sandbox is paused, and a look does not wake it.
-    assert_eq!(ask_e2b(&app, ("GET", "/health"), &headers, "").await.status, 502);
+    assert_eq!(ask_with(&app, ("GET", "/health"), &headers, "").await.status, 502);
     assert_eq!(call("/filesystem.Filesystem/Stat").await.body["code"], "invalid_argument");
     assert_eq!(call("/nope").await.status, 501);
     let start = call("/process.Process/Start").await;
