@@ -250,6 +250,13 @@ impl VirtQueue {
         self.in_flight.iter().map(|word| word.count_ones()).sum()
     }
 
+    /// Returns whether the next chains include one that was returned already. A saved position
+    /// cannot say so, and a restored queue would return that chain again.
+    pub fn has_returned_ahead(&self) -> bool {
+        let (next, size) = (self.queue.next_avail(), self.queue.size());
+        self.returned.iter().any(|position| position.wrapping_sub(next) < size)
+    }
+
     /// Returns positions and addresses, for a snapshot.
     pub fn save(&self) -> QueueConfig {
         QueueConfig {

@@ -247,6 +247,9 @@ impl ActiveDevice {
     pub fn quiesce(&mut self) {
         self.finish();
         self.worker.quiesce(&mut self.rings);
+        if self.rings.queues.iter().any(VirtQueue::has_returned_ahead) {
+            self.rings.fail(&self.worker.name(), &"malformed chain among those given back");
+        }
         self.quiet = true;
     }
 

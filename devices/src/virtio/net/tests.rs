@@ -168,6 +168,21 @@ fn frame_that_waits_is_dropped_by_a_snapshot_and_its_buffers_are_not() {
 }
 
 #[test]
+fn chain_that_was_returned_among_those_given_back_is_no_obstacle_to_a_snapshot() {
+    let (net, _peer) = wired();
+    let mut driver = MockDriver::ready(net);
+    // The first waits for a frame, the second is in the wrong order and is returned at once.
+    driver.send(RX, &[Writable(100)]);
+    driver.send(RX, &[Writable(100), Readable(&[0; 4])]);
+    driver.run();
+    assert_eq!(driver.used_index(RX), 1);
+    let mut driver = driver.suspend().resume(wired().0).unwrap();
+    assert!(driver.needs_reset());
+    driver.start();
+    assert_eq!(driver.status(), 0xf);
+}
+
+#[test]
 fn header_is_complete_before_its_buffer_is_given_back() {
     let (net, peer) = wired();
     let mut driver = MockDriver::ready(net);
