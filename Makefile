@@ -1,13 +1,17 @@
 # Short names for `cargo xtask`, which does the work and has `--help`.
 
-.PHONY: help build demo test test-security test-serve soak soak-serve clocks compat check fuzz bench bench-quick bench-native kernel clean
+.PHONY: help build demo test test-security test-serve test-page test-packages deb tarball site soak soak-serve clocks compat check fuzz bench bench-quick bench-native kernel clean
 
 help:
 	@echo "make demo    boot a guest, run a line of Python in it, say what it took"
 	@echo "make build   pvmm as it is shipped: static files, target/shipped/pvmm and pvmm-jailer"
+	@echo "make deb     the Debian package, in target/packages; make tarball: an archive for other hosts"
 	@echo "make test    every test, with real guests"
 	@echo "make test-security  the jail, the filters and the network policy, with counts"
 	@echo "make test-serve  examples and published clients against the service; soak-serve: 50 clients, 10 minutes"
+	@echo "make test-page  the page of the service in a headless Chromium, with pictures in target/page"
+	@echo "make test-packages  the Debian package in a clean Debian: install, use, upgrade, remove, purge"
+	@echo "make site    the documentation as a site, in target/site"
 	@echo "make soak    the long tests: thousands of restores, forks and rollbacks"
 	@echo "make clocks  snapshots between two hosts whose clocks run at different rates"
 	@echo "make compat  published clients of Firecracker, unmodified, against pvmm"
@@ -19,7 +23,7 @@ help:
 	@echo "make clean   remove what was built here"
 
 # The tool is built where its progress is seen, then run without a word of cargo's.
-build demo test test-security test-serve soak clocks compat check fuzz bench kernel:
+build deb tarball demo test test-security test-serve test-page test-packages site soak clocks compat check fuzz bench kernel:
 	@cargo build --release --package xtask
 	@cargo xtask $@
 

@@ -1,4 +1,4 @@
-"""Undo: a checkpoint before a risky step, and back to it when the step goes wrong."""
+"""Undo: checkpoints before risky steps, what each step changed, and back to any of them."""
 
 from pvmm import Sandbox
 
@@ -6,14 +6,18 @@ if __name__ == "__main__":
     with Sandbox(template="code-interpreter", ttl_seconds=300) as sb:
         sb.run_code("balance = 100")
         sb.filesystem.write("/workspace/ledger", "100\n")
-        sb.checkpoint()
+        sb.checkpoint("before")
 
         sb.run_code("balance = -1")
         sb.exec("rm -rf /workspace/*", check=True)
-        assert not sb.filesystem.exists("/workspace/ledger")
+        sb.checkpoint("after")
+        changes = [(it.change, it.path) for it in sb.diff("before", path="/workspace").changes]
 
-        sb.rollback()
+        sb.checkout("before")
         balance = sb.run_code("print(balance)").stdout
         ledger = sb.filesystem.read_text("/workspace/ledger")
-    print(balance, ledger)
+        tree = [(it.name, it.parent, it.current) for it in sb.log()]
+    print(balance, ledger, changes, tree)
     assert balance == "100\n" and ledger == "100\n", (balance, ledger)
+    assert changes == [("removed", "/workspace/ledger")], changes
+    assert tree == [("before", None, True), ("after", "before", False)], tree

@@ -219,9 +219,8 @@ impl Gateway {
     }
 
     fn take_segment(&mut self, segment: &Segment<'_>, now: Instant) {
-        // Without room for a reset the guest is asked again.
-        if self.link.takes_answers() {
-            self.inherited.answered(&key_of(segment));
+        if segment.rst {
+            self.inherited.gone(&key_of(segment));
         }
         if self.connections.has(segment) {
             self.connections.feed(segment, &mut self.link, now);

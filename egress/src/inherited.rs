@@ -2,8 +2,9 @@
 //!
 //! The guest's kernel believes in them, and this gateway has never seen them. One that the guest
 //! sends on is reset like any unknown one. For the others the gateway asks: a probe makes the
-//! guest's kernel send an acknowledgement, and that is reset. A probe is repeated for a while,
-//! because the guest may not run yet, or may not have the hardware address of its own yet.
+//! guest's kernel send an acknowledgement, and that is reset; a kernel without the connection
+//! answers with a reset of its own, and only that ends the asking. Any of these may be lost: the
+//! guest may not run yet, or is just getting the hardware address of its own.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +22,7 @@ const TURN_PROBES: usize = 64;
 /// the guest's window, where it would not be answered.
 const SEQUENCE_STEP: i32 = 1 << 30;
 
-/// The inherited connections that the guest has not answered for.
+/// The inherited connections that the guest may still have.
 #[derive(Debug)]
 pub struct Inherited {
     probes: Vec<Probe>,
@@ -54,8 +55,8 @@ impl Inherited {
         self.probes.iter().map(|probe| &probe.key)
     }
 
-    /// Notes that the guest has sent a segment of this connection.
-    pub fn answered(&mut self, key: &ConnectionKey) {
+    /// Notes that the guest has no such connection.
+    pub fn gone(&mut self, key: &ConnectionKey) {
         self.probes.retain(|probe| probe.key != *key);
     }
 
@@ -136,13 +137,13 @@ mod tests {
     }
 
     #[test]
-    fn probe_ends_when_the_guest_has_answered() {
+    fn probe_ends_when_the_connection_is_gone() {
         let now = Instant::now();
         let mut inherited = Inherited::new(keys(2), &ENDS, now);
         assert_eq!(due(&mut inherited, now), 2);
-        inherited.answered(&keys(1)[0]);
+        inherited.gone(&keys(1)[0]);
         assert_eq!(inherited.due(|_| false, now + PAUSE_MAX)[0].0, keys(2)[1]);
-        inherited.answered(&keys(2)[1]);
+        inherited.gone(&keys(2)[1]);
         assert_eq!((inherited.deadline(), due(&mut inherited, now + PAUSE_MAX * 2)), (None, 0));
     }
 

@@ -81,7 +81,7 @@ impl Link {
     }
 
     /// Returns whether the next answer is queued, and not dropped.
-    pub fn takes_answers(&self) -> bool {
+    fn takes_answers(&self) -> bool {
         self.waiting.len() < ANSWERS_MAX
     }
 

@@ -60,7 +60,7 @@ fn serve(agent: &mut Agent, jobs: &mut Jobs, id: StreamId, request: Request) {
         Request::Exec(exec) => return exec::start(agent, jobs, id, &exec),
         Request::Attach(attach) => return attached::start(agent, jobs, id, attach),
         Request::SignalProcess(signal) => return detached::signal(agent, id, signal),
-        Request::ForgetProcess(it) => return detached::forget(agent, jobs, id, it.id),
+        Request::ForgetProcess(it) => return detached::forget(agent, jobs, id, it),
         Request::Freeze(freeze) => return freeze::start(agent, jobs, id, freeze),
         Request::Refresh(refresh) => return freeze::refresh(agent, jobs, id, &refresh),
         Request::Thaw {} => return freeze::thaw(agent, id),

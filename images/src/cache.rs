@@ -146,9 +146,7 @@ impl Cache {
         sweep(&parent, name);
         let temp = Temp::create(&parent, name)?;
         build(temp.path(), progress)?;
-        sync_tree(temp.path())?;
-        put_in_place(temp.path(), &path)?;
-        sync_dir(&parent)?;
+        publish_folder(temp.path(), &path)?;
         Ok(path)
     }
 
@@ -288,6 +286,13 @@ fn sync_dir(path: &Path) -> Result<(), CacheError> {
     File::open(path)
         .and_then(|dir| dir.sync_all())
         .map_err(|source| CacheError::Sync { path: path.to_owned(), source })
+}
+
+/// Syncs the folder `temp` and renames it to `path`, which it replaces as a whole.
+pub fn publish_folder(temp: &Path, path: &Path) -> Result<(), CacheError> {
+    sync_tree(temp)?;
+    put_in_place(temp, path)?;
+    sync_dir(path.parent().unwrap_or(path))
 }
 
 /// Renames `temp` to `path`. An existing entry is exchanged, so that readers see the old or the new

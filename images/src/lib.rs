@@ -13,16 +13,21 @@
 //! | [`kernel`], [`initramfs()`] | the guest kernel, and the initramfs with the agent |
 //! | [`template`], [`packages`] | root filesystem images, and the Debian packages in them |
 //! | [`Import`], [`compression`] | root filesystems from archives, folders and guests |
+//! | [`oci`] | container images |
+//! | [`part`] | the files of a template or snapshot that is sent to another host |
 //! | [`overlay`] | the writable disk of one VM |
 //! | [`progress`] | events of long work, for a caller that shows them |
 
+mod budget;
 pub mod cache;
 pub mod compression;
 mod deb;
 pub mod initramfs;
 pub mod kernel;
+pub mod oci;
 pub mod overlay;
 pub mod packages;
+pub mod part;
 pub mod progress;
 mod rootfs;
 mod source;
@@ -37,6 +42,6 @@ pub use initramfs::initramfs;
 pub use kernel::Kernel;
 pub use progress::{Event, Progress, Silent};
 pub use rootfs::{Import, ImportError, RootfsError};
-pub use source::{Settings, Source, SourceKind};
+pub use source::{Origin, Settings, Source, SourceKind};
 pub use template::{Recipe, Template};
 pub use tool::ToolError;

@@ -10,19 +10,20 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use crate::cache::{self, Cache, CacheError};
+use crate::oci::Image;
 use crate::packages::{self, Apt, Package, PackagesError};
 use crate::progress::Progress;
 use crate::rootfs::{self, Import, ImportError, RootfsError};
-use crate::source::{Settings, Source, SourceKind};
+use crate::source::{Origin, Settings, Source, SourceKind};
 
 /// The default template of `pvmm run`.
 pub const BASE: &str = "base";
 
 /// Increased when the build itself changes, so that templates of an older pvmm are rebuilt.
 const RECIPE_VERSION: u32 = 1;
-const KIND: &str = "templates";
-const IMAGE: &str = "rootfs.ext4";
-const MANIFEST: &str = "template.json";
+pub(crate) const KIND: &str = "templates";
+pub(crate) const IMAGE: &str = "rootfs.ext4";
+pub(crate) const MANIFEST: &str = "template.json";
 /// The folder of downloaded packages; it exists only during a build.
 const PACKAGES: &str = "packages";
 const NAME_CAP: usize = 63;
@@ -135,6 +136,8 @@ pub enum TemplateError {
     Read { path: PathBuf, source: io::Error },
     #[error("template {name} is damaged: build it again with `pvmm template build {name}`")]
     Damaged { name: String },
+    #[error("template {name} is refused: its files do not fit together")]
+    Adopt { name: String },
 }
 
 /// The recipe of a template: `base`, and more Debian packages.
@@ -292,7 +295,7 @@ impl Template {
         progress: &mut dyn Progress,
     ) -> Result<Template, TemplateError> {
         let fill = |import: &mut Import<'_>| import.tar(Path::new(""), archive);
-        Template::import(cache, name, SourceKind::Tar, None, progress, fill)
+        Template::import(cache, name, Origin::of(SourceKind::Tar), progress, fill)
     }
 
     /// Makes a template of a folder that is a root filesystem.
@@ -303,15 +306,39 @@ impl Template {
         progress: &mut dyn Progress,
     ) -> Result<Template, TemplateError> {
         let fill = |import: &mut Import<'_>| import.folder(folder);
-        Template::import(cache, name, SourceKind::Folder, None, progress, fill)
+        Template::import(cache, name, Origin::of(SourceKind::Folder), progress, fill)
+    }
+
+    /// Makes a template of a container image, unless the template of that name is of the same image
+    /// already.
+    pub fn from_image(
+        cache: &Cache,
+        name: &str,
+        image: &Image,
+        progress: &mut dyn Progress,
+    ) -> Result<Template, TemplateError> {
+        let key = image.id().to_string();
+        if let Ok(there) = Template::find(cache, name)
+            && let Some(source) = &there.manifest.source
+            && source.build_key.as_ref() == Some(&key)
+        {
+            return Ok(there);
+        }
+        let (kind, settings) = (SourceKind::Image, image.settings());
+        let defaults = settings.defaults();
+        let origin = Origin { kind, build_key: Some(key), settings: Some(settings) };
+        Template::import(cache, name, origin, progress, |import| {
+            image.unpack(import)?;
+            let file = Path::new(Settings::FILE.trim_start_matches('/'));
+            import.file(file, 0o644, &mut defaults.as_slice())
+        })
     }
 
     /// Makes a template of what `fill` takes in, and replaces the template of that name.
     pub fn import(
         cache: &Cache,
         name: &str,
-        kind: SourceKind,
-        settings: Option<Settings>,
+        origin: Origin,
         progress: &mut dyn Progress,
         fill: impl FnOnce(&mut Import<'_>) -> Result<(), ImportError>,
     ) -> Result<Template, TemplateError> {
@@ -330,7 +357,8 @@ impl Template {
             fs::remove_dir_all(&root)
                 .map_err(|source| TemplateError::Write { path: root, source })?;
             let recipe = Recipe { name: name.to_owned(), packages: Vec::new() };
-            let source = Source { kind, digest, settings };
+            let Origin { kind, build_key, settings } = origin;
+            let source = Source { kind, digest, build_key, settings };
             write_manifest(dir, &recipe, system, Vec::new(), Some(source))
         })?;
         load(&path).ok_or_else(|| TemplateError::Damaged { name: name.to_owned() })
@@ -421,7 +449,7 @@ fn fetch(
     Ok((packages, debs))
 }
 
-fn load(dir: &Path) -> Option<Template> {
+pub(crate) fn load(dir: &Path) -> Option<Template> {
     let manifest: Manifest = serde_json::from_slice(&fs::read(dir.join(MANIFEST)).ok()?).ok()?;
     let rootfs = dir.join(IMAGE);
     let whole = fs::metadata(&rootfs).ok()?.len() == manifest.image_bytes;

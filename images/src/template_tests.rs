@@ -121,3 +121,22 @@ fn recipe_that_is_built_in_is_one_that_a_user_could_write() {
     }
     assert!(Recipe::built_in("other").is_none());
 }
+
+#[test]
+fn files_from_elsewhere_that_do_not_fit_together_leave_the_old_template() {
+    let (_dir, cache) = cache();
+    let recipe = |name: &str| Recipe { name: name.to_owned(), packages: Vec::new() };
+    put(&cache, &recipe("x"));
+    let old = Template::find(&cache, "x").unwrap();
+    for (name, image) in [("y", "image"), ("x", "imagf"), ("x", "longer image")] {
+        let folder = cache.root().join("came");
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join(IMAGE), "image").unwrap();
+        write_manifest(&folder, &recipe(name), "Other".into(), Vec::new(), None).unwrap();
+        fs::write(folder.join(IMAGE), image).unwrap();
+        let refused = Template::adopt(&cache, "x", &folder, &mut Silent).unwrap_err();
+        assert!(matches!(refused, TemplateError::Adopt { .. }), "{refused}");
+        assert_eq!(Template::find(&cache, "x").unwrap(), old);
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}

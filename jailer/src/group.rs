@@ -1,9 +1,9 @@
 //! The control group of one VM: limits on memory, processes and processor time, and its end.
 //!
 //! Version 2 only, in a group named `pvmm` below the root of the hierarchy, or below the caller's
-//! own group where that was delegated. A group is a folder of the kernel: the one thing of a jail
-//! that has a name, removed by whoever supervises the VM, or by the next command if that one was
-//! killed.
+//! own group where that was delegated, or beside it if it is called `pvmm-server`. A group is a
+//! folder of the kernel: the one thing of a jail that has a name, removed by whoever supervises the
+//! VM, or by the next command if that one was killed.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
@@ -17,8 +17,15 @@ use crate::sys;
 
 const HIERARCHY: &str = "/sys/fs/cgroup";
 const PARENT: &str = "pvmm";
+/// The name of a caller's group beside which groups are made. The kernel limits nothing below a
+/// group that has processes, so a service has its own below the group that it was given.
+const SERVER: &str = "pvmm-server";
 /// Controllers that limits need. One that the host lacks or does not delegate limits nothing.
 const CONTROLLERS: [&str; 4] = ["memory", "pids", "cpu", "io"];
+/// The kernel's default period, in which processor time is counted.
+const PERIOD_US: u64 = 100_000;
+/// The largest weight that the kernel takes.
+const MAX_WEIGHT: u32 = 10_000;
 /// How often and how long to wait for the last process of a group to be gone.
 const REMOVE_ATTEMPTS: u32 = 50;
 const REMOVE_PAUSE: Duration = Duration::from_millis(10);
@@ -29,6 +36,10 @@ pub struct GroupLimits {
     /// The most memory, the page cache of its files included; beyond it the group is killed.
     pub memory_bytes: u64,
     pub processes: u64,
+    /// The most processors at once.
+    pub cpus: u32,
+    /// The share of processor time and of disk bandwidth beside other groups; 100 is usual.
+    pub weight: u32,
 }
 
 /// A control group of one VM.
@@ -63,7 +74,20 @@ impl Group {
     fn limit(&self, limits: GroupLimits) -> io::Result<()> {
         write(&self.path.join("memory.max"), &limits.memory_bytes.to_string())?;
         write(&self.path.join("memory.oom.group"), "1")?;
-        write(&self.path.join("pids.max"), &limits.processes.to_string())
+        write(&self.path.join("pids.max"), &limits.processes.to_string())?;
+        let most = format!("{} {PERIOD_US}", u64::from(limits.cpus) * PERIOD_US);
+        self.limit_if_there("cpu.max", &most)?;
+        let weight = limits.weight.clamp(1, MAX_WEIGHT).to_string();
+        self.limit_if_there("cpu.weight", &weight)?;
+        self.limit_if_there("io.weight", &weight)
+    }
+
+    /// Sets a limit of a controller that many hosts lack or do not delegate.
+    fn limit_if_there(&self, file: &str, value: &str) -> io::Result<()> {
+        match write(&self.path.join(file), value) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            set => set,
+        }
     }
 
     /// Returns the group of this name, which may not exist.
@@ -132,9 +156,26 @@ fn parent() -> io::Result<PathBuf> {
     }
     let own = fs::read_to_string("/proc/self/cgroup")?;
     let own = own.lines().find_map(|line| line.strip_prefix("0::/"));
-    Ok(root.join(own.unwrap_or_default()).join(PARENT))
+    Ok(place(&root.join(own.unwrap_or_default())).join(PARENT))
+}
+
+/// Returns the group below which a caller in the group `own` makes others.
+fn place(own: &Path) -> &Path {
+    own.parent().filter(|_| own.ends_with(SERVER)).unwrap_or(own)
 }
 
 fn write(path: &Path, text: &str) -> io::Result<()> {
     OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn service_in_a_group_of_its_own_makes_groups_beside_it() {
+        let unit = Path::new("/sys/fs/cgroup/system.slice/pvmm-serve.service");
+        assert_eq!(place(unit), unit);
+        assert_eq!(place(&unit.join("pvmm-server")), unit);
+    }
 }

@@ -5,11 +5,12 @@
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
 use pvmm_images::{overlay, volume};
+use pvmm_registry::Reference;
 
 /// Parses `--name`.
 pub use pvmm_sandbox::vm_dir::check_name as vm_name;
@@ -82,6 +83,29 @@ pub struct VolumeFlag {
     pub name: String,
     pub at: String,
     pub read_only: bool,
+}
+
+/// The value of an `--image` flag.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ImageFlag {
+    /// A file or folder of this host, and the one that is meant where it has several images.
+    Here { path: PathBuf, name: Option<String> },
+    /// An image in a registry.
+    Registry(Box<Reference>),
+}
+
+/// Parses a container image: a path that is there, `PATH:NAME`, or the name of an image in a
+/// registry; with or without the words that other tools put before them.
+pub fn image(text: &str) -> Result<ImageFlag, String> {
+    let kinds = ["oci:", "oci-archive:", "docker-archive:"];
+    let plain = kinds.iter().find_map(|kind| text.strip_prefix(kind)).unwrap_or(text);
+    let named = plain.match_indices(':').map(|(at, _)| (&plain[..at], Some(&plain[at + 1..])));
+    let mut found = std::iter::once((plain, None)).chain(named);
+    if let Some((path, name)) = found.find(|(path, _)| Path::new(path).exists()) {
+        return Ok(ImageFlag::Here { path: path.into(), name: name.map(str::to_owned) });
+    }
+    let reference = text.parse().map_err(|error| format!("there is no such file; {error}"))?;
+    Ok(ImageFlag::Registry(Box::new(reference)))
 }
 
 /// How long a VM may live from now on.
@@ -331,6 +355,24 @@ mod tests {
         for text in ["", ".", "..", "a/b", "-a", "a b", "é", "0123456789ab", &"x".repeat(64)] {
             assert!(vm_name(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn image_is_a_path_that_is_there_and_a_name_after_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a:b");
+        std::fs::write(&path, "").unwrap();
+        for (before, name) in [("", None), ("oci:", None), ("docker-archive:", Some("x:1"))] {
+            let text = format!(
+                "{before}{}{}",
+                path.display(),
+                name.map_or("".into(), |n| format!(":{n}"))
+            );
+            let flag = ImageFlag::Here { path: path.clone(), name: name.map(str::to_owned) };
+            assert_eq!(image(&text), Ok(flag), "{text}");
+        }
+        assert!(matches!(image("registry.test/x:1"), Ok(ImageFlag::Registry(_))));
+        assert!(image("app.tar").unwrap_err().contains("no such file"));
     }
 
     #[test]

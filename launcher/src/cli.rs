@@ -4,6 +4,7 @@
 //! agree.
 
 mod balloon;
+mod checkpoints;
 mod code;
 mod copies;
 mod host;
@@ -14,6 +15,8 @@ mod net;
 mod run;
 mod serve;
 pub mod start;
+mod top;
+mod travel;
 mod watch;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -25,6 +28,7 @@ use crate::exit::{Failure, Outcome, USAGE};
 use pvmm_sandbox::ports::{self, PortSpec};
 
 pub use balloon::Balloon;
+pub use checkpoints::{Checkout, Checkpoint, Diff, Log};
 pub use code::{Code, CodeLanguage};
 pub use copies::{Fork, OneVm, Restore, Snapshot, Snapshots, SnapshotsVerb, SyncMode};
 pub use host::{
@@ -32,11 +36,13 @@ pub use host::{
     TemplateVerb, VolumeMode,
 };
 pub use keep::{Hibernate, Ttl, Volume, VolumeVerb, Wake};
-pub use look::{Kill, KillSignal, Logs, Ps, Rm, Stats};
+pub use look::{Events, Kill, KillSignal, Logs, Ps, Rm, Stats};
 pub use mcp::Mcp;
 pub use net::NetArgs;
 pub use run::{Attach, CommandFlags, Exec, Run};
-pub use serve::Serve;
+pub use serve::{Env, LogFormat, Serve};
+pub use top::Top;
+pub use travel::{PullFlags, PushFlags};
 pub use watch::Watch;
 
 const TEMPLATE: &str =
@@ -76,6 +82,9 @@ pub struct Cli {
     /// No progress, no remarks: only errors and the command's output
     #[arg(short, long, global = true)]
     pub quiet: bool,
+    /// End when standard input is closed, as it is when the program that started this one is gone
+    #[arg(long, global = true, hide = true)]
+    pub end_with_stdin: bool,
     #[command(subcommand)]
     pub verb: Verb,
 }
@@ -88,19 +97,16 @@ pub enum Verb {
     Attach(Attach),
     Cp(Cp),
     Watch(Watch),
+    Events(Events),
     Port(Port),
     Fork(Fork),
     Snapshot(Snapshot),
     Snapshots(Snapshots),
     Restore(Restore),
-    /// Remember this instant of a VM, for `rollback`
-    #[command(before_help = "\
-Examples:
-  pvmm checkpoint web
-  pvmm rollback web                    back to it, as often as you like
-")]
-    Checkpoint(OneVm),
-    /// Take a VM back to its checkpoint: memory, devices, disk
+    Checkpoint(Checkpoint),
+    Log(Log),
+    Checkout(Checkout),
+    /// Take a VM back to the checkpoint that it stands on: memory, devices, disk
     #[command(before_help = "\
 Examples:
   pvmm checkpoint web
@@ -108,6 +114,7 @@ Examples:
   pvmm rollback web                    it did not happen
 ")]
     Rollback(OneVm),
+    Diff(Diff),
     /// Let a VM's processors stand still
     #[command(before_help = "\
 Examples:
@@ -128,6 +135,7 @@ Examples:
     Volume(Volume),
     Ps(Ps),
     Stats(Stats),
+    Top(Top),
     Balloon(Balloon),
     Net(NetArgs),
     Logs(Logs),
@@ -135,6 +143,7 @@ Examples:
     Rm(Rm),
     Template(Template),
     Serve(Box<Serve>),
+    Env(Env),
     Mcp(Mcp),
     Doctor(Doctor),
     Firecracker(Firecracker),

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::Template;
 
-use crate::control::HandedOver;
+use crate::control::Note;
 use crate::failure::Failure;
 use crate::overrides::CopyFlags;
 use crate::secrets::{self, VmSecrets};
@@ -15,7 +15,8 @@ use crate::sys::process;
 use crate::sys::signals::Signals;
 use crate::vm_dir::{Base, Claim, Egress, Record, UidRange, VmDir, VolumeMount, now};
 use crate::vmm_process::VmmProcess;
-use crate::vmm_process::copy::{self, Order};
+use crate::vmm_process::copy::{self, CopySource, Order};
+use crate::vmm_process::shells::Shells;
 
 /// How long a copy may take until its agent has answered.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -29,6 +30,9 @@ pub struct StartOptions {
     pub users: UidRange,
     /// How long the VM may live.
     pub ttl: Option<Duration>,
+    /// Whether the workload of a copy stands still for ever, and the copy keeps the identity of the
+    /// original: for a look at its files.
+    pub still: bool,
 }
 
 impl StartOptions {
@@ -40,7 +44,7 @@ impl StartOptions {
 
 /// The template, overrides and record that copies are made from.
 pub struct Copies<'a> {
-    pub machine: &'a HandedOver,
+    pub machine: CopySource<'a>,
     pub like: Record,
     pub flags: CopyFlags,
     /// Images behind the template's spare drives.
@@ -51,6 +55,8 @@ pub struct Copies<'a> {
     pub egress: Egress,
     /// The secrets of the copies, if they have any.
     pub secrets: Option<VmSecrets>,
+    /// Processes that wait for an order.
+    pub shells: Option<&'a Shells>,
 }
 
 impl Copies<'_> {
@@ -63,7 +69,10 @@ impl Copies<'_> {
     ) -> Result<Vec<RunningVm>, Failure> {
         let several = names.len() > 1;
         // Invalid overrides are refused before anything is created.
-        self.flags.of_copy(several.then_some(1), self.makes_taps)?;
+        let parts = self.flags.of_copy(several.then_some(1), self.makes_taps)?;
+        if let CopySource::Disks(disks) = self.machine {
+            disks.check(&parts, self.volumes.len())?;
+        }
         let numbered = (1..).zip(names);
         numbered.map(|(number, name)| self.spawn(base, name, several.then_some(number))).collect()
     }
@@ -79,13 +88,17 @@ impl Copies<'_> {
             created: now(),
             template: self.like.template.clone(),
             kernel: self.like.kernel.clone(),
+            kernel_file: self.like.kernel_file.clone(),
             cpus: self.like.cpus,
             memory_mib: self.like.memory_mib,
             volumes: self.volumes.clone(),
             ..Record::default()
         };
         let mut claim = base.create(record, self.start.users())?;
-        let inherited = self.machine.connections.clone();
+        let (inherited, boot_patience) = match self.machine {
+            CopySource::Template(machine) => (machine.note.connections.clone(), PATIENCE),
+            CopySource::Disks(disks) => (Vec::new(), disks.boot_patience),
+        };
         claim.dir().write_egress(&Egress { inherited, ..self.egress.clone() })?;
         if let Some(secrets) = &self.secrets {
             secrets::install(&secrets.values, claim.dir())?;
@@ -96,20 +109,27 @@ impl Copies<'_> {
             flags: &self.flags,
             number,
             makes_taps: self.makes_taps,
-            boot_patience: PATIENCE,
+            boot_patience,
             jailed: self.start.jailed,
             ttl: self.start.ttl,
+            still: self.start.still,
             placeholders: self.secrets.as_ref().and_then(|secrets| secrets.shown.as_ref()),
         };
-        let process = copy::spawn(&order, &claim)?;
+        let process = copy::spawn(&order, &claim, self.shells.and_then(Shells::take))?;
         claim.hand_over_lock();
         Ok(RunningVm::new(process, claim))
     }
 }
 
-/// Returns `record` with the size of the template.
+/// Returns `record` with the size of the template, and with its kernel if the template knows it.
 pub fn sized(record: Record, template: &Template) -> Record {
-    Record { cpus: template.vcpus() as u32, memory_mib: template.memory_mib(), ..record }
+    let mut record =
+        Record { cpus: template.vcpus() as u32, memory_mib: template.memory_mib(), ..record };
+    let note = Note::read(template.note());
+    if note.kernel_file.is_some() {
+        (record.kernel, record.kernel_file) = (note.kernel, note.kernel_file);
+    }
+    record
 }
 
 /// A VM that is removed on drop, unless kept: first its processes, then its directory.

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use pvmm::agent::{Agent, AgentError};
-use pvmm::exec::{ExecError, ExecStatus, ExitStatus, Stage};
+use pvmm::exec::{ExecError, ExecRequest, ExecStatus, ExitStatus, Stage};
 
 use crate::failure::{self, Failure};
 use crate::vm_dir::VmDir;
@@ -30,6 +30,13 @@ pub fn connect_at(vsock: &Path, patience: Duration) -> Result<Agent, AgentError>
             connected => return connected,
         }
     }
+}
+
+/// Lets the guest write to its disks what it has only in memory.
+pub fn sync(vsock: &Path, patience: Duration) -> Result<(), String> {
+    let agent = connect_at(vsock, patience).map_err(|error| error.to_string())?;
+    let request = ExecRequest::argv(["/bin/sync"]).user("root").timeout(patience);
+    agent.exec(&request).map(drop).map_err(|error| error.to_string())
 }
 
 /// Builds the failure for a request that the agent did not carry out.

@@ -4,7 +4,7 @@
 
 use std::fs::{self, DirBuilder};
 use std::os::unix::fs::DirBuilderExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::failure::{Failure, FailureKind, io_text};
 use crate::sandboxes::{CreateOptions, Sandbox, Sandboxes};
@@ -13,7 +13,8 @@ use crate::vm_dir::{Egress, Record, read_document, write_document};
 
 const SNAPSHOT: &str = "snapshot";
 const RECORD: &str = "vm.json";
-const EGRESS: &str = "egress.json";
+/// The network policy of the VM.
+pub(crate) const EGRESS: &str = "egress.json";
 
 /// A sandbox on disk.
 #[derive(Clone, Debug)]
@@ -27,6 +28,16 @@ impl Hibernated {
     /// Returns the sandbox's name, or the id that it had if it has no name.
     pub fn label(&self) -> &str {
         self.record.name.as_deref().unwrap_or(&self.record.id)
+    }
+
+    /// Returns the folder that the sandbox is in.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Whether the sandbox may have a network when it wakes.
+    pub fn has_policy(&self) -> bool {
+        self.folder.join(EGRESS).exists()
     }
 
     /// Starts the sandbox again and removes what was kept of it. If that fails it stays on disk.
@@ -105,6 +116,7 @@ fn read(folder: PathBuf) -> Option<Hibernated> {
     Some(Hibernated { record, egress, folder })
 }
 
-fn folder() -> Result<PathBuf, Failure> {
+/// Returns the folder of all sandboxes on disk.
+pub(crate) fn folder() -> Result<PathBuf, Failure> {
     Ok(snapshots::data_dir()?.join("hibernated"))
 }

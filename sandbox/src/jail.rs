@@ -40,6 +40,10 @@ const EGRESS_LOG_BYTES: u64 = 64 << 20;
 /// Memory of the host beside twice the guest's: a checkpoint or a fork keeps the old state beside
 /// the new one.
 const OTHER_MEMORY: u64 = 256 << 20;
+/// Processors beside those of the guest, for its devices.
+const OTHER_CPUS: u32 = 1;
+/// The weight of a VM with one vCPU, which is that of a group without a weight.
+const WEIGHT_PER_CPU: u32 = 100;
 /// The largest file beside guest memory: a disk of a VM, or a layer of it.
 const DISK_BYTES: u64 = 64 << 40;
 
@@ -89,6 +93,8 @@ pub fn group(record: &Record) -> io::Result<Group> {
     let limits = GroupLimits {
         memory_bytes: 2 * (record.memory_mib << 20) + OTHER_MEMORY,
         processes: u64::from(record.cpus) + OTHER_THREADS,
+        cpus: record.cpus + OTHER_CPUS,
+        weight: record.cpus.saturating_mul(WEIGHT_PER_CPU),
     };
     Group::create(&record.id, limits)
 }

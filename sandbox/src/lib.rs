@@ -5,16 +5,22 @@
 //! network (`egress`). No daemon is needed: all that one program knows of a sandbox that another
 //! has started is in its directory.
 
+pub mod checkpoint_tree;
 pub mod control;
 pub mod copies;
+pub mod denial_log;
+pub mod disk_snapshot;
 pub mod dockerfile;
 pub mod drive;
 pub mod egress;
 pub mod end;
+pub mod events;
 pub mod failure;
+pub mod file_diff;
 pub mod guest_agent;
 pub mod hibernated;
 pub mod jail;
+pub mod kernel_file;
 pub mod log_file;
 pub mod logger;
 pub mod machine;
@@ -30,6 +36,8 @@ pub mod seccomp;
 pub mod secrets;
 pub mod snapshots;
 pub mod sys;
+pub mod travel;
+pub mod usage;
 pub mod vm_dir;
 pub mod vmm_process;
 pub mod volumes;

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use pvmm::{Balloon, Drive, Initrd, VmConfig};
+use pvmm::{Balloon, Initrd, VmConfig};
 
 use crate::drive::DriveFlag;
 use crate::net_card::NetCard;
@@ -31,7 +31,7 @@ pub fn config(parts: Parts, record: &Record, loud: bool) -> VmConfig {
     config.initrd = Some(Initrd::Bytes(parts.initramfs));
     config.memory_mib = record.memory_mib;
     config.vcpus = record.cpus;
-    config.drives = vec![Drive::read_only(parts.rootfs), Drive::from_file(parts.upper)];
+    config.drives = parts.drives;
     config
 }
 

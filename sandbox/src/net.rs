@@ -15,6 +15,8 @@ use crate::vm_dir::VmEntry;
 
 /// How long the process may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// How long the process may take to tell a counter.
+const COUNTER_PATIENCE: Duration = Duration::from_secs(1);
 /// The longest answer.
 const ANSWER_MAX: u64 = 4 << 20;
 
@@ -59,15 +61,28 @@ pub fn connections(vm: &VmEntry) -> Vec<ConnectionKey> {
     }
 }
 
+/// Returns how many attempts of the guest the VM's egress process has denied since its start.
+pub fn denied(vm: &VmEntry) -> Option<u64> {
+    if !vm.has_egress() {
+        return None;
+    }
+    let status = ask_within(vm, &json!({ "status": {} }), COUNTER_PATIENCE).ok()?;
+    status["totals"]["denied"].as_u64()
+}
+
 /// Sends a request to the VM's egress process and returns the answer.
 pub fn ask(vm: &VmEntry, request: &Value) -> Result<Value, Failure> {
+    ask_within(vm, request, PATIENCE)
+}
+
+fn ask_within(vm: &VmEntry, request: &Value, patience: Duration) -> Result<Value, Failure> {
     let failed = |error: io::Error| {
         Failure::fault(format!("cannot ask the network process of '{}': {error}", vm.label()))
     };
     let exchange = || -> io::Result<Value> {
         let mut socket = UnixStream::connect(vm.dir.egress_socket())?;
-        socket.set_read_timeout(Some(PATIENCE))?;
-        socket.set_write_timeout(Some(PATIENCE))?;
+        socket.set_read_timeout(Some(patience))?;
+        socket.set_write_timeout(Some(patience))?;
         socket.write_all(format!("{request}\n").as_bytes())?;
         let mut line = String::new();
         BufReader::new(socket.take(ANSWER_MAX)).read_line(&mut line)?;

@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use pvmm::agent::Refresh;
-use pvmm::{Mac, Overrides, TapSource, Template};
+use pvmm::{Drive, Mac, Overrides, TapSource, Template};
 
 use crate::drive::{self, DriveFlag};
 use crate::egress;
@@ -106,6 +106,37 @@ impl CopyParts {
     /// Returns the guest's vsock CID.
     pub fn cid(&self) -> u32 {
         self.cid.unwrap_or(GUEST_CID)
+    }
+
+    /// Returns the places of the drives that get other images.
+    pub fn drive_places(&self) -> impl Iterator<Item = usize> {
+        self.drives.iter().map(|(place, _)| *place)
+    }
+
+    /// Returns the drive that was given for a place.
+    pub fn drive_at(&self, place: usize) -> Option<Drive> {
+        let given = self.drives.iter().find(|(at, _)| *at == place);
+        given.map(|(_, drive)| drive.clone().into_drive())
+    }
+
+    /// Returns the network card of a VM that is booted in place of one with these `taps`.
+    pub fn boot_card(&self, taps: &[String]) -> Result<Option<NetCard>, Failure> {
+        let mut cards = self.cards(taps);
+        if cards.len() > 1 {
+            return Err(Failure::usage("--net: a VM that is booted has one network card"));
+        }
+        let Some(mut card) = cards.pop() else { return Ok(None) };
+        match (&card.tap, taps.first()) {
+            (TapWish::Egress, _) => Ok(Some(egress::card()?)),
+            (TapWish::Unsaid, Some(tap)) => {
+                card.tap = TapWish::Name(tap.clone());
+                Ok(Some(card))
+            }
+            (TapWish::Unsaid, None) => {
+                Err(Failure::usage("--net: the tap is missing").hint("write tap=NAME, or tap=auto"))
+            }
+            _ => Ok(Some(card)),
+        }
     }
 
     /// Builds the library's overrides, all but the vsock device. `frames` is the socket of the card

@@ -8,9 +8,11 @@ use std::fs::File;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
+use pvmm::Drive;
 use pvmm_agent_image::AGENT;
 use pvmm_images::cache::CacheError;
 use pvmm_images::kernel::KernelError;
+use pvmm_images::oci::OciError;
 use pvmm_images::overlay::{self, OverlayError};
 use pvmm_images::packages::PackagesError;
 use pvmm_images::template::{BASE, TemplateError};
@@ -25,10 +27,11 @@ use crate::sys::process;
 pub struct Parts {
     pub kernel: Kernel,
     pub initramfs: Vec<u8>,
-    pub rootfs: PathBuf,
-    pub rootfs_type: &'static str,
-    /// The writable disk: an unnamed file that is freed with its last file descriptor.
-    pub upper: File,
+    pub rootfs_type: String,
+    /// The root filesystem, the writable disk, and others in the guest's order.
+    pub drives: Vec<Drive>,
+    /// Whether another VM has used the writable disk, and left its identity there.
+    pub used_disk: bool,
 }
 
 /// Where the parts come from, checked as far as possible without creating anything.
@@ -95,7 +98,10 @@ impl Sources {
         let dir = scratch::place()?.dir;
         let upper = writable_disk(&cache, &dir, self.disk_mib << 20, steps).map_err(refuse)?;
         let initramfs = kernel.initramfs(AGENT).map_err(refuse)?;
-        Ok(Parts { kernel, initramfs, rootfs, rootfs_type, upper })
+        // The writable disk is an unnamed file that is freed with its last file descriptor.
+        let drives = vec![Drive::read_only(rootfs), Drive::from_file(upper)];
+        let rootfs_type = rootfs_type.to_owned();
+        Ok(Parts { kernel, initramfs, rootfs_type, drives, used_disk: false })
     }
 }
 
@@ -184,6 +190,12 @@ impl Blame for KernelError {
     }
 }
 
+impl Blame for OciError {
+    fn is_users(&self) -> bool {
+        true
+    }
+}
+
 impl Blame for TemplateError {
     fn kind(&self) -> Option<FailureKind> {
         matches!(self, TemplateError::Unknown { .. }).then_some(FailureKind::NotFound)
@@ -196,7 +208,7 @@ impl Blame for TemplateError {
             | TemplateError::BasePackages
             | TemplateError::ReadRecipe { .. }
             | TemplateError::ParseRecipe { .. } => true,
-            TemplateError::BaseImport => true,
+            TemplateError::BaseImport | TemplateError::Adopt { .. } => true,
             TemplateError::Import { source, .. } => {
                 !matches!(source, ImportError::Rootfs(_) | ImportError::Unpack { .. })
             }
@@ -215,8 +227,8 @@ impl Blame for TemplateError {
     }
 }
 
-/// Builds a one-line failure from an error and all its causes.
-pub fn refuse(error: impl Blame) -> Failure {
+/// Returns an error and all its causes in one line.
+pub fn chain(error: &dyn Error) -> String {
     let mut message = error.to_string();
     let mut cause = error.source();
     while let Some(error) = cause {
@@ -227,6 +239,12 @@ pub fn refuse(error: impl Blame) -> Failure {
         }
         cause = error.source();
     }
+    message
+}
+
+/// Builds a one-line failure from an error and all its causes.
+pub fn refuse(error: impl Blame) -> Failure {
+    let message = chain(&error);
     let mut failure =
         if error.is_users() { Failure::usage(message) } else { Failure::fault(message) };
     failure.special = error.kind();

@@ -8,14 +8,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
-use pvmm::snapshot::{LoadOptions, Manifest, WriteOptions};
+use pvmm::snapshot::{LoadOptions, Manifest, SnapshotKind, WriteOptions};
 use pvmm::{Kvm, Template};
 use pvmm_egress::policy::PolicyDocument;
 
+use crate::checkpoint_tree::Checkpoint;
 use crate::control::{self, ControlRequest, HandedOver};
 use crate::copies::{Copies, RunningVm, StartOptions, sized};
+use crate::denial_log::DenialLog;
+use crate::disk_snapshot::DiskSnapshot;
+use crate::egress;
 use crate::end;
 use crate::failure::{Failure, FailureKind};
+use crate::file_diff::{self, DiffOptions, FileDiff};
 use crate::guest_agent;
 use crate::jail;
 use crate::net;
@@ -23,7 +28,10 @@ use crate::overrides::CopyFlags;
 use crate::secrets;
 use crate::snapshots;
 use crate::sys::process::Child;
+use crate::usage::Usage;
 use crate::vm_dir::{Base, Egress, Record, VmEntry, VmStatus, VolumeMount};
+use crate::vmm_process::copy::CopySource;
+use crate::vmm_process::shells::Shells;
 use crate::vmm_process::{STILL_MAX, volume};
 use crate::warm::{self, Shape};
 
@@ -40,6 +48,8 @@ struct Shared {
     templates: Mutex<HashMap<PathBuf, Arc<Loaded>>>,
     /// Supervisors that this process has started, to be waited for at their end.
     supervisors: Mutex<Vec<Child>>,
+    /// Processes for the next sandboxes.
+    shells: Shells,
 }
 
 #[derive(Debug)]
@@ -68,6 +78,8 @@ pub struct CreateOptions {
 /// The properties of forks.
 #[derive(Clone, Debug, Default)]
 pub struct ForkOptions {
+    /// The checkpoint whose state they begin with; without one, the present.
+    pub at: Option<String>,
     /// A name for each fork, or none.
     pub names: Vec<Option<String>>,
     pub ttl: Option<Duration>,
@@ -107,7 +119,23 @@ impl CreateOptions {
 
 impl Sandboxes {
     pub fn open() -> Result<Self, Failure> {
-        Ok(Self { base: Base::open()?, shared: Arc::default() })
+        Self::with_shells(0)
+    }
+
+    /// Opens them with a pool of processes for the next sandboxes, which [`Self::prepare`] fills.
+    pub fn with_shells(shells: usize) -> Result<Self, Failure> {
+        let shared = Shared { shells: Shells::new(shells), ..Shared::default() };
+        Ok(Self { base: Base::open()?, shared: Arc::new(shared) })
+    }
+
+    /// Starts the processes for the next sandboxes.
+    pub fn prepare(&self) -> Result<(), Failure> {
+        Ok(self.shared.shells.fill()?)
+    }
+
+    /// Returns how many processes wait for a sandbox, and how many should.
+    pub fn prepared(&self) -> (usize, usize) {
+        self.shared.shells.count()
     }
 
     /// Returns the runtime directory.
@@ -119,18 +147,27 @@ impl Sandboxes {
     /// was not baked. Returns when the guest's agent has answered.
     pub fn create(&self, options: &CreateOptions) -> Result<Sandbox, Failure> {
         let loaded = self.load(&options.shape())?;
-        self.start(&loaded.machine, loaded.like.clone(), options)
+        self.start(CopySource::Template(&loaded.machine), loaded.like.clone(), options)
     }
 
-    /// Makes a sandbox from a snapshot; template and size of `options` are not used.
+    /// Makes a sandbox from a snapshot. One of disks alone is booted, with the size and the network
+    /// of `options`; any other goes on with its own.
     pub fn restore(&self, folder: &Path, options: &CreateOptions) -> Result<Sandbox, Failure> {
         let roots =
             Some(snapshots::roots(folder.parent().map(Path::to_owned).into_iter().collect()));
         let load = LoadOptions { roots, ..LoadOptions::default() };
+        let record = Record { template: options.template.clone(), ..Record::default() };
+        let manifest = Manifest::read(folder);
+        if manifest.is_ok_and(|manifest| manifest.kind() == SnapshotKind::Disk) {
+            let mut disks = DiskSnapshot::open(folder, &load, None)?;
+            disks.taps = options.egress.iter().map(|_| egress::LINK_NAME.to_owned()).collect();
+            (disks.cpus, disks.memory_mib) = (options.cpus, options.memory_mib);
+            return self.start(CopySource::Disks(&disks), disks.described(record), options);
+        }
         let template = Kvm::open().and_then(|kvm| Template::load(&kvm, folder, load));
         let template = template.map_err(|error| Failure::fault(format!("{error:#}")))?;
-        let record = Record { template: options.template.clone(), ..Record::default() };
-        self.start(&HandedOver::of(&template)?, sized(record, &template), options)
+        let machine = HandedOver::of(&template)?;
+        self.start(CopySource::Template(&machine), sized(record, &template), options)
     }
 
     /// Finds a sandbox by its id, its name or an unambiguous start of its id.
@@ -163,8 +200,12 @@ impl Sandboxes {
             return Ok(loaded.clone());
         }
         let warm = warm::find(shape).ok_or_else(cold)?;
-        let record =
-            Record { template: shape.template.clone(), kernel: warm.kernel, ..Record::default() };
+        let record = Record {
+            template: shape.template.clone(),
+            kernel: warm.kernel,
+            kernel_file: warm.kernel_file,
+            ..Record::default()
+        };
         let machine = HandedOver::of(&warm.template)?;
         let loaded = Arc::new(Loaded { machine, like: sized(record, &warm.template) });
         let mut templates = lock(&self.shared.templates);
@@ -176,7 +217,7 @@ impl Sandboxes {
 
     fn start(
         &self,
-        machine: &HandedOver,
+        machine: CopySource<'_>,
         like: Record,
         options: &CreateOptions,
     ) -> Result<Sandbox, Failure> {
@@ -189,6 +230,7 @@ impl Sandboxes {
             start: start_options(options.jailed, options.ttl)?,
             egress: options.egress.clone().unwrap_or_default(),
             secrets: None,
+            shells: Some(&self.shared.shells),
         };
         let mut started = copies.start(&self.base, vec![options.name.clone()])?;
         let Some(mut vm) = started.pop() else { return Err(Failure::fault("no VM was started")) };
@@ -234,6 +276,23 @@ impl Sandbox {
         self.entry.dir.read_egress().filter(|_| self.entry.has_egress())
     }
 
+    /// Returns the memory and processor time of the sandbox's monitor process, in which the guest
+    /// runs.
+    pub fn usage(&self) -> Option<Usage> {
+        self.record().pid.and_then(Usage::of)
+    }
+
+    /// Returns how many attempts of the guest to reach the network were denied since its network
+    /// process has started.
+    pub fn denied(&self) -> Option<u64> {
+        net::denied(&self.entry)
+    }
+
+    /// Returns the log of the sandbox's network process, to be read from its start.
+    pub fn denial_log(&self) -> DenialLog {
+        DenialLog::of(&self.entry)
+    }
+
     /// Returns the path of the guest's console log.
     pub fn console_log(&self) -> PathBuf {
         self.entry.dir.run().console_log()
@@ -247,18 +306,18 @@ impl Sandbox {
 
     /// Makes forks, all of one moment; the sandbox goes on.
     pub fn fork(&self, options: &ForkOptions) -> Result<Vec<Sandbox>, Failure> {
-        let machine = control::hand_over(&self.entry)?;
+        let machine = control::hand_over_at(&self.entry, options.at.as_deref())?;
         let template = format!("fork of {}", self.entry.label());
         let copies = Copies {
-            machine: &machine,
+            machine: CopySource::Template(&machine),
             like: Record { template, ..self.record().clone() },
-
             flags: CopyFlags::default(),
             volumes: Vec::new(),
             makes_taps: true,
             start: start_options(!options.unjailed, options.ttl)?,
             egress: self.egress().unwrap_or_default(),
             secrets: secrets::of_vm(&self.entry.dir)?,
+            shells: Some(&self.owner.shared.shells),
         };
         let mut forks = copies.start(&self.owner.base, options.names.clone())?;
         for fork in &mut forks {
@@ -275,18 +334,39 @@ impl Sandbox {
         control::pause(&self.entry, false)
     }
 
-    /// Keeps the present state, for [`Sandbox::rollback`].
-    pub fn checkpoint(&self) -> Result<(), Failure> {
-        control::ask(&self.entry, ControlRequest::Checkpoint)
+    /// Keeps the present state as a checkpoint, of this name or numbered.
+    pub fn checkpoint(&self, name: Option<&str>) -> Result<Checkpoint, Failure> {
+        control::checkpoint(&self.entry, name)
     }
 
-    pub fn rollback(&self) -> Result<(), Failure> {
-        control::ask(&self.entry, ControlRequest::Rollback)
+    /// Lists the checkpoints, oldest first.
+    pub fn checkpoints(&self) -> Result<Vec<Checkpoint>, Failure> {
+        control::checkpoints(&self.entry)
+    }
+
+    /// Takes the sandbox to a checkpoint; without a name, back to the one that it stands on.
+    pub fn checkout(&self, name: Option<&str>) -> Result<(), Failure> {
+        control::checkout(&self.entry, name)
+    }
+
+    /// Deletes a checkpoint; the sandbox goes on.
+    pub fn delete_checkpoint(&self, name: &str) -> Result<(), Failure> {
+        control::delete_checkpoint(&self.entry, name)
+    }
+
+    /// Lists the files that differ between two moments; the sandbox goes on meanwhile.
+    pub fn diff(&self, options: &DiffOptions) -> Result<FileDiff, Failure> {
+        file_diff::diff(&self.owner.base, &self.entry, options)
     }
 
     /// Writes a snapshot; the sandbox goes on meanwhile.
     pub fn snapshot(&self, folder: &Path) -> Result<Manifest, Failure> {
-        write(&control::freeze(&self.entry)?, folder)
+        write(&control::freeze(&self.entry)?, folder, false)
+    }
+
+    /// Writes a snapshot of the sandbox's disks alone; the sandbox goes on meanwhile.
+    pub fn snapshot_disks(&self, folder: &Path) -> Result<Manifest, Failure> {
+        write(&control::freeze_disks(&self.entry)?, folder, true)
     }
 
     /// Writes a snapshot and ends the sandbox, whose workload stands still from the snapshot on. If
@@ -294,7 +374,7 @@ impl Sandbox {
     pub fn hibernate(&self, folder: &Path) -> Result<Manifest, Failure> {
         let begun = Instant::now();
         let (template, connection) = control::freeze_still(&self.entry)?;
-        let written = write(&template, folder).and_then(|manifest| {
+        let written = write(&template, folder, false).and_then(|manifest| {
             if begun.elapsed() < STILL_MAX {
                 return Ok(manifest);
             }
@@ -347,11 +427,11 @@ impl Sandbox {
 }
 
 fn start_options(jailed: bool, ttl: Option<Duration>) -> Result<StartOptions, Failure> {
-    Ok(StartOptions { jailed, users: jail::default_users()?, ttl })
+    Ok(StartOptions { jailed, users: jail::default_users()?, ttl, still: false })
 }
 
-fn write(template: &Template, folder: &Path) -> Result<Manifest, Failure> {
-    template.write(folder, WriteOptions::default()).map_err(|error| {
+fn write(template: &Template, folder: &Path, disk_only: bool) -> Result<Manifest, Failure> {
+    template.write(folder, WriteOptions { disk_only, ..WriteOptions::default() }).map_err(|error| {
         let failure = Failure::fault(format!("{error:#}"));
         let full = error_chain(&error).any(|error| {
             error

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, FreezeOptions, Refresh};
+use pvmm::agent::{Agent, FreezeOptions, Language, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
 use pvmm::{
@@ -20,11 +20,11 @@ use pvmm::{
     next_trim,
 };
 use pvmm_agent_image::AGENT_KEY;
-use pvmm_images::template::BASE;
-use pvmm_images::{Cache, Event, Kernel, Progress, Silent, cache};
+use pvmm_images::{Cache, Event, Kernel, Progress, Recipe, Silent, cache};
 
 use crate::egress;
 use crate::failure::Failure;
+use crate::kernel_file::KernelFile;
 use crate::machine;
 use crate::machine::SETTLE_MAX;
 use crate::prepare::{self, RootfsSource, Sources};
@@ -36,7 +36,7 @@ const KIND: &str = "warm";
 /// The file with the kernel's name for display.
 const LABEL: &str = "kernel-label";
 /// Increased when the bake itself changes.
-const VERSION: &str = "6";
+const VERSION: &str = "7";
 /// The size of a drive that no volume has replaced yet.
 const SPARE_DRIVE_BYTES: u64 = 1 << 20;
 const BOOT_PATIENCE: Duration = Duration::from_secs(120);
@@ -100,6 +100,7 @@ impl Shape {
 pub struct Warm {
     pub template: Template,
     pub kernel: String,
+    pub kernel_file: Option<KernelFile>,
 }
 
 /// Returns the folder of the warm template of a shape for the current kernel, agent and image, if
@@ -117,7 +118,8 @@ pub fn find(shape: &Shape) -> Option<Warm> {
     match Kvm::open().and_then(|kvm| Template::load(&kvm, &dir, LoadOptions::default())) {
         Ok(template) => {
             let kernel = fs::read_to_string(dir.join(LABEL)).unwrap_or_default();
-            Some(Warm { template, kernel })
+            // The folder of another kernel would not have been found.
+            Some(Warm { template, kernel, kernel_file: KernelFile::default_of_host() })
         }
         Err(error) => {
             log::info!("the warm template cannot be used: {error:#}");
@@ -150,7 +152,11 @@ pub fn bake(
     let sources = Sources::check(None, None, &shape.template, shape.disk_mib)?;
     let rootfs = match &sources.rootfs {
         RootfsSource::Template(template) => template.rootfs.clone(),
-        _ => pvmm_images::Template::find(&cache, BASE).map_err(prepare::refuse)?.rootfs,
+        // A host that nobody has run a VM on does not have it yet.
+        _ => {
+            let base = pvmm_images::Template::ensure(&cache, &Recipe::base(), steps);
+            base.map_err(prepare::refuse)?.rootfs
+        }
     };
     let kernel = Kernel::default_in(&cache, steps).map_err(prepare::refuse)?;
     let place = dir(&cache, shape, &kernel.vmlinux, &rootfs)
@@ -214,6 +220,10 @@ fn bake_in(
         agent
             .exec(&ExecRequest::shell(line).timeout(BOOT_PATIENCE))
             .map_err(|error| Failure::fault(format!("the guest does not run commands: {error}")))?;
+    }
+    // A root filesystem without Python has none to spare.
+    if let Err(error) = agent.open_spare_session(Language::Python) {
+        log::info!("{} has no interpreter: {error}", shape.template);
     }
     drop(agent);
     let agent_failed = |error: pvmm::agent::AgentError| failed(error.into());

@@ -4,20 +4,24 @@
 //! server has a file in the runtime directory. Both are readable by the user alone.
 
 use std::fs::{self, DirBuilder, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use pvmm_sandbox::Failure;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use crate::ids;
 
 const TOKEN_FILE: &str = "token";
 const ANNOUNCEMENT: &str = "serve.json";
+/// The longest announcement that is read.
+const LONGEST: u64 = 64 << 10;
 
 /// The address and the token of a running server.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Announcement {
     /// The address, as clients write it.
     pub url: String,
@@ -80,6 +84,31 @@ impl Drop for Announced {
 }
 
 impl Announcement {
+    /// Returns the announcement of the server that runs for this user, which must accept a
+    /// connection: a server that was killed leaves its announcement behind.
+    pub fn find(runtime_dir: &Path) -> Result<Self, Failure> {
+        let nobody = || Failure::usage("no service is running here").hint("start one: pvmm serve");
+        let path = runtime_dir.join(ANNOUNCEMENT);
+        let mut text = String::new();
+        let read = fs::File::open(&path)
+            .and_then(|file| file.take(LONGEST).read_to_string(&mut text))
+            .and_then(|_| serde_json::from_str(&text).map_err(io::Error::from));
+        let found: Self = match read {
+            Ok(found) => found,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(nobody()),
+            Err(error) => return Err(Failure::fault(format!("{}: {error}", path.display()))),
+        };
+        if found.accepts() { Ok(found) } else { Err(nobody()) }
+    }
+
+    fn accepts(&self) -> bool {
+        if let Some(path) = self.url.strip_prefix("unix:") {
+            return UnixStream::connect(path).is_ok();
+        }
+        let address = self.url.split_once("://").map_or("", |(_, address)| address);
+        TcpStream::connect(address.trim_end_matches('/')).is_ok()
+    }
+
     /// Returns the announcement as one line of JSON.
     pub fn line(&self) -> String {
         serde_json::json!(self).to_string()
@@ -125,6 +154,20 @@ mod tests {
         assert!(runtime.join(ANNOUNCEMENT).exists());
         drop(later);
         assert!(!runtime.join(ANNOUNCEMENT).exists());
+    }
+
+    #[test]
+    fn announcement_is_found_as_long_as_its_server_accepts() {
+        let dir = tempfile::tempdir().unwrap();
+        let runtime = dir.path().join("run");
+        assert!(Announcement::find(&runtime).unwrap_err().message.contains("no service"));
+        let socket = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", socket.local_addr().unwrap());
+        let announcement = Announcement { url, token: "a".into() };
+        let _announced = announcement.publish(&runtime).unwrap();
+        assert_eq!(Announcement::find(&runtime).unwrap(), announcement);
+        drop(socket);
+        assert!(Announcement::find(&runtime).unwrap_err().message.contains("no service"));
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::collections::{HashMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
+use pvmm_sandbox::checkpoint_tree::Checkpoint;
 use pvmm_sandbox::{Sandbox, Sandboxes};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -17,12 +18,16 @@ use crate::blocking::Blocking;
 use crate::builds::Builds;
 use crate::clock;
 use crate::error::ApiError;
-use crate::ids::Instance;
+use crate::ids::{self, Instance};
+use crate::keys::Key;
 use crate::limits::{Admission, Use};
+use crate::metrics::{Metrics, Networked, Sample};
 use crate::options::ServeOptions;
 use crate::store::{SandboxRow, Store};
 use crate::tokens::Tokens;
 
+/// The name in the database of the key of sandboxes' credentials.
+const KEY: &str = "e2b-key";
 /// The number of ended sandboxes that are remembered, so that ending one twice is no error.
 const MAX_ENDED: usize = 10_000;
 
@@ -38,6 +43,8 @@ pub struct App {
     pub instance: Instance,
     /// The accepted tokens.
     pub tokens: Tokens,
+    /// The key of the sandboxes' credentials.
+    pub key: Key,
     /// The audit log.
     pub audit: Audit,
     /// The bounds on calls that wait.
@@ -48,6 +55,8 @@ pub struct App {
     pub bakes: Bakes,
     /// Templates that are being built.
     pub builds: Builds,
+    /// Numbers for operators.
+    pub metrics: Metrics,
     /// Cancelled when the server shuts down, so that open conversations end.
     pub stopping: CancellationToken,
     /// Conversations that are ending, for which a shutdown waits.
@@ -68,6 +77,8 @@ impl App {
         audit: Audit,
     ) -> Result<Self, ApiError> {
         let tokens = Tokens::load(&store)?;
+        let new = ids::new_token()?;
+        let key = Key::from_text(store.fact(KEY, || new)?);
         let admission = Admission::new(options.limits.clone(), options.data_dir.clone());
         let (blocking, bakes) = (Blocking::default(), Bakes::default());
         let (entries, ended) = (RwLock::default(), Mutex::default());
@@ -77,11 +88,13 @@ impl App {
             store,
             instance,
             tokens,
+            key,
             audit,
             blocking,
             admission,
             bakes,
             builds: Builds::default(),
+            metrics: Metrics::default(),
             stopping: CancellationToken::new(),
             last_acts: TaskTracker::new(),
             entries,
@@ -141,6 +154,30 @@ impl App {
         used
     }
 
+    /// Looks at the memory and processor time of all sandboxes, at most once in a second.
+    pub async fn sample(&self) -> Result<Arc<Sample>, ApiError> {
+        let known = || self.list().iter().map(|entry| entry.row_and_vm()).collect();
+        self.metrics.sampler.look(&self.blocking, known).await
+    }
+
+    /// Counts and logs what the network processes of sandboxes have denied since the last count.
+    pub async fn count_denials(&self) -> Result<(), ApiError> {
+        let known = self.list().into_iter().map(|entry| entry.row_and_vm());
+        let sandboxes = known.filter_map(|(row, vm)| networked(&row, vm?)).collect();
+        let denied = self.metrics.denials.look(&self.blocking, sandboxes).await?;
+        denied.iter().for_each(|act| self.audit.write(act));
+        Ok(())
+    }
+
+    /// Counts and logs what the network process of a sandbox has denied, before it ends.
+    pub async fn count_last_denials(&self, row: &SandboxRow, vm: &Sandbox) {
+        let Some(sandbox) = networked(row, vm.clone()) else { return };
+        match self.metrics.denials.look_last(&self.blocking, sandbox).await {
+            Ok(denied) => denied.iter().for_each(|act| self.audit.write(act)),
+            Err(error) => log::warn!("sandbox {}: {}", row.id, error.message),
+        }
+    }
+
     /// Returns the folder of a hibernated sandbox.
     pub fn hibernation_dir(&self, id: &str) -> PathBuf {
         self.options.data_dir.join("hibernated").join(id)
@@ -150,6 +187,11 @@ impl App {
     pub fn snapshot_dir(&self, id: &str) -> PathBuf {
         self.options.data_dir.join("snapshots").join(id)
     }
+}
+
+fn networked(row: &SandboxRow, vm: Sandbox) -> Option<Networked> {
+    let has_network = row.egress.is_some();
+    has_network.then(|| Networked { id: row.id.clone(), owner: row.owner.clone(), vm })
 }
 
 /// A sandbox that the server knows.
@@ -173,11 +215,21 @@ pub struct Fields {
     pub ended: bool,
     /// When the state on disk was written, in milliseconds since 1970; 0 for never.
     pub kept_ms: u64,
+    /// The checkpoints when they were last asked for or changed, oldest first.
+    pub checkpoints: Vec<Checkpoint>,
 }
 
 impl Entry {
     fn new(row: SandboxRow, vm: Option<Sandbox>) -> Self {
-        let fields = Fields { row, vm, active: 0, leaving: false, ended: false, kept_ms: 0 };
+        let fields = Fields {
+            row,
+            vm,
+            active: 0,
+            leaving: false,
+            ended: false,
+            kept_ms: 0,
+            checkpoints: Vec::new(),
+        };
         Self { fields: Mutex::new(fields), change: tokio::sync::Mutex::new(()) }
     }
 
@@ -189,6 +241,12 @@ impl Entry {
     /// Returns a copy of the row.
     pub fn row(&self) -> SandboxRow {
         self.lock().row.clone()
+    }
+
+    /// Returns copies of the row and of the running VM.
+    pub fn row_and_vm(&self) -> (SandboxRow, Option<Sandbox>) {
+        let fields = self.lock();
+        (fields.row.clone(), fields.vm.clone())
     }
 }
 

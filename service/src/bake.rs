@@ -78,8 +78,11 @@ impl Bakes {
 async fn run(words: &[String]) -> Result<(), String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
     let mut command = Command::new(program);
-    command.args(words).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-    let child = command.kill_on_drop(true).spawn().map_err(|error| error.to_string())?;
+    // The process ends when this one is gone and its standard input is closed.
+    command.arg("--end-with-stdin").args(words);
+    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
+    let mut child = command.kill_on_drop(true).spawn().map_err(|error| error.to_string())?;
+    let _held = child.stdin.take();
     let ended = tokio::time::timeout(BAKE_TIME, child.wait_with_output()).await;
     let output = ended.map_err(|_| "the bake took too long".to_owned())?;
     let output = output.map_err(|error| error.to_string())?;

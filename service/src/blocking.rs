@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 use std::sync::Arc;
 
 use crate::error::ApiError;
+use crate::traces;
 
 /// The most commands, transfers and streams at a time.
 const LONG: usize = 448;
@@ -127,7 +128,7 @@ pub async fn unless_stopped<T, H>(
 pub async fn to_the_end<T: Send + 'static>(
     change: impl Future<Output = Result<T, ApiError>> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let task = tokio::spawn(change);
+    let task = tokio::spawn(traces::carried(change));
     task.await.map_err(|_| ApiError::internal("the server failed at this request"))?
 }
 

@@ -79,10 +79,12 @@ impl Builds {
         begun();
         let text = |error: std::io::Error| error.to_string();
         let mut command = Command::new(std::env::current_exe().map_err(text)?);
-        command.args(["template", "build"]).args(words);
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+        // The process ends when this one is gone and its standard input is closed.
+        command.args(["--end-with-stdin", "template", "build"]).args(words);
+        command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped());
         let mut child = command.kill_on_drop(true).spawn().map_err(text)?;
         self.open().insert(id.to_owned(), child.id());
+        let _held = child.stdin.take();
         let stderr = child.stderr.take().ok_or("the build has no log")?;
         let logged = tokio::time::timeout(BUILD_TIME, write_log(stderr, log)).await;
         let Ok(tail) = logged else {

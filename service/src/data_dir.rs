@@ -104,7 +104,10 @@ mod tests {
             own_dir_if_taken,
             limits: Limits::default(),
             default_egress: Vec::new(),
+            shells: 0,
             with_parent: true,
+            json_log: None,
+            traces: None,
             print_address: false,
         }
     }

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::{FromRequest, FromRequestParts, Query, RawPathParams, Request};
+use axum::http::HeaderMap;
 use axum::http::request::Parts;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
@@ -88,6 +89,11 @@ impl<S: Send + Sync> FromRequestParts<S> for Session {
             Err(ApiError::not_found(format!("session '{}' not found", shown(&session))))
         }
     }
+}
+
+/// Returns the text of a header.
+pub fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
+    headers.get(name)?.to_str().ok()
 }
 
 /// Shortens and escapes a part of a request for a message.

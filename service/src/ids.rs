@@ -22,6 +22,11 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Draws random bytes and writes them in hexadecimal.
+pub fn random_hex<const N: usize>() -> io::Result<String> {
+    Ok(hex(&random::<N>()?))
+}
+
 /// Draws a random UUID, version 4.
 pub fn new_id() -> io::Result<String> {
     let mut bytes = random::<UUID_BYTES>()?;
@@ -34,7 +39,7 @@ pub fn new_id() -> io::Result<String> {
 
 /// Draws a new bearer token.
 pub fn new_token() -> io::Result<String> {
-    Ok(format!("{TOKEN_PREFIX}{}", hex(&random::<TOKEN_BYTES>()?)))
+    Ok(format!("{TOKEN_PREFIX}{}", random_hex::<TOKEN_BYTES>()?))
 }
 
 /// Returns whether the text has the form of an id of this server.

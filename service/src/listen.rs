@@ -4,6 +4,8 @@
 
 use std::fs;
 use std::io;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{FileTypeExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -38,17 +40,17 @@ enum Socket {
     Unix(UnixListener),
 }
 
-/// A bound socket. A Unix socket is removed with it.
+/// A bound socket. A Unix socket that this server has made is removed with it.
 pub struct Bound {
     socket: Socket,
     /// The address, as clients write it.
     pub url: String,
-    path: Option<PathBuf>,
+    own_path: Option<PathBuf>,
 }
 
 impl Drop for Bound {
     fn drop(&mut self) {
-        if let Some(path) = &self.path {
+        if let Some(path) = &self.own_path {
             let _ = fs::remove_file(path);
         }
     }
@@ -62,25 +64,56 @@ pub async fn bind(listen: &Listen, with_tls: bool) -> Result<Bound, Failure> {
     };
     match listen {
         Listen::Tcp(address) => {
+            warn_if_open(*address, with_tls);
             let socket = TcpListener::bind(address).await.map_err(failed)?;
-            let mut address = socket.local_addr().map_err(failed)?;
-            if address.ip().is_unspecified() {
-                address.set_ip(match address {
-                    std::net::SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
-                    std::net::SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
-                });
-            }
-            let scheme = if with_tls { "https" } else { "http" };
-            let url = format!("{scheme}://{address}");
-            Ok(Bound { socket: Socket::Tcp(socket), url, path: None })
+            let address = socket.local_addr().map_err(failed)?;
+            Ok(Bound { socket: Socket::Tcp(socket), url: url(address, with_tls), own_path: None })
         }
         Listen::Unix(path) => {
             remove_stale(path).await.map_err(failed)?;
             let socket = UnixListener::bind(path).map_err(failed)?;
             fs::set_permissions(path, fs::Permissions::from_mode(0o600)).map_err(failed)?;
-            let (url, path) = (listen.to_string(), Some(path.clone()));
-            Ok(Bound { socket: Socket::Unix(socket), url, path })
+            let (url, own_path) = (listen.to_string(), Some(path.clone()));
+            Ok(Bound { socket: Socket::Unix(socket), url, own_path })
         }
+    }
+}
+
+/// Takes a socket that listens already. Its path, if it has one, stays when the server ends.
+pub fn take(socket: OwnedFd, with_tls: bool) -> Result<Bound, Failure> {
+    let failed = |error: io::Error| {
+        Failure::usage(format!("a socket of LISTEN_FDS: {error}"))
+            .hint("write ListenStream= with ADDR:PORT or a path in the socket unit")
+    };
+    let tcp = std::net::TcpListener::from(socket);
+    tcp.set_nonblocking(true).map_err(failed)?;
+    if let Ok(address) = tcp.local_addr() {
+        warn_if_open(address, with_tls);
+        let socket = Socket::Tcp(TcpListener::from_std(tcp).map_err(failed)?);
+        return Ok(Bound { socket, url: url(address, with_tls), own_path: None });
+    }
+    let unix = std::os::unix::net::UnixListener::from(OwnedFd::from(tcp));
+    let address = unix.local_addr().map_err(failed)?;
+    let path = address.as_pathname().ok_or_else(|| failed(io::ErrorKind::Unsupported.into()))?;
+    let url = Listen::Unix(path.to_owned()).to_string();
+    let socket = Socket::Unix(UnixListener::from_std(unix).map_err(failed)?);
+    Ok(Bound { socket, url, own_path: None })
+}
+
+/// Returns the address of a server as clients on this host write it.
+fn url(mut address: SocketAddr, with_tls: bool) -> String {
+    if address.ip().is_unspecified() {
+        address.set_ip(match address {
+            SocketAddr::V4(_) => std::net::Ipv4Addr::LOCALHOST.into(),
+            SocketAddr::V6(_) => std::net::Ipv6Addr::LOCALHOST.into(),
+        });
+    }
+    format!("{}://{address}", if with_tls { "https" } else { "http" })
+}
+
+fn warn_if_open(address: SocketAddr, with_tls: bool) {
+    if !address.ip().is_loopback() && !with_tls {
+        log::warn!("{address}: tokens cross the network as they are; use --tls-cert");
     }
 }
 
@@ -132,7 +165,7 @@ impl Connections {
                     continue;
                 };
                 let (router, stop) = (router.clone(), stop.clone());
-                let tls = tls.clone().filter(|_| bound.path.is_none());
+                let tls = tls.clone().filter(|_| matches!(bound.socket, Socket::Tcp(_)));
                 open.spawn(async move {
                     let _slot = slot;
                     if let Some(stream) = secure(stream, tls).await {
@@ -197,5 +230,26 @@ async fn secure(stream: Box<dyn Stream>, tls: Option<TlsAcceptor>) -> Option<Box
     match tokio::time::timeout(HANDSHAKE_TIME, tls.accept(stream)).await {
         Ok(Ok(stream)) => Some(Box::new(stream)),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn passed_socket_keeps_its_address_and_its_path() {
+        let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = tcp.local_addr().unwrap();
+        assert_eq!(take(tcp.into(), true).unwrap().url, format!("https://{address}"));
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("serve.sock");
+        let unix = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        let bound = take(unix.into(), true).unwrap();
+        assert_eq!(bound.url, format!("unix:{}", path.display()));
+        let (client, served) = tokio::join!(tokio::net::UnixStream::connect(&path), accept(&bound));
+        assert!(client.is_ok() && served.is_ok());
+        drop(bound);
+        assert!(path.exists());
     }
 }

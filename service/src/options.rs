@@ -8,6 +8,9 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use crate::json_log::JsonLog;
+use crate::traces::Collector;
+
 /// The address that the server listens on by default.
 pub const DEFAULT_LISTEN: &str = "127.0.0.1:8088";
 
@@ -87,7 +90,8 @@ impl Default for Limits {
 /// The configuration of the server.
 #[derive(Clone, Debug)]
 pub struct ServeOptions {
-    /// The places to listen on; at least one.
+    /// The places to listen on, beside the sockets that were passed to this process. Without both,
+    /// [`DEFAULT_LISTEN`].
     pub listen: Vec<Listen>,
     /// A bearer token that is accepted; without one, a token is made and kept.
     pub token: Option<String>,
@@ -102,9 +106,15 @@ pub struct ServeOptions {
     pub limits: Limits,
     /// Rules for the network of sandboxes whose request has none; empty for no network.
     pub default_egress: Vec<String>,
+    /// The number of processes that wait for the next sandboxes.
+    pub shells: usize,
     /// Whether the server prints one JSON line when it is ready, and ends when its standard input
     /// closes.
     pub with_parent: bool,
+    /// The log in which each request is a line, if there is one.
+    pub json_log: Option<JsonLog>,
+    /// The collector of traces, if there is one, and the name of this server in them.
+    pub traces: Option<(Collector, String)>,
     /// Whether the server says on standard error where it listens.
     pub print_address: bool,
 }

@@ -20,8 +20,8 @@ use tokio::sync::mpsc;
 
 use crate::app::App;
 use crate::blocking::Work;
+use crate::credentials;
 use crate::error::ApiError;
-use crate::ids;
 use crate::life::{InUse, enter};
 
 /// How long a program in the guest may take to begin its answer.
@@ -39,26 +39,15 @@ const HOP_BY_HOP: [HeaderName; 6] = [
     header::UPGRADE,
 ];
 
-/// Headers in which a request may carry a token of this server or of a sandbox.
-const CREDENTIALS: [&str; 4] =
-    ["authorization", "x-api-key", "x-access-token", "e2b-traffic-access-token"];
-
-/// Returns the port and the sandbox of a host name like `8000-ID.example.com`.
-pub fn preview_of(host: &str) -> Option<(u16, &str)> {
-    let label = host.split('.').next()?.split(':').next()?;
-    let (port, id) = label.split_once('-')?;
-    let port = port.parse().ok().filter(|port| *port > 0)?;
-    ids::is_id(id).then_some((port, id))
-}
-
 /// Passes a request on to a port of a sandbox, which is woken if it hibernates.
 pub async fn forward(
     app: &Arc<App>,
     id: &str,
     port: u16,
     path: &str,
-    request: Request,
+    mut request: Request,
 ) -> Result<Response, ApiError> {
+    credentials::strip(app, request.headers_mut());
     let in_use = enter(app, id).await?;
     let connect = move || {
         let agent = in_use.agent()?;
@@ -93,7 +82,6 @@ async fn exchange(
     let (mut parts, body) = request.into_parts();
     parts.uri = path.parse::<Uri>().map_err(|_| ApiError::bad_request("the path is invalid"))?;
     strip(&mut parts.headers);
-    strip_credentials(&mut parts.headers);
     if let Some(upgrade) = upgrade {
         parts.headers.insert(header::CONNECTION, header::HeaderValue::from_static("upgrade"));
         parts.headers.insert(header::UPGRADE, upgrade);
@@ -120,13 +108,6 @@ async fn exchange(
 
 fn strip(headers: &mut HeaderMap) {
     for name in HOP_BY_HOP {
-        headers.remove(name);
-    }
-}
-
-/// Removes the tokens of a request, which are for this server and not for a program in a guest.
-fn strip_credentials(headers: &mut HeaderMap) {
-    for name in CREDENTIALS {
         headers.remove(name);
     }
 }
@@ -185,29 +166,4 @@ fn send(writer: &GuestTcpWriter, mut leaving: mpsc::Receiver<Bytes>) {
         }
     }
     let _ = writer.shutdown();
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn preview_host_names_port_and_sandbox() {
-        let id = ids::new_id().unwrap();
-        assert_eq!(preview_of(&format!("8000-{id}.localhost:8088")), Some((8000, &id[..])));
-        for host in ["localhost:8088", "127.0.0.1", &format!("0-{id}.x"), "8000-web.localhost"] {
-            assert_eq!(preview_of(host), None, "{host}");
-        }
-    }
-
-    #[test]
-    fn tokens_do_not_go_on_to_the_guest() {
-        let mut headers = HeaderMap::new();
-        for name in ["authorization", "x-api-key", "x-access-token", "e2b-traffic-access-token"] {
-            headers.insert(name, header::HeaderValue::from_static("secret"));
-        }
-        headers.insert("x-other", header::HeaderValue::from_static("goes on"));
-        strip_credentials(&mut headers);
-        assert_eq!(headers.keys().collect::<Vec<_>>(), ["x-other"]);
-    }
 }

@@ -12,16 +12,18 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, any, delete, get, patch, post, put};
 
+use crate::access;
 use crate::app::App;
 use crate::audit::Act;
 use crate::e2b;
 use crate::error::ApiError;
 use crate::extract::Owner;
 use crate::mcp;
-use crate::proxy;
+use crate::page;
+use crate::preview;
 use crate::resources::{
     absent, builds, checkpoints, code, egress, exec, files, forks, hibernation, lifecycle, logs,
-    me, pause, pool, ports, sandboxes, snapshots, ssh, templates, volumes,
+    me, metrics, overview, pause, pool, ports, sandboxes, snapshots, ssh, templates, volumes,
 };
 
 const HEALTH: &str = "/healthz";
@@ -92,10 +94,16 @@ fn table() -> Table {
         .post("/v1/sandboxes/{id}/hibernate", hibernation::hibernate)
         .post("/v1/sandboxes/{id}/wake", hibernation::wake)
         .post("/v1/sandboxes/{id}/checkpoint", checkpoints::checkpoint)
+        .get("/v1/sandboxes/{id}/checkpoints", checkpoints::list)
+        .delete("/v1/sandboxes/{id}/checkpoints/{name}", checkpoints::delete)
+        .post("/v1/sandboxes/{id}/checkout", checkpoints::checkout)
         .post("/v1/sandboxes/{id}/rollback", checkpoints::rollback)
+        .get("/v1/sandboxes/{id}/diff", checkpoints::diff)
         .get("/v1/sandboxes/{id}/lifecycle", lifecycle::get)
         .patch("/v1/sandboxes/{id}/lifecycle", lifecycle::patch)
         .get("/v1/sandboxes/{id}/ports", ports::list)
+        .get("/v1/sandboxes/{id}/ports/{port}", ports::get)
+        .put("/v1/sandboxes/{id}/ports/{port}", ports::put)
         .get("/v1/sandboxes/{id}/egress", egress::get)
         .put("/v1/sandboxes/{id}/egress", egress::put)
         .post("/v1/sandboxes/{id}/snapshots", snapshots::create)
@@ -118,6 +126,8 @@ fn table() -> Table {
         .post("/v1/me/tokens", me::create_token)
         .delete("/v1/me/tokens/{prefix}", me::revoke_token)
         .get("/v1/pool", pool::pool)
+        .get("/v1/overview", overview::overview)
+        .get("/metrics", metrics::metrics)
 }
 
 /// Builds the router of the whole API.
@@ -128,12 +138,15 @@ pub fn router(app: Arc<App>) -> Router {
         .route("/v1/sandboxes/{id}/ports/{port}/proxy/", any(ports::forward))
         .route("/v1/sandboxes/{id}/ports/{port}/proxy/{*path}", any(ports::forward))
         .route("/mcp", mcp)
+        .merge(page::routes())
         .fallback(absent::absent)
         .method_not_allowed_fallback(absent::other_method)
         .layer(middleware::from_fn_with_state(Arc::clone(&app), authenticate))
-        .layer(middleware::from_fn_with_state(Arc::clone(&app), preview))
         .with_state(Arc::clone(&app));
-    e2b::beside(app, router)
+    let router = e2b::beside(Arc::clone(&app), router);
+    // Guests may have the paths of every API.
+    let router = router.layer(middleware::from_fn_with_state(Arc::clone(&app), preview::lead));
+    router.layer(middleware::from_fn_with_state(app, access::note))
 }
 
 /// Returns the token of a request.
@@ -145,7 +158,8 @@ fn bearer(request: &Request) -> Option<&str> {
 
 /// Refuses a request without a token that is accepted.
 async fn authenticate(State(app): State<Arc<App>>, mut request: Request, next: Next) -> Response {
-    if request.uri().path() == HEALTH {
+    let path = request.uri().path();
+    if path == HEALTH || page::is_part(path) {
         return next.run(request).await;
     }
     let Some(owner) = bearer(&request).and_then(|token| app.tokens.check(token)) else {
@@ -156,20 +170,6 @@ async fn authenticate(State(app): State<Arc<App>>, mut request: Request, next: N
     };
     request.extensions_mut().insert(Owner(owner));
     next.run(request).await
-}
-
-/// Passes a request to a preview host on to its guest. The id in the name is the credential.
-async fn preview(State(app): State<Arc<App>>, request: Request, next: Next) -> Response {
-    let host = request.headers().get(header::HOST).and_then(|host| host.to_str().ok());
-    let Some((port, id)) = host.and_then(proxy::preview_of) else {
-        return next.run(request).await;
-    };
-    let id = id.to_owned();
-    let path = request.uri().path_and_query().map_or("/", |path| path.as_str()).to_owned();
-    match proxy::forward(&app, &id, port, &path, request).await {
-        Ok(response) => response,
-        Err(error) => error.into_response(),
-    }
 }
 
 #[cfg(test)]

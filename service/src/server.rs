@@ -4,6 +4,7 @@
 //! server that a program started for itself ends its sandboxes with it.
 
 use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use futures_util::future::join_all;
 use pvmm_sandbox::{Failure, Sandboxes};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
+use tokio_util::sync::CancellationToken;
 
 use crate::announce::{Announcement, kept_token, private_dir};
 use crate::app::App;
@@ -20,22 +22,27 @@ use crate::data_dir::{self, INSTANCE};
 use crate::error::ApiError;
 use crate::ids::Instance;
 use crate::life;
-use crate::listen::{Bound, Connections, bind};
-use crate::options::{Listen, ServeOptions};
+use crate::listen::{self, Bound, Connections};
+use crate::options::{DEFAULT_LISTEN, ServeOptions};
+use crate::passed;
 use crate::routes;
 use crate::store::Store;
 use crate::tls;
+use crate::traces::Traces;
 
 /// Threads that run tasks; what waits has threads of its own.
 const WORKERS: usize = 2;
 /// How long the threads of requests may go on at the end.
 const LAST_GRACE: Duration = Duration::from_secs(2);
+/// How long the last spans may take to reach the collector.
+const LAST_SPANS: Duration = Duration::from_secs(5);
 
 /// How long conversations may take to end their sandboxes.
 const LAST_ACTS: Duration = Duration::from_secs(90);
 
 /// Serves requests until a signal, or until standard input closes if the server has a parent.
 pub fn serve(options: ServeOptions) -> Result<(), Failure> {
+    let passed = passed::take()?;
     let tls = options.tls.as_ref().map(tls::acceptor).transpose()?;
     life::egress_of(&options.default_egress)
         .map_err(|error| Failure::usage(format!("--allow: {}", error.message)))?;
@@ -46,7 +53,7 @@ pub fn serve(options: ServeOptions) -> Result<(), Failure> {
         Some(token) => (token.clone(), None),
         None => kept_token(&options.data_dir).map(|(token, path)| (token, Some(path)))?,
     };
-    let app = Arc::new(open(options, store)?);
+    let mut app = open(options, store)?;
     data_dir::end_abandoned(&app);
     app.tokens.accept(&token, "given at the start");
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -55,22 +62,39 @@ pub fn serve(options: ServeOptions) -> Result<(), Failure> {
         .enable_all()
         .build()?;
     let outcome = runtime.block_on(async {
-        let bound = bind_all(&app.options, tls.is_some()).await?;
+        let last_span = CancellationToken::new();
+        let (traces, exporter) = app
+            .options
+            .traces
+            .clone()
+            .map(|(collector, name)| Traces::start(collector, name, last_span.clone()))
+            .unzip();
+        app.metrics.traces = traces;
+        let app = Arc::new(app);
+        let bound = bind_all(&app.options, passed, tls.is_some()).await?;
         life::reconcile(&app).map_err(fault)?;
         life::reconcile_builds(&app).map_err(fault)?;
         let url = bound.first().map(|bound| bound.url.clone()).unwrap_or_default();
         let connections = Connections::new(routes::router(Arc::clone(&app)), tls);
         let urls: Vec<_> = bound.iter().map(|bound| bound.url.clone()).collect();
         let sockets: Vec<_> = bound.into_iter().map(|bound| connections.serve(bound)).collect();
+        life::prepare(&app);
         let sweep = tokio::spawn(life::sweep(Arc::clone(&app)));
         let announcement = Announcement { url, token };
         let _announced = announce(&app, &announcement)?;
         if app.options.print_address {
+            let remark = |text: String| {
+                if app.options.json_log.is_some() {
+                    log::info!("{text}");
+                } else {
+                    eprintln!("{text}");
+                }
+            };
             for url in urls {
-                eprintln!("listening on {url}");
+                remark(format!("listening on {url}"));
             }
             if let Some(path) = kept_at {
-                eprintln!("the token is in {}", path.display());
+                remark(format!("the token is in {}", path.display()));
             }
         }
         wait_for_end(app.options.with_parent).await?;
@@ -82,6 +106,10 @@ pub fn serve(options: ServeOptions) -> Result<(), Failure> {
         end_conversations(&app).await;
         if app.options.with_parent {
             end_all(&app).await;
+        }
+        last_span.cancel();
+        if let Some(exporter) = exporter {
+            let _ = tokio::time::timeout(LAST_SPANS, exporter).await;
         }
         Ok(())
     });
@@ -111,26 +139,29 @@ pub fn open(options: ServeOptions, store: Store) -> Result<App, Failure> {
     let path = data.join("audit.log");
     let audit = Audit::open(&path)
         .map_err(|error| Failure::fault(format!("{}: {error}", path.display())))?;
-    let sandboxes = Sandboxes::open()?;
+    let sandboxes = Sandboxes::with_shells(options.shells)?;
     App::new(options, sandboxes, store, Instance::from_text(&instance), audit).map_err(fault)
 }
 
-async fn bind_all(options: &ServeOptions, with_tls: bool) -> Result<Vec<Bound>, Failure> {
+/// Binds the places of the options and takes the sockets that were passed; without both, binds the
+/// default address.
+async fn bind_all(
+    options: &ServeOptions,
+    passed: Vec<OwnedFd>,
+    with_tls: bool,
+) -> Result<Vec<Bound>, Failure> {
     let mut bound = Vec::new();
-    for listen in &options.listen {
-        if let Listen::Tcp(address) = listen
-            && !address.ip().is_loopback()
-            && !with_tls
-        {
-            log::warn!("{listen}: tokens cross the network as they are; use --tls-cert");
-        }
-        bound.push(bind(listen, with_tls).await?);
+    for socket in passed {
+        bound.push(listen::take(socket, with_tls)?);
+    }
+    for place in &options.listen {
+        bound.push(listen::bind(place, with_tls).await?);
     }
     if bound.is_empty() {
-        Err(Failure::usage("--listen: give at least one address"))
-    } else {
-        Ok(bound)
+        let place = DEFAULT_LISTEN.parse().map_err(Failure::fault)?;
+        bound.push(listen::bind(&place, with_tls).await?);
     }
+    Ok(bound)
 }
 
 /// Tells the parent, or all programs of the user, where the server is.

@@ -17,6 +17,7 @@ use tokio::sync::mpsc;
 
 use crate::error::ApiError;
 use crate::text::ascii_json;
+use crate::traces;
 
 /// The most events or chunks that wait for a client.
 const QUEUE: usize = 64;
@@ -96,7 +97,7 @@ pub async fn slow_json(
     work: impl Future<Output = Result<Value, ApiError>> + Send + 'static,
     late: impl Fn(&ApiError) -> Value + Send + 'static,
 ) -> Response {
-    let mut task = tokio::spawn(work);
+    let mut task = tokio::spawn(traces::carried(work));
     let failed = |_| Err(ApiError::internal("the server failed at this request"));
     match tokio::time::timeout(SLOW, &mut task).await {
         Ok(done) => match done.unwrap_or_else(failed) {

@@ -66,7 +66,11 @@ fn serve_options(options: &McpOptions) -> ServeOptions {
         own_dir_if_taken: true,
         limits: Limits { sandboxes: MAX_SANDBOXES, ..Limits::default() },
         default_egress: options.egress.clone(),
+        // A conversation has one sandbox, and forks now and then.
+        shells: 0,
         with_parent: true,
+        json_log: None,
+        traces: None,
         print_address: false,
     }
 }

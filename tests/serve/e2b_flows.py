@@ -71,6 +71,10 @@ def flow_background_commands_are_listed_fed_and_killed(sandbox):
     assert sandbox.commands.kill(sleeping.pid) and not sandbox.commands.kill(2**22)
     raises(CommandExitException, sleeping.wait)
 
+    # What a command leaves in the background goes on.
+    run(sandbox, "setsid sleep 987 >/dev/null 2>&1 </dev/null & echo $! > /tmp/left")
+    assert run(sandbox, "sleep 1; kill -0 $(cat /tmp/left) && echo on").stdout == "on\n"
+
     reader = run(sandbox, 'read a; read b; echo "$a-$b"', background=True, stdin=True)
     sandbox.commands.send_stdin(reader.pid, "one\n")
     reader.disconnect()
@@ -175,6 +179,10 @@ def flow_code_shows_values_pictures_and_errors(sandbox):
     ran = sandbox.run_code("os.environ.get('K')", envs={"K": "é'\"\n"})
     assert ran.text == repr("é'\"\n"), ran
     assert sandbox.run_code("os.environ.get('K') is None").text == "True"
+    ran = sandbox.run_code("for n in range(2):\n    !echo $((6 * 7))\n_exit_code")
+    assert (ran.logs.stdout, ran.text) == (["42\n", "42\n"], "0"), ran
+    long = sandbox.run_code("raise ValueError('x' * 500_000)").error
+    assert long.value == "x" * 500_000, len(long.value)
     context = sandbox.create_code_context(cwd="/usr", language="python")
     assert context.cwd == "/usr", context
     assert sandbox.run_code("import os; os.getcwd()", context=context).text == "'/usr'"

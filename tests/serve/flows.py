@@ -5,11 +5,16 @@
 Each flow is a function; one that raises is a failure.
 """
 
+import http.server
+import json
 import os
+import subprocess
 import sys
 import tempfile
+import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from server import Server, run_flows
 
@@ -111,6 +116,29 @@ def flow_snapshot_is_a_place_to_start_from(client):
     client.snapshots.delete(snapshot)
 
 
+def flow_snapshot_of_disks_alone_boots_in_another_size(client):
+    call = client.server.call
+    with client.create() as sandbox:
+        sandbox.exec("echo then > /root/f; (sleep 9999 >/dev/null 2>&1 &)")
+        snapshots = f"/sandboxes/{sandbox.id}/snapshots"
+        disks, whole = call("POST", snapshots, {"disk_only": True}), call("POST", snapshots)
+        assert disks["disk_only"] and not whole["disk_only"], (disks, whole)
+        assert disks["size_bytes"] * 2 < whole["size_bytes"], (disks, whole)
+        boot_id = sandbox.exec("cat /proc/sys/kernel/random/boot_id").stdout
+    # The published client sends no size.
+    other = call("POST", "/sandboxes", {"from_snapshot": disks["id"], "memory_mb": 768, "ttl_seconds": 600})
+    try:
+        assert (other["memory_mb"], other["boot_mode"]) == (768, "boot"), other
+        sleeps = "cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -c '[s]leep 9999' || true"
+        said = client.server.exec(other["id"], f"cat /root/f; {sleeps}; cat /proc/sys/kernel/random/boot_id")
+        file, count, other_boot_id = said.split("\n")
+        assert (file, count) == ("then", "0") and other_boot_id != boot_id.strip(), said
+    finally:
+        call("DELETE", f"/sandboxes/{other['id']}")
+    for snapshot in (disks, whole):
+        client.snapshots.delete(snapshot["id"])
+
+
 def flow_volume_outlives_its_sandboxes(client):
     client.volumes.create("flows", size_mb=64)
     try:
@@ -179,11 +207,45 @@ def flow_unknown_sandbox_and_wrong_token_are_the_clients_own_errors(client):
             assert error.code == 401, error.code
 
 
+def flow_what_a_network_policy_denies_is_in_the_audit_log(client):
+    subprocess.run([client.server.pvmm, "--quiet", "template", "bake", TEMPLATE, "--net"], check=True)
+    wishes = {"template": TEMPLATE, "ttl_seconds": 600, "egress_allowlist": ["example.test"]}
+    sandbox = client.server.call("POST", "/sandboxes", wishes)["id"]
+    connect = "import socket; socket.create_connection(('192.0.2.1', 443), 60)"
+    said = client.server.exec(sandbox, f'python3 -c "{connect}" 2>&1 | tail -1')
+    assert said.startswith("ConnectionRefusedError"), said
+    client.server.call("DELETE", f"/sandboxes/{sandbox}")
+    log = Path(os.environ["XDG_DATA_HOME"]) / "pvmm/service/audit.log"
+    acts = [json.loads(line) for line in log.read_text().splitlines()]
+    [denied] = [act for act in acts if act["act"] == "connect" and act["sandbox"] == sandbox]
+    assert denied["what"].startswith("192.0.2.1:443/tcp") and denied["who"], denied
+
+
+def flow_operation_is_a_span_below_its_request_in_the_trace_of_its_caller(client):
+    trace, caller = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with client.create() as sandbox:
+        path = f"/v1/sandboxes/{sandbox.id}/exec"
+        request = urllib.request.Request(client.server.url + path, b'{"cmd": "true"}')
+        request.add_header("Authorization", f"Bearer {client.server.token}")
+        request.add_header("Content-Type", "application/json")
+        request.add_header("traceparent", f"00-{trace}-{caller}-01")
+        urllib.request.urlopen(request, timeout=60).close()
+        spans = client.collector.wait(lambda span: span["traceId"] == trace, 2)
+    [outer] = [span for span in spans if span["kind"] == 2]
+    [inner] = [span for span in spans if span["kind"] == 1]
+    assert outer["name"] == "POST /v1/sandboxes/{id}/exec" and outer["parentSpanId"] == caller, outer
+    assert inner["name"] == "exec" and inner["parentSpanId"] == outer["spanId"], inner
+    told = {one["key"]: list(one["value"].values())[0] for one in outer["attributes"]}
+    assert told["pvmm.sandbox"] == sandbox.id and told["http.response.status_code"] == "200", told
+    assert int(outer["startTimeUnixNano"]) <= int(inner["startTimeUnixNano"]), (outer, inner)
+
+
 class Client:
-    def __init__(self):
+    def __init__(self, server, collector):
         import pandastack
         from pandastack import exceptions
 
+        self.server, self.collector = server, collector
         self.Sandbox, self.errors = pandastack.Sandbox, exceptions
         client = pandastack.Client()
         self.snapshots, self.volumes = client.snapshots, client.volumes
@@ -193,10 +255,43 @@ class Client:
         return self.Sandbox.create(template=TEMPLATE, ttl_seconds=600, **options)
 
 
+class Collector(http.server.ThreadingHTTPServer):
+    """A collector of OpenTelemetry, which keeps the spans that it is sent."""
+
+    def __init__(self):
+        self.spans, self.news = [], threading.Condition()
+        super().__init__(("127.0.0.1", 0), Spans)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    def wait(self, wanted, count):
+        with self.news:
+            found = lambda: [span for span in self.spans if wanted(span)]
+            assert self.news.wait_for(lambda: len(found()) >= count, 60), self.spans
+            return found()
+
+
+class Spans(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        assert self.path == "/v1/traces", self.path
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        [resource] = body["resourceSpans"]
+        [scope] = resource["scopeSpans"]
+        with self.server.news:
+            self.server.spans += scope["spans"]
+            self.server.news.notify_all()
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
 def main():
     pvmm, wanted = sys.argv[1], sys.argv[2:]
-    with Server(pvmm):
-        run_flows(globals(), Client(), wanted)
+    collector = Collector()
+    place = f"http://127.0.0.1:{collector.server_port}"
+    with Server(pvmm, "--otlp-endpoint", place) as server:
+        run_flows(globals(), Client(server, collector), wanted)
 
 
 if __name__ == "__main__":

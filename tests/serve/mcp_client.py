@@ -22,7 +22,7 @@ from mcp.shared._httpx_utils import create_mcp_http_client
 
 from server import Server
 
-TOOLS = """create run_code exec read_file write_file list_files fork checkpoint rollback list
+TOOLS = """create run_code exec read_file write_file list_files fork checkpoint rollback checkout log diff list
 terminate""".split()
 UNKNOWN = "00000000-0000-4000-8000-000000000000"
 # One red pixel; the template has no library for images.
@@ -112,7 +112,8 @@ async def flow_commands_have_exit_codes_and_both_outputs(tools):
     assert said == "exit code: 3\nstdout:\n/root\n\nstderr:\nerr\n", repr(said)
     assert "exit code: 127" in await tools.text("exec", command="no-such-command")
     assert "stdout:\n/tmp\n" in await tools.text("exec", command="pwd", cwd="/tmp")
-    slow = await tools.call("exec", command="echo begun; sleep 60", timeout_seconds=1)
+    # Long enough for a shell to begin on a slow host.
+    slow = await tools.call("exec", command="echo begun; sleep 60", timeout_seconds=10)
     assert slow.is_error and "begun" in slow.content[0].text, slow
     (own,) = await tools.list()
     assert own["own"] and own["status"] == "running", own
@@ -156,6 +157,25 @@ async def flow_rollback_undoes_everything_since_the_checkpoint(tools):
     assert await tools.text("read_file", path="work/a.txt") == "héllo\n"
     assert await tools.text("run_code", code="x") == "result:\n1"
     assert "exit code: 0" in await tools.text("exec", command="/usr/bin/env")
+
+
+async def flow_checkpoints_are_a_tree(tools):
+    await tools.text("checkpoint", name="before")
+    await tools.text("run_code", code="x = 3")
+    await tools.text("exec", command="rm -r /root/work; echo one > /root/new")
+    await tools.text("checkpoint", name="after")
+    said = (await tools.text("diff", **{"from": "before", "to": "after", "path": "/root"})).splitlines()
+    assert "A  /root/new  4 bytes" in said and "D  /root/work/a.txt  7 bytes" in said, said
+    await tools.text("checkout", name="before")
+    assert await tools.text("run_code", code="x") == "result:\n1"
+    log = await tools.text("log")
+    assert "before" in log and "after" in log and "<- current" in log, log
+    await tools.text("checkout", name="after")
+    assert await tools.text("run_code", code="x") == "result:\n3"
+    patch = await tools.text("diff", **{"from": "before", "path": "/root", "patch": True})
+    assert "+one" in patch, patch
+    assert "no checkpoint" in await tools.error("checkout", name="other")
+    await tools.text("checkout", name="before")
 
 
 async def flow_forks_have_everything_and_go_their_own_ways(tools):

@@ -96,7 +96,11 @@ def rollback(it):
     call("POST", f"/sandboxes/{it.running}/rollback")
 
 
-CALLS = [create, fork, hibernate, delete, wake, snapshot, fork_tree, pause, rollback]
+def checkout(it):
+    call("POST", f"/sandboxes/{it.running}/checkout", {"name": it.kept})
+
+
+CALLS = [create, fork, hibernate, delete, wake, snapshot, fork_tree, pause, rollback, checkout]
 
 
 class Round:
@@ -104,7 +108,7 @@ class Round:
 
     def __init__(self, running, asleep, victim):
         self.running, self.asleep, self.victim = running, asleep, victim
-        self.made, self.deleted, self.refused = [], False, None
+        self.made, self.deleted, self.refused, self.kept = [], False, None, None
 
     def attempt(self, act):
         try:
@@ -124,6 +128,9 @@ def check(it, act):
     assert not (it.deleted and it.victim in there), (act.__name__, there)
     if act is pause and there[it.running] == "paused":
         call("POST", f"/sandboxes/{it.running}/resume")
+    if act is checkout:
+        tree = {row["name"]: row for row in call("GET", f"/sandboxes/{it.running}/checkpoints")["items"]}
+        assert it.kept in tree and len(tree) >= 2, tree
     for sandbox in (it.running, *([it.asleep] if act is wake else [])):
         assert run(sandbox, "cat /root/f") == sandbox, (act.__name__, there)
     for sandbox in (*it.made, *({it.victim} & set(there))):
@@ -158,6 +165,9 @@ def main():
             call("POST", f"/sandboxes/{running}/checkpoint")
         victim = ids(call("POST", "/sandboxes", {**body, "persistent": False}))[0] if act is delete else None
         it = Round(running, asleep, victim)
+        if act is checkout:
+            it.kept = call("POST", f"/sandboxes/{running}/checkpoint", {"name": f"kept-{turn}"})["name"]
+            call("POST", f"/sandboxes/{running}/checkpoint")
         client = threading.Thread(target=it.attempt, args=[act])
         client.start()
         time.sleep((turn + 0.3) * 1.5 / turns)

@@ -81,7 +81,7 @@ fn dockerfile_is_built_in_steps_and_a_second_build_keeps_them() {
     assert_eq!(manifest["source"]["settings"]["user"], "user");
 
     let again = context.build(&user, built.1, DOCKERFILE);
-    assert_eq!((again.code, kept(&again)), (Some(0), 6), "{again:?}");
+    assert_eq!((again.code, kept(&again)), (Some(0), 7), "{again:?}");
 
     // Another last step begins after the others, and what they left is there.
     let changed = DOCKERFILE.replace("id -un >", "cat /app/out.txt >");
@@ -91,9 +91,10 @@ fn dockerfile_is_built_in_steps_and_a_second_build_keeps_them() {
     assert_eq!(run.text(), "hello from a build /app\nuser 644", "{run:?}");
 
     // A file of the context is part of the key.
-    fs::write(context.path("app/main.py"), "print('other')\n").unwrap();
+    fs::write(context.path("app/main.py"), "raise SystemExit(5)\n").unwrap();
     let fourth = context.build(&user, built.1, DOCKERFILE);
-    assert_eq!((fourth.code, kept(&fourth)), (Some(0), 0), "{fourth:?}");
+    assert_eq!((fourth.code, kept(&fourth)), (Some(2), 0), "{fourth:?}");
+    assert!(fourth.stderr.contains("exit code 5"), "{fourth:?}");
 }
 
 #[test]
@@ -105,9 +106,9 @@ fn build_that_fails_says_at_which_line_and_leaves_nothing() {
     let error = "error: line 2 of the Dockerfile: the command failed with exit code 3";
     assert!(said.stderr.contains("some words\n") && said.stderr.contains(error), "{said:?}");
     // There is no network without a rule.
-    let reaching = "FROM base\nRUN ip -o link | grep -v ' lo:' && exit 1 || exit 0\n";
-    let built = Built(&user, "suite-reaching");
-    assert_eq!(context.build(&user, built.1, reaching).code, Some(0));
+    let reaching = "FROM base\nRUN ip -o link | grep -v ' lo:' || exit 4\n";
+    let said = context.build(&user, "suite-reaching", reaching);
+    assert!(said.stderr.contains("exit code 4"), "{said:?}");
     let unknown = context.build(&user, "suite-unknown", "FROM alpine:3\nRUN true\n");
     assert_eq!(unknown.code, Some(2));
     assert!(unknown.stderr.contains("there is no template \"alpine:3\""), "{unknown:?}");
@@ -115,12 +116,21 @@ fn build_that_fails_says_at_which_line_and_leaves_nothing() {
 }
 
 #[test]
-fn build_that_is_interrupted_ends_its_sandbox() {
+fn build_that_is_interrupted_or_left_alone_ends_its_sandbox() {
     let (user, context) = (User::new(), Context::new());
     let words = context.words("suite-interrupted", "FROM base\nRUN echo ready; sleep 1000\n");
-    let mut child = user.spawn(words);
-    let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-    assert!(lines.by_ref().any(|line| line.unwrap() == "ready"));
+    let begin = |words: Vec<String>| {
+        let mut child = user.spawn(words);
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        assert!(lines.by_ref().any(|line| line.unwrap() == "ready"));
+        (child, lines)
+    };
+    // As if the program that started it had been killed.
+    let (mut child, lines) = begin([vec!["--end-with-stdin".to_owned()], words.clone()].concat());
+    drop(child.stdin.take().unwrap());
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+    drop(lines);
+    let (mut child, _lines) = begin(words);
     let kill = std::process::Command::new("kill").args(["-INT", &child.id().to_string()]).status();
     assert!(kill.unwrap().success());
     assert_eq!(child.wait().unwrap().code(), Some(130));

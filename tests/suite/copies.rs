@@ -16,19 +16,9 @@ use tempfile::TempDir;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn ok(user: &User, args: &[&str]) -> String {
-    let said = user.pvmm(args);
-    assert_eq!(said.code, Some(0), "pvmm {args:?}: {said:?}");
-    said.text().to_owned()
-}
-
-fn shell(user: &User, vm: &str, line: &str) -> String {
-    ok(user, &["exec", vm, "--", "sh", "-c", line])
-}
-
 /// Returns what `ps --json` prints about a VM.
 fn facts(user: &User, vm: &str) -> serde_json::Value {
-    let all: serde_json::Value = serde_json::from_str(&ok(user, &["ps", "--json"])).unwrap();
+    let all: serde_json::Value = serde_json::from_str(&user.ok(&["ps", "--json"])).unwrap();
     let found = all.as_array().unwrap().iter().find(|it| it["id"] == vm || it["name"] == vm);
     found.unwrap_or_else(|| panic!("{vm} in {all}")).clone()
 }
@@ -59,7 +49,7 @@ fn layout(pid: u64) -> [String; 4] {
 fn processes_of_one_fork_share_neither_layout_nor_canary() {
     let user = User::new();
     let vm = user.detached(&[]);
-    ok(&user, &["fork", &vm, "-n", "3", "--name", "c"]);
+    user.ok(&["fork", &vm, "-n", "3", "--name", "c"]);
     let names = [vm.as_str(), "c-1", "c-2", "c-3"];
     let pids = names.map(|name| facts(&user, name)["pid"].as_u64().unwrap());
     let layouts = pids.map(layout);
@@ -67,7 +57,7 @@ fn processes_of_one_fork_share_neither_layout_nor_canary() {
         let seen: BTreeSet<_> = layouts.iter().map(|layout| &layout[part]).collect();
         assert_eq!(seen.len(), 4, "{layouts:?}");
     }
-    ok(&user, &["kill", "--signal", "KILL", names[0], names[1], names[2], names[3]]);
+    user.ok(&["kill", "--signal", "KILL", names[0], names[1], names[2], names[3]]);
 }
 
 /// Sends a word from the guest to an address of the host's end of a tap, and the word back.
@@ -87,7 +77,7 @@ fn carries(user: &User, vm: &str, tap: &str, host: &str) {
          \x20try:\n  s.sendto(b'{vm}', ('{host}', 5002)); print(s.recv(64).decode()); break\n\
          \x20except OSError: pass"
     );
-    assert_eq!(ok(user, &["exec", vm, "--", "python3", "-c", &code]), vm);
+    assert_eq!(user.ok(&["exec", vm, "--", "python3", "-c", &code]), vm);
     echo.join().unwrap();
 }
 
@@ -101,7 +91,7 @@ fn running_vm_with_a_card_is_forked_and_every_copy_has_a_tap_of_its_own() {
         carries(&user, "web", "t0", "10.9.0.1");
 
         // The taps are new. The guests keep their address, each behind its own tap.
-        ok(&user, &["fork", "web", "-n", "2", "--name", "made"]);
+        user.ok(&["fork", "web", "-n", "2", "--name", "made"]);
         let taps = ["made-1", "made-2"].map(|vm| tap(&user, vm));
         assert!(taps[0] != taps[1] && !taps.contains(&"t0".to_owned()), "{taps:?}");
         for (vm, tap, host) in
@@ -111,24 +101,24 @@ fn running_vm_with_a_card_is_forked_and_every_copy_has_a_tap_of_its_own() {
             carries(&user, vm, tap, host);
         }
         let mac = "cat /sys/class/net/eth0/address";
-        assert_eq!(shell(&user, "made-1", mac), shell(&user, "web", mac));
+        assert_eq!(user.shell("made-1", mac), user.shell("web", mac));
 
         // The tap is given, with another IP address and another hardware address.
         let card = "tap=given,ip=10.9.1.2/24,gw=10.9.1.1,mac=02:00:00:00:00:42";
-        ok(&user, &["fork", "web", "--name", "given", "--net", card]);
+        user.ok(&["fork", "web", "--name", "given", "--net", card]);
         network::host(&["addr", "add", "10.9.1.1/24", "dev", "given"]);
         carries(&user, "given", "given", "10.9.1.1");
-        assert_eq!(shell(&user, "given", mac), "02:00:00:00:00:42");
+        assert_eq!(user.shell("given", mac), "02:00:00:00:00:42");
         // With only another hardware address, the guest keeps its IP addresses.
-        ok(&user, &["fork", "given", "--name", "other", "--net", "mac=random"]);
+        user.ok(&["fork", "given", "--name", "other", "--net", "mac=random"]);
         let addresses = "busybox ip -o addr show dev eth0 | grep -c 'inet 10.9.1.2/24'; \
                          busybox ip route | grep -c 'default via 10.9.1.1'";
-        assert_eq!(shell(&user, "other", addresses), "1\n1");
-        assert_ne!(shell(&user, "other", mac), "02:00:00:00:00:42");
+        assert_eq!(user.shell("other", addresses), "1\n1");
+        assert_ne!(user.shell("other", mac), "02:00:00:00:00:42");
         network::host(&["addr", "add", "10.9.1.7/24", "dev", &tap(&user, "other")]);
         carries(&user, "other", &tap(&user, "other"), "10.9.1.7");
         carries(&user, "web", "t0", "10.9.0.1");
-        ok(&user, &["kill", "--signal", "KILL", "web", "made-1", "made-2", "given", "other"]);
+        user.ok(&["kill", "--signal", "KILL", "web", "made-1", "made-2", "given", "other"]);
     });
 }
 
@@ -140,22 +130,22 @@ fn vm_with_a_card_is_restored_on_its_tap_or_on_another() {
         let place = TempDir::new().unwrap();
         let path = place.path().join("snap");
         let path = path.to_str().unwrap();
-        ok(&user, &["snapshot", "web", path]);
+        user.ok(&["snapshot", "web", path]);
         // The tap is in use, and the error says what to do.
         let busy = user.pvmm(["restore", path]);
         assert_eq!(busy.code, Some(2), "{busy:?}");
         assert!(busy.stderr.contains("t0") && busy.stderr.contains("--net tap=auto"), "{busy:?}");
-        ok(&user, &["restore", path, "--name", "beside", "--net", "tap=auto"]);
+        user.ok(&["restore", path, "--name", "beside", "--net", "tap=auto"]);
         network::host(&["addr", "add", "10.9.0.3/24", "dev", &tap(&user, "beside")]);
         carries(&user, "beside", &tap(&user, "beside"), "10.9.0.3");
-        ok(&user, &["kill", "--signal", "KILL", "web"]);
-        ok(&user, &["restore", path, "--name", "back"]);
+        user.ok(&["kill", "--signal", "KILL", "web"]);
+        user.ok(&["restore", path, "--name", "back"]);
         assert_eq!(tap(&user, "back"), "t0");
         network::host(&["addr", "add", "10.9.0.1/24", "dev", "t0"]);
         carries(&user, "back", "t0", "10.9.0.1");
         let many = user.pvmm(["restore", path, "--net", "tap=auto", "--net", "tap=auto"]);
         assert_eq!(many.code, Some(2), "{many:?}");
-        ok(&user, &["kill", "--signal", "KILL", "back", "beside"]);
+        user.ok(&["kill", "--signal", "KILL", "back", "beside"]);
     });
 }
 
@@ -171,11 +161,11 @@ fn copy_gets_the_drive_the_socket_and_the_cid_that_it_is_given() {
     }
     user.detached(&["--name", "web", "--drive", &format!("{},ro", file("one"))]);
     let word = "dd if=/dev/vdc iflag=direct bs=4096 count=1 2>/dev/null | head -c 3";
-    assert_eq!(shell(&user, "web", word), "one");
+    assert_eq!(user.shell("web", word), "one");
     let (socket, drive) = (file("v"), format!("vdc={},ro", file("two")));
     let own = ["--drive", &drive, "--vsock", &socket, "--cid", "77"];
-    ok(&user, &[&["fork", "web", "--name", "c"], &own[..]].concat());
-    assert_eq!(shell(&user, "c", word), "two");
+    user.ok(&[&["fork", "web", "--name", "c"], &own[..]].concat());
+    assert_eq!(user.shell("c", word), "two");
     // The guest knows its CID, and its connections arrive at the sockets `<path>_<port>`.
     let listener = UnixListener::bind(format!("{socket}_5000")).unwrap();
     // The VM has a user of its own, which must be able to reach them.
@@ -186,7 +176,7 @@ fn copy_gets_the_drive_the_socket_and_the_cid_that_it_is_given() {
                 cid = struct.unpack('I', fcntl.ioctl(f, 0x7b9, bytes(4)))[0]; \
                 s = socket.socket(socket.AF_VSOCK); s.connect((2, 5000)); \
                 s.sendall(str(cid).encode())";
-    ok(&user, &["exec", "c", "--", "python3", "-c", code]);
+    user.ok(&["exec", "c", "--", "python3", "-c", code]);
     let mut word = String::new();
     let mut stream = listener.accept().unwrap().0;
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -196,7 +186,7 @@ fn copy_gets_the_drive_the_socket_and_the_cid_that_it_is_given() {
     let drive = format!("vdc={}", file("two"));
     let refused = user.pvmm(["fork", "web", "-n", "2", "--drive", &drive]);
     assert_eq!((refused.code, refused.stderr.lines().count()), (Some(2), 2), "{refused:?}");
-    ok(&user, &["kill", "c"]);
+    user.ok(&["kill", "c"]);
     assert!(!fs::exists(&socket).unwrap());
-    ok(&user, &["kill", "--signal", "KILL", "web"]);
+    user.ok(&["kill", "--signal", "KILL", "web"]);
 }

@@ -138,6 +138,7 @@ fn vm_process_is_limited_by_rlimits_and_by_a_control_group_that_goes_with_it() {
     let read = |name: &str| fs::read_to_string(group.join(name)).unwrap().trim().to_owned();
     assert_eq!(read("memory.max"), ((2 * 256 + 256) << 20).to_string());
     assert_eq!((read("memory.oom.group"), read("pids.max")), ("1".into(), "257".into()));
+    assert_eq!((read("cpu.max"), read("cpu.weight")), ("200000 100000".into(), "100".into()));
     assert_eq!(read("cgroup.procs"), process.pid.to_string());
     user.pvmm(["kill", &vm]);
     assert!(!group.exists());

@@ -53,3 +53,21 @@ fn stats_of_a_vm_and_the_remark_on_a_killed_command() {
     assert!(user.pvmm(["stats", &vm]).text().contains("OOM KILLS"));
     assert_eq!(user.pvmm(["kill", &vm]).code, Some(0));
 }
+
+#[test]
+fn top_shows_each_vm_with_its_memory_and_its_forks() {
+    let user = User::new();
+    let vm = user.detached(&["--name", "parent"]);
+    let fork = user.pvmm(["fork", "parent"]);
+    assert_eq!(fork.code, Some(0), "{fork:?}");
+    let said = user.pvmm(["top", "--json"]);
+    let rows: Vec<serde_json::Value> = serde_json::from_str(said.text()).unwrap();
+    assert_eq!(rows.len(), 2, "{rows:?}");
+    assert!(rows.iter().all(|row| row["memory_private"].as_u64().unwrap() > 1 << 20), "{rows:?}");
+    assert!(rows.iter().all(|row| row["memory_shared"].as_u64().unwrap() > 0), "{rows:?}");
+    let parent = rows.iter().find(|row| row["id"] == vm.as_str()).unwrap();
+    assert_eq!((&parent["forks"], &parent["state"]), (&1.into(), &"running".into()));
+    let frame = user.pvmm(["top", "--once"]);
+    assert!(frame.text().starts_with("2 VMs, 2 alive; "), "{}", frame.text());
+    assert_eq!(user.pvmm(["kill", &vm, fork.text()]).code, Some(0));
+}

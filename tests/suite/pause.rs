@@ -25,9 +25,10 @@ fn write_held_by(host: &FileSystem, guest: &Guest, line: &str) {
     let write = "dd if=/dev/urandom of=/dev/vdb bs=64k count=1 oflag=direct";
     guest.prints(&format!("{write} 2>/dev/null"));
     host.freeze();
-    let later = format!("({write} && touch /tmp/written) & sleep 1; {line}");
+    // The write begins after this exec was answered: no device answers while the disk is awaited.
+    let later = format!("(sleep 2; {write} && touch /tmp/written) & sleep 4; {line}");
     guest.prints(&format!("({later}) </dev/null >/dev/null 2>&1 &"));
-    std::thread::sleep(Duration::from_secs(3));
+    std::thread::sleep(Duration::from_secs(7));
 }
 
 /// Checks that the VM runs on, and that it can be paused and resumed.

@@ -1,6 +1,6 @@
 //! `pvmm serve` with clients as published, on real guests.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use pvmm_tests::cli::{self, User};
@@ -17,7 +17,7 @@ fn python(program: &str, words: &[&str]) -> String {
         .args(words)
         .env("PVMM_RUNTIME_DIR", user.runtime())
         .env("XDG_DATA_HOME", data.path())
-        .env("PYTHONPATH", clients())
+        .env("PYTHONPATH", cli::cached("serve/python"))
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -26,23 +26,23 @@ fn python(program: &str, words: &[&str]) -> String {
     said
 }
 
-/// The folder into which `cargo xtask` has installed the clients.
-fn clients() -> PathBuf {
-    let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
-    let cache = cache.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache")));
-    cache.unwrap().join("pvmm/serve/python")
+/// Runs a program of `tests/serve` that needs clients from npm; returns how often it says `ok`.
+fn python_and_node(program: &str, words: &[&str]) -> usize {
+    let modules = cli::cached("serve/npm/node_modules");
+    let said = python(program, &[&[modules.to_str().unwrap()], words].concat());
+    said.lines().filter(|line| line.contains(": ok")).count()
 }
 
 #[test]
 fn published_client_finds_every_flow_that_it_knows() {
     let said = python("flows.py", &[]);
-    assert_eq!(said.lines().filter(|line| line.contains(": ok (")).count(), 12, "{said}");
+    assert_eq!(said.lines().filter(|line| line.contains(": ok (")).count(), 15, "{said}");
 }
 
 #[test]
 fn published_mcp_client_uses_every_tool_and_leaves_nothing() {
     let said = python("mcp_client.py", &[]);
-    assert_eq!(said.lines().filter(|line| line.contains(": ok")).count(), 13, "{said}");
+    assert_eq!(said.lines().filter(|line| line.contains(": ok")).count(), 14, "{said}");
 }
 
 #[test]
@@ -52,8 +52,29 @@ fn clients_of_e2b_find_every_flow_that_they_know() {
 }
 
 #[test]
+fn clients_of_e2b_from_npm_find_every_flow_that_they_know() {
+    assert_eq!(python_and_node("node_clients.py", &["e2b.mjs"]), 10);
+}
+
+#[test]
+fn mcp_clients_from_npm_use_the_tools_over_stdio_and_http() {
+    assert_eq!(python_and_node("node_clients.py", &["mcp.mjs"]), 5);
+}
+
+#[test]
+fn clients_of_e2b_need_only_a_domain_over_tls() {
+    assert_eq!(python_and_node("e2b_domain.py", &[]), 3);
+}
+
+#[test]
+fn port_of_a_sandbox_is_shown_to_who_has_its_token() {
+    let said = python("previews.py", &[]);
+    assert_eq!(said.lines().filter(|line| line.contains(": ok (")).count(), 8, "{said}");
+}
+
+#[test]
 fn service_that_is_killed_loses_no_sandbox_and_leaves_none() {
-    assert_eq!(python("restart.py", &["9"]).trim(), "killed 9 times");
+    assert_eq!(python("restart.py", &["10"]).trim(), "killed 10 times");
 }
 
 #[test]

@@ -150,6 +150,14 @@ pub enum DriveSource {
         /// Its path, which is not opened again.
         path: PathBuf,
     },
+    /// An image that stays as it is, below an empty file without a name that the guest's writes go
+    /// to.
+    Over {
+        /// The image, which is only read.
+        base: File,
+        /// The empty file.
+        top: File,
+    },
     /// Opened when the machine is resumed for the first time, unless it was replaced by then. Only
     /// for machines that go on from a template; one that boots opens it at once.
     Later(PathBuf),
@@ -399,6 +407,12 @@ impl Drive {
     /// A writable image that is already open.
     pub fn from_file(file: File) -> Self {
         Self::new(DriveSource::File(file), false)
+    }
+
+    /// A disk of the machine's own that begins as `base`, which stays as it is; writes go to the
+    /// empty file `top`.
+    pub fn over(base: File, top: File) -> Self {
+        Self::new(DriveSource::Over { base, top }, false)
     }
 
     fn new(source: DriveSource, read_only: bool) -> Self {

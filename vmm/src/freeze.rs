@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind};
 use crate::frozen::Frozen;
 use crate::kvm::state::{self, VcpuStateV1};
 use crate::machine::{Machine, drives};
-use crate::memory::{Freezing, Memory, MemoryError, PageRanges, WorkingSet};
+use crate::memory::{Freezing, Memory, MemoryError, MemoryImage, PageRanges, WorkingSet};
 use crate::state::MachineState;
 use crate::trace;
 use crate::vcpu::thread::VcpuThread;
@@ -68,6 +68,16 @@ pub fn begin_freeze(machine: &mut Machine) -> Result<Unfinished, Error> {
 /// that it can be rolled back.
 pub fn freeze_in_place(machine: &mut Machine) -> Result<Frozen, Error> {
     freeze_by(machine, in_place)?.finish()
+}
+
+/// Freezes the machine's disks alone, for a template without memory. The machine stands still only
+/// while each disk gets an empty layer on top.
+pub fn freeze_disks(machine: &mut Machine) -> Result<Frozen, Error> {
+    let nothing = |_: &mut Memory| Ok(FrozenMemory::InPlace(PageRanges::default()));
+    let mut frozen = freeze_by(machine, nothing)?.finish()?;
+    frozen.image = MemoryImage::empty(frozen.image.regions().to_vec());
+    (frozen.base, frozen.working_set, frozen.without_memory) = (None, None, true);
+    Ok(frozen)
 }
 
 fn freeze_by(

@@ -1,4 +1,5 @@
-//! Rollback: the same machine, in the same process, back at its checkpoint.
+//! Rollback: the same machine, in the same process, back at a checkpoint, on whatever branch of its
+//! history that lies.
 //!
 //! Dirty pages are dropped, or rewritten in place if the guest writes them first; disks lose their
 //! top layer; devices and vCPUs get the registers they had. Nothing is opened or made, so a machine
@@ -6,28 +7,39 @@
 
 use crate::error::{Error, ErrorKind};
 use crate::freeze;
+use crate::frozen::Frozen;
 use crate::kvm::state;
 use crate::machine::Machine;
 use crate::trace;
 
-/// Freezes the machine and keeps the result as its checkpoint.
-pub fn checkpoint(machine: &mut Machine) -> Result<(), Error> {
+/// Freezes the machine so that it can come back to this instant with [`checkout`].
+pub fn take_checkpoint(machine: &mut Machine) -> Result<Frozen, Error> {
     for (index, drive) in machine.resources.drives.iter().enumerate() {
         if let Some(why) = drive.storage.one_way() {
             let what = format!("checkpoint: drive {index}: {why}");
             return Err(Error::plain(ErrorKind::InvalidConfig, what));
         }
     }
-    machine.checkpoint = Some(freeze::freeze_in_place(machine)?);
-    Ok(())
+    freeze::freeze_in_place(machine)
 }
 
-/// Takes the machine back to its checkpoint, as [`crate::Vm::rollback`] describes.
+/// Takes the machine back to the checkpoint that it keeps, as [`crate::Vm::rollback`] describes.
 pub fn rollback(machine: &mut Machine) -> Result<(), Error> {
-    check_drives(machine)?;
+    let Some(checkpoint) = machine.checkpoint.take() else {
+        let what = "rollback: there is no checkpoint to go back to";
+        return Err(Error::plain(ErrorKind::InvalidConfig, what));
+    };
+    let done = checkout(machine, &checkpoint);
+    machine.checkpoint = Some(checkpoint);
+    done
+}
+
+/// Takes the machine to a checkpoint of its own, as [`crate::Vm::checkout`] describes.
+pub fn checkout(machine: &mut Machine, to: &Frozen) -> Result<(), Error> {
+    check(machine, to)?;
     let was_running = machine.running;
     machine.pause()?;
-    if let Err(error) = rollback_paused(machine) {
+    if let Err(error) = checkout_paused(machine, to) {
         return Err(machine.break_with(&error));
     }
     if was_running {
@@ -36,31 +48,30 @@ pub fn rollback(machine: &mut Machine) -> Result<(), Error> {
     Ok(())
 }
 
-/// Whether all drives can be taken back to the checkpoint, if there is one.
-fn check_drives(machine: &Machine) -> Result<(), Error> {
-    let Some(checkpoint) = &machine.checkpoint else {
-        let what = "rollback: there is no checkpoint to go back to";
-        return Err(Error::plain(ErrorKind::InvalidConfig, what));
-    };
-    for (index, (drive, then)) in
-        machine.resources.drives.iter().zip(&checkpoint.drives).enumerate()
-    {
+/// Whether the machine can be taken to `to`: its memory and devices are as many as then, and all
+/// its drives can be taken back.
+fn check(machine: &Machine, to: &Frozen) -> Result<(), Error> {
+    let refuse = |what: String| Err(Error::plain(ErrorKind::InvalidConfig, what));
+    let same = machine.memory.image.regions() == to.image.regions()
+        && machine.vcpus.len() == to.state.vcpus.len()
+        && machine.transports.len() == to.state.transports.len()
+        && machine.resources.drives.len() == to.drives.len();
+    if !same || to.without_memory || machine.page_server.is_some() {
+        return refuse("rollback: that is no checkpoint of this machine".to_owned());
+    }
+    for (index, (drive, then)) in machine.resources.drives.iter().zip(&to.drives).enumerate() {
         if let Some(why) = drive.storage.cannot_rewind(then) {
-            let what = format!("rollback: drive {index} cannot be taken back: {why}");
-            return Err(Error::plain(ErrorKind::InvalidConfig, what));
+            return refuse(format!("rollback: drive {index} cannot be taken back: {why}"));
         }
     }
     Ok(())
 }
 
-fn rollback_paused(machine: &mut Machine) -> Result<(), Error> {
-    let Some(checkpoint) = &machine.checkpoint else { return Ok(()) };
-    let saved = checkpoint.state.clone();
-    machine.memory.rollback(&checkpoint.image)?;
+fn checkout_paused(machine: &mut Machine, to: &Frozen) -> Result<(), Error> {
+    let saved = to.state.clone();
+    machine.memory.rollback(&to.image)?;
     trace::step("memory taken back");
-    for (index, (drive, then)) in
-        machine.resources.drives.iter().zip(&checkpoint.drives).enumerate()
-    {
+    for (index, (drive, then)) in machine.resources.drives.iter().zip(&to.drives).enumerate() {
         drive.storage.rewind(then).map_err(|error| {
             let what = format!("drive {index}: cannot be taken back");
             Error::new(ErrorKind::HostResource, what, error)

@@ -49,8 +49,8 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// Describes where files are made: in `dir`, or without one as in
-    /// [`crate::VmConfig::scratch_dir`]. A folder in memory is refused unless `in_memory` is set.
+    /// Describes where files are made: in `dir`, or without one as in a VM's
+    /// [configuration](crate::VmConfig). A folder in memory is refused unless `in_memory` is set.
     /// Nothing is opened yet.
     pub fn new(dir: Option<&Path>, in_memory: bool) -> Self {
         Self { dir: dir.map(Path::to_owned), in_memory }

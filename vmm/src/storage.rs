@@ -59,6 +59,13 @@ pub fn open_source(
             };
             (Source::File(file), storage)
         }
+        DriveSource::Over { base, top } if layered && !read_only => {
+            let layers = LayeredDisk::over(base, top)?;
+            (Source::Layers(layers.clone()), Storage::Layers(layers))
+        }
+        DriveSource::Over { .. } => {
+            return Err(io::Error::other("a disk over an image is neither direct nor read-only"));
+        }
         DriveSource::File(file) if !read_only && layered && file.metadata()?.is_file() => {
             let layers = LayeredDisk::new(file)?;
             (Source::Layers(layers.clone()), Storage::Layers(layers))

@@ -266,6 +266,7 @@ fn metadata(path: &Path, facts: &FsMetadata) -> Metadata {
         nlink: facts.nlink(),
         mtime_s: facts.mtime(),
         mtime_ns: facts.mtime_nsec() as u32,
+        ctime: Some((facts.ctime(), facts.ctime_nsec() as u32)),
         target,
     }
 }

@@ -3,7 +3,7 @@
 
 def _pvmm_main():
     import ast, builtins, importlib.machinery, io, json, linecache, os, signal, socket, struct
-    import sys, threading, traceback, types
+    import re, sys, threading, traceback, types
 
     DISPLAY, RESULT, ERROR, DONE, READY = 3, 4, 5, 6, 7
     ACK = 0x80
@@ -213,11 +213,25 @@ def _pvmm_main():
             value = wait_for(value)
         return value
 
+    def parse(text, name, flags):
+        flags |= ast.PyCF_ONLY_AST
+        try:
+            return compile(text, name, 'exec', flags, dont_inherit=True)
+        except SyntaxError:
+            pass
+        # Code for notebooks has lines that a shell runs.
+        lines, line_of_shell = text.split('\n'), re.compile(r'(\s*)(?:!|%(?=pip ))(.+)')
+        for at, line in enumerate(lines):
+            if found := line_of_shell.fullmatch(line):
+                call = '%s_exit_code = __import__("subprocess").call(%r, shell=True)'
+                lines[at] = call % found.groups()
+        return compile('\n'.join(lines), name, 'exec', flags, dont_inherit=True)
+
     def execute(text):
         name = '%s%d>' % (CELL, count)
         linecache.cache[name] = (len(text), None, text.splitlines(True), name)
         flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
-        tree = compile(text, name, 'exec', flags | ast.PyCF_ONLY_AST, dont_inherit=True)
+        tree = parse(text, name, flags)
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr) and not text.rstrip().endswith(';'):
             last = ast.Expression(tree.body.pop().value)
@@ -246,7 +260,7 @@ def _pvmm_main():
         except BaseException:
             text, value = 'the traceback cannot be made', ''
         limit = lambda text, most: text.encode('utf-8', 'replace')[:most]
-        send(ERROR, [(b'name', limit(type(error).__name__, 256)), (b'value', limit(value, 65536)),
+        send(ERROR, [(b'name', limit(type(error).__name__, 256)), (b'value', limit(value, MAX_TEXT)),
                      (b'traceback', limit(text, MAX_TEXT))])
 
     def run(text):
@@ -275,6 +289,23 @@ def _pvmm_main():
     signal.signal(signal.SIGINT, interrupt)
     version = '%d.%d.%d' % sys.version_info[:3]
     send(READY, [(b'version', version.encode())])
+    if os.environ.pop('PVMM_SPARE', None):
+        # Started before anybody asked: environment and working directory come with the first request.
+        size, = struct.unpack('<I', receive(4))
+        for record in receive(size).split(b'\0'):
+            kind, _, value = record.partition(b' ')
+            if kind == b'cwd':
+                os.chdir(value)
+            elif kind == b'env':
+                name, _, value = value.partition(b'=')
+                os.environb[name] = value
+        # Packages may have been installed since, and the home directory may be another.
+        import site
+        sys.path[:] = [place for place in sys.path if place not in site.getsitepackages()]
+        site.USER_BASE = site.USER_SITE = None
+        site.addusersitepackages(None)
+        site.addsitepackages(None)
+        send(READY, [(b'version', version.encode())])
     while True:
         size, = struct.unpack('<I', receive(4))
         text = receive(size).decode('utf-8', 'replace')

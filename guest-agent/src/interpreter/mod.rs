@@ -3,12 +3,13 @@
 //! A session is found by its name, so it outlives connections, and with them forks and restores.
 
 pub mod run;
+pub mod spare;
 pub mod start;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use pvmm_guest_agent::limits::{MAX_ARGS, MAX_CODE, MAX_SESSION_NAME};
@@ -24,7 +25,8 @@ const ABANDONED_TIME: Duration = Duration::from_secs(10);
 
 /// One interpreter, shared by the event loop and the thread of a call.
 pub struct Session {
-    name: String,
+    /// Not set while the session is a spare one.
+    name: OnceLock<String>,
     pub language: Language,
     pid: libc::pid_t,
     /// `None` once the interpreter is dead.
@@ -58,6 +60,8 @@ pub struct SessionEnds {
 #[derive(Default)]
 pub struct Sessions {
     by_name: BTreeMap<String, Arc<Session>>,
+    /// A session that waits for a name.
+    spare: Option<Arc<Session>>,
     /// Sessions that are closed and not yet reaped.
     closing: Vec<Arc<Session>>,
     next: u64,
@@ -65,7 +69,6 @@ pub struct Sessions {
 
 impl Session {
     pub fn new(
-        name: String,
         language: Language,
         pid: libc::pid_t,
         cgroup: Option<Cgroup>,
@@ -73,7 +76,7 @@ impl Session {
         ends: SessionEnds,
     ) -> Self {
         Self {
-            name,
+            name: OnceLock::new(),
             language,
             pid,
             cgroup: Mutex::new(cgroup),
@@ -152,7 +155,7 @@ impl Session {
     pub fn info(&self) -> SessionInfo {
         let state = self.lock();
         SessionInfo {
-            session: self.name.clone(),
+            session: self.name.get().cloned().unwrap_or_default(),
             language: self.language,
             version: state.version.clone(),
             pid: self.pid as u32,
@@ -174,7 +177,7 @@ impl Sessions {
 
     /// Returns the number of sessions whose process is not reaped.
     pub fn len(&self) -> usize {
-        self.by_name.len() + self.closing.len()
+        self.by_name.len() + self.closing.len() + usize::from(self.spare.is_some())
     }
 
     pub fn list(&self) -> Vec<SessionInfo> {
@@ -191,8 +194,26 @@ impl Sessions {
         }
     }
 
-    pub fn insert(&mut self, session: Arc<Session>) {
-        self.by_name.insert(session.name.clone(), session);
+    pub fn insert(&mut self, name: String, session: Arc<Session>) {
+        let name = session.name.get_or_init(|| name).clone();
+        self.by_name.insert(name, session);
+    }
+
+    /// Returns the session that waits for a name.
+    pub fn spare(&self) -> Option<&Arc<Session>> {
+        self.spare.as_ref()
+    }
+
+    pub fn set_spare(&mut self, session: Arc<Session>) {
+        self.spare = Some(session);
+    }
+
+    /// Takes the spare session, if it can become what a request asks for.
+    pub fn take_spare(&mut self, request: &OpenSession) -> Option<Arc<Session>> {
+        let fits = |spare: &mut Arc<Session>| {
+            spare.language == request.language && spare::fits(request) && !spare.info().busy
+        };
+        self.spare.take_if(fits)
     }
 
     /// Kills a session, and returns whether there was one. The name is free at once; a running call
@@ -208,6 +229,7 @@ impl Sessions {
     pub fn remove(&mut self, pid: libc::pid_t) {
         self.closing.retain(|session| session.pid != pid);
         self.by_name.retain(|_, session| session.pid != pid);
+        self.spare.take_if(|session| session.pid == pid);
     }
 }
 

@@ -7,17 +7,28 @@ use pvmm_guest_agent::limits::SESSION_TIME;
 use pvmm_guest_agent::message::{Answer, Code, Outcome};
 use pvmm_guest_agent::session::{RECORD_HEAD, RecordKind, parts, record_head};
 
-use super::Session;
 use super::run::{CHUNK, gone};
+use super::{Session, SessionEnds};
 use crate::sys;
 use crate::sys::session::{Interest, wait};
 
 /// The most bytes of an interpreter's last output that go into an error.
 const LAST_WORDS: usize = 300;
 
+/// Gives a spare interpreter its settings and waits until it accepts code.
+pub fn settle(session: &Session, settings: &[u8]) -> Outcome {
+    let Some(ends) = session.take() else { return gone() };
+    // A write that fails, or takes a part, is noticed by the wait: nobody greets then.
+    let _ = sys::write_once(&ends.control, settings);
+    greeted(session, ends)
+}
+
 /// Waits until a new interpreter accepts code.
 pub fn wait_ready(session: &Session) -> Outcome {
-    let Some(ends) = session.take() else { return gone() };
+    session.take().map_or_else(gone, |ends| greeted(session, ends))
+}
+
+fn greeted(session: &Session, ends: SessionEnds) -> Outcome {
     let deadline = Instant::now() + SESSION_TIME;
     let mut heard = Vec::new();
     let ready = loop {

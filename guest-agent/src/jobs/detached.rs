@@ -7,7 +7,7 @@ use std::time::Instant;
 use pvmm_guest_agent::Channel;
 use pvmm_guest_agent::limits::{DRAIN_TIME, MAX_DETACHED};
 use pvmm_guest_agent::message::{
-    Answer, Code, Detached, Exec, Outcome, ProcessInfo, Scope, SignalProcess,
+    Answer, Code, Detached, Exec, Outcome, ProcessId, ProcessInfo, Scope, SignalProcess,
 };
 
 use super::exec::{self, ExecJob};
@@ -132,12 +132,13 @@ pub fn signal(agent: &mut Agent, stream: StreamId, request: SignalProcess) {
     agent.answer(stream, Answer::Done {});
 }
 
-/// Kills what is left of a process and forgets it.
-pub fn forget(agent: &mut Agent, jobs: &mut Jobs, stream: StreamId, id: u64) {
+/// Kills what is left of a process, unless it may go on, and forgets the process.
+pub fn forget(agent: &mut Agent, jobs: &mut Jobs, stream: StreamId, request: ProcessId) {
+    let ProcessId { id, leave } = request;
     let Some(it) = agent.detached.get(&id) else {
         return agent.conclude(stream, &no_such_process(id));
     };
-    if it.has_tree() {
+    if it.has_tree() && !(leave && it.process.is_dead()) {
         it.process.kill_tree();
     }
     drop_process(agent, jobs, id);

@@ -16,7 +16,7 @@ use super::worker;
 use crate::agent::Agent;
 use crate::channel::Source;
 use crate::connection::StreamId;
-use crate::interpreter::{self, Session, SessionEnds, run, start};
+use crate::interpreter::{self, Session, SessionEnds, run, spare, start};
 use crate::job::{Job, Jobs, Progress, Stream};
 use crate::launch::{self, launch, prepare};
 use crate::process;
@@ -27,7 +27,10 @@ use crate::token::Token;
 
 const NO_SESSION: &str = "there is no session of that name";
 
-pub fn open(agent: &mut Agent, jobs: &mut Jobs, id: StreamId, request: OpenSession) {
+pub fn open(agent: &mut Agent, jobs: &mut Jobs, id: StreamId, mut request: OpenSession) {
+    if request.spare {
+        return open_spare(agent, jobs, id, request);
+    }
     if let Some(session) = request.session.as_ref().and_then(|name| agent.sessions.get(name)) {
         if request.reuse && session.language == request.language {
             return agent.answer(id, Answer::Session(session.info()));
@@ -38,16 +41,52 @@ pub fn open(agent: &mut Agent, jobs: &mut Jobs, id: StreamId, request: OpenSessi
         let why = "there are all the sessions there may be: close one";
         return agent.refuse(id, Code::TooMany, why);
     }
+    let name = request.session.take().unwrap_or_else(|| agent.sessions.new_name());
+    if let Some(session) = agent.sessions.take_spare(&request) {
+        agent.sessions.insert(name, Arc::clone(&session));
+        return call(agent, jobs, id, session, move |session| {
+            start::settle(session, &spare::settings(&request))
+        });
+    }
     match start_session(agent, jobs, id, request) {
         Ok(session) => {
-            let call = Arc::clone(&session);
-            let stream = Stream::new(agent.new_id(), id);
-            submit(agent, jobs, CallJob { stream, session }, move || start::wait_ready(&call));
+            agent.sessions.insert(name, Arc::clone(&session));
+            call(agent, jobs, id, session, start::wait_ready);
         }
-        Err(SpawnError { errno, .. }) => {
-            agent.fail(id, Code::Io, Some(errno), "cannot start the interpreter");
-        }
+        Err(error) => not_started(agent, id, &error),
     }
+}
+
+/// Starts an interpreter for the next request that it fits.
+fn open_spare(agent: &mut Agent, jobs: &mut Jobs, id: StreamId, mut request: OpenSession) {
+    if let Some(session) = agent.sessions.spare() {
+        return agent.answer(id, Answer::Session(session.info()));
+    }
+    request.env.push((ByteBuf::from(spare::VARIABLE), ByteBuf::from("1")));
+    match start_session(agent, jobs, id, request) {
+        Ok(session) => {
+            agent.sessions.set_spare(Arc::clone(&session));
+            call(agent, jobs, id, session, start::wait_ready);
+        }
+        Err(error) => not_started(agent, id, &error),
+    }
+}
+
+fn not_started(agent: &mut Agent, id: StreamId, error: &SpawnError) {
+    agent.fail(id, Code::Io, Some(error.errno), "cannot start the interpreter");
+}
+
+/// Begins work with a session, on a thread of the pool.
+fn call(
+    agent: &mut Agent,
+    jobs: &mut Jobs,
+    id: StreamId,
+    session: Arc<Session>,
+    work: impl FnOnce(&Session) -> Outcome + Send + 'static,
+) {
+    let stream = Stream::new(agent.new_id(), id);
+    let own = Arc::clone(&session);
+    submit(agent, jobs, CallJob { stream, session }, move || work(&own));
 }
 
 fn start_session(
@@ -82,9 +121,7 @@ fn start_session(
     let stderr = stderr.map_err(prepare)?;
     let ends = SessionEnds { control, stdout: stdio.output.ours, stderr, process };
     let freezer = agent.settings.cgroups.as_ref().map(|cgroups| cgroups.freezer());
-    let name = request.session.unwrap_or_else(|| agent.sessions.new_name());
-    let session = Arc::new(Session::new(name, request.language, pid, cgroup, freezer, ends));
-    agent.sessions.insert(Arc::clone(&session));
+    let session = Arc::new(Session::new(request.language, pid, cgroup, freezer, ends));
     let stream = Stream::new(agent.new_id(), id);
     agent.pids.insert(pid, stream.job);
     jobs.insert(SessionJob { stream, session: Arc::clone(&session) });

@@ -33,6 +33,9 @@ pub struct OpenSession {
     pub cwd: Option<ByteBuf>,
     #[serde(default)]
     pub user: Option<String>,
+    /// Start an interpreter for a later request, which is then answered sooner.
+    #[serde(default)]
+    pub spare: bool,
 }
 
 /// Runs code in a session. The output channel is a sequence of records: see `session.rs`.

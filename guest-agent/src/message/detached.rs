@@ -51,10 +51,13 @@ pub struct SignalProcess {
     pub scope: Scope,
 }
 
-/// The id of a detached process.
+/// The id of a detached process that is to be forgotten.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessId {
     pub id: u64,
+    /// Whether the rest of a process that has ended goes on.
+    #[serde(default)]
+    pub leave: bool,
 }
 
 /// A detached process in a listing.

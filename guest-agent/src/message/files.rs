@@ -192,6 +192,10 @@ pub struct Metadata {
     pub nlink: u64,
     pub mtime_s: i64,
     pub mtime_ns: u32,
+    /// When the content or the metadata was last changed, in seconds and nanoseconds; programs in
+    /// the guest cannot choose it. Older agents do not tell.
+    #[serde(default)]
+    pub ctime: Option<(i64, u32)>,
     /// The target of a symbolic link.
     #[serde(default)]
     pub target: Option<ByteBuf>,

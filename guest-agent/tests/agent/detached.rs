@@ -142,6 +142,24 @@ fn signals_reach_a_detached_process_and_its_tree() {
 }
 
 #[test]
+fn rest_of_an_ended_process_goes_on_if_it_may() {
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    for leave in [true, false] {
+        let id = start(&agent, "sleep 60 >/dev/null 2>&1 & echo $!");
+        wait_for("its end", || has_ended(&agent, id));
+        let child = format!("/proc/{}", replayed(&agent, id, 0).0.trim());
+        if leave {
+            agent.leave_process(id).unwrap();
+            assert!(agent.processes().unwrap().is_empty() && std::path::Path::new(&child).exists());
+        } else if agent.info().unwrap().cgroups {
+            agent.forget_process(id).unwrap();
+            wait_for("the end of the rest", || !std::path::Path::new(&child).exists());
+        }
+    }
+}
+
+#[test]
 fn end_of_a_process_that_closed_its_outputs_is_told_to_who_waits() {
     let fixture = Fixture::start();
     let agent = fixture.agent();

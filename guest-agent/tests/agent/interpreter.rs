@@ -1,6 +1,8 @@
 //! Interpreter sessions, with the real interpreters: state, outputs by type, errors, interrupts,
 //! ends.
 
+use std::fs;
+use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -64,6 +66,47 @@ fn python_state_outputs_and_values_persist_across_calls() {
 }
 
 #[test]
+fn spare_interpreter_is_taken_with_the_settings_of_a_request_and_only_once() {
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    agent.open_spare_session(Language::Python).unwrap();
+    agent.open_spare_session(Language::Python).unwrap();
+    assert!(agent.sessions().unwrap().is_empty());
+    let pid = |options: &SessionOptions| agent.open_session(options).unwrap().pid;
+    let env = |name: &[u8]| vec![(name.to_vec(), b"a=b c".to_vec())];
+    // One that cannot become what is asked for stays.
+    let other = SessionOptions { env: env(b"PYTHONPATH"), ..SessionOptions::new(Language::Python) };
+    let started = pid(&other);
+    let cwd = Some(b"/usr".to_vec());
+    let wanted = SessionOptions { env: env(b"WORD"), cwd, ..other };
+    let wanted = SessionOptions { name: Some("mine".into()), ..wanted };
+    let taken = pid(&wanted);
+    assert!(taken < started, "started before: {taken}, {started}");
+    let seen = "import os; os.getcwd(), os.environ['WORD'], 'PVMM_SPARE' in os.environ";
+    assert_eq!(value(&agent, "mine", seen), "('/usr', 'a=b c', False)");
+    assert!(pid(&SessionOptions::new(Language::Python)) > started);
+    let missing = SessionOptions { cwd: Some(b"/no/such".to_vec()), name: None, ..wanted };
+    agent.open_spare_session(Language::Python).unwrap();
+    assert!(agent.open_session(&missing).is_err());
+}
+
+#[test]
+fn spare_interpreter_finds_packages_that_were_installed_after_its_start() {
+    let (fixture, home) = (Fixture::start(), tempfile::tempdir().unwrap());
+    let agent = fixture.agent();
+    agent.open_spare_session(Language::Python).unwrap();
+    let line = "import site; print(site.getusersitepackages())";
+    let place = Command::new("python3").args(["-c", line]).env("HOME", home.path()).output();
+    let place = String::from_utf8(place.unwrap().stdout).unwrap();
+    fs::create_dir_all(place.trim()).unwrap();
+    fs::write(format!("{}/late.py", place.trim()), "word = 7\n").unwrap();
+    let env = vec![(b"HOME".to_vec(), home.path().to_str().unwrap().into())];
+    let options = SessionOptions { env, ..SessionOptions::named(Language::Python, "mine") };
+    agent.open_session(&options).unwrap();
+    assert_eq!(value(&agent, "mine", "import late; late.word"), "7");
+}
+
+#[test]
 fn python_value_comes_in_every_form_it_has() {
     let fixture = Fixture::start();
     let agent = fixture.agent();
@@ -115,6 +158,19 @@ fn python_output_and_displays_keep_their_order_and_stream() {
         }
     }
     assert_eq!(said, "p 0\n[0]p 1\n[1]p 2\n[2]last\n");
+}
+
+#[test]
+fn python_lines_for_a_shell_run_in_one() {
+    let fixture = Fixture::start();
+    let agent = fixture.agent();
+    let s = python(&agent);
+    let output = run(&agent, &s, "if True:\n  !echo \"it's $((6 * 7))\"; exit 3\n_exit_code");
+    assert_eq!(output.stdout, b"it's 42\n");
+    assert_eq!(output.result.unwrap().text("text/plain").unwrap(), "3");
+    // Text is text, and the line that is wrong is shown.
+    assert_eq!(value(&agent, &s, "len(\"\"\"\n!echo\n\"\"\")"), "7");
+    assert!(thrown(&agent, &s, "!true\nx = (").2.contains("x = ("));
 }
 
 #[test]

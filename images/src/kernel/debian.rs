@@ -103,7 +103,7 @@ pub(super) fn kernel(
 }
 
 /// Loads the kernel in `dir`, if it is complete and of the current layout.
-fn load(dir: &Path) -> Option<Kernel> {
+pub(super) fn load(dir: &Path) -> Option<Kernel> {
     let manifest: Manifest = serde_json::from_slice(&fs::read(dir.join(MANIFEST)).ok()?).ok()?;
     if manifest.layout != LAYOUT || !dir.join(VMLINUX).exists() {
         return None;

@@ -167,6 +167,15 @@ impl Kernel {
         Ok(Kernel { vmlinux, format, modules: Vec::new(), release, label, origin: Origin::User })
     }
 
+    /// Opens a kernel that [`Kernel::default_in`] or [`Kernel::from_path`] has returned before, by
+    /// its file.
+    pub fn found(vmlinux: &Path) -> Result<Kernel, KernelError> {
+        match vmlinux.parent().and_then(debian::load) {
+            Some(kernel) if kernel.vmlinux == vmlinux => Ok(kernel),
+            _ => Kernel::from_path(vmlinux),
+        }
+    }
+
     /// Reads the modules, in load order.
     pub fn read_modules(&self) -> Result<Vec<(String, Vec<u8>)>, KernelError> {
         let read = |module: &Module| match fs::read(&module.path) {

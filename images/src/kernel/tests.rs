@@ -123,6 +123,24 @@ fn own_kernel_is_taken_only_when_it_is_there_and_whole() {
 }
 
 #[test]
+fn kernel_of_debian_is_found_by_its_file_with_its_modules_and_any_other_without() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("vmlinux");
+    fs::write(&file, vmlinux()).unwrap();
+    assert!(Kernel::found(&file).unwrap().modules.is_empty());
+    let package = r#"{"name": "linux", "version": "1", "architecture": "amd64"}"#;
+    let text = format!(
+        r#"{{"layout": 1, "package": {package}, "release": "6.1", "modules": ["virtio_blk"]}}"#
+    );
+    fs::write(dir.path().join("kernel.json"), text).unwrap();
+    let kernel = Kernel::found(&file).unwrap();
+    assert_eq!((kernel.origin, kernel.modules[0].name.as_str()), (Origin::Debian, "virtio_blk"));
+    let other = dir.path().join("other");
+    fs::copy(&file, &other).unwrap();
+    assert_eq!(Kernel::found(&other).unwrap().vmlinux, other);
+}
+
+#[test]
 fn bzimage_with_gzip_payload_gives_the_elf_inside() {
     let image = bzimage(&gzip(&vmlinux()));
     assert_eq!(bzimage::unpack(&image).unwrap(), vmlinux());

@@ -106,6 +106,8 @@ fn set_owners(
             let _ = writeln!(script, "sif {path} mode 0{:o}", entry.file_type | mode);
         }
     }
+    let values = image.with_extension("attributes");
+    write_attributes(tree, &values, &mut script)?;
     let script_path = image.with_extension("owners");
     let wrote = fs::write(&script_path, script);
     wrote.map_err(|source| RootfsError::Write { path: script_path.clone(), source })?;
@@ -114,12 +116,26 @@ fn set_owners(
     let said = tool::run(command, "e2fsprogs", DEADLINE, progress, |_| None)
         .map_err(|source| RootfsError::Image { source })?;
     let _ = fs::remove_file(&script_path);
+    let _ = fs::remove_dir_all(&values);
     // debugfs exits with 0 even if a command fails; only its messages tell. The first is its
     // version.
     match said.err.iter().find(|line| !line.starts_with("debugfs ")) {
         Some(line) => Err(RootfsError::Owners { said: line.clone() }),
         None => Ok(()),
     }
+}
+
+/// Adds the extended attributes to a script for debugfs, which reads each value from a file.
+fn write_attributes(tree: &Tree, values: &Path, script: &mut String) -> Result<(), RootfsError> {
+    for (number, (path, (name, value))) in tree.attributes().enumerate() {
+        let file = values.join(number.to_string());
+        let wrote = fs::create_dir_all(values).and_then(|()| fs::write(&file, value));
+        wrote.map_err(|source| RootfsError::Write { path: file.clone(), source })?;
+        let from = file.to_str().filter(|text| !text.contains(['\n', '"']));
+        let from = from.ok_or_else(|| RootfsError::LineBreak { path: file.clone() })?;
+        let _ = writeln!(script, "ea_set -f \"{from}\" {} {name}", quoted(path)?);
+    }
+    Ok(())
 }
 
 /// Quotes a path for debugfs: absolute, in quotes, with quotes doubled.

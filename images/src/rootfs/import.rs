@@ -15,8 +15,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use sha2::{Digest, Sha256};
 use tar::EntryType;
 
-use super::tree::Tree;
+use super::layer::Placed;
+use super::tree::{Attribute, Tree};
 use super::{RootfsError, image};
+use crate::budget::{Budget, MAX_HEAD};
 use crate::cache;
 use crate::compression;
 use crate::progress::Progress;
@@ -26,14 +28,19 @@ const MAX_BYTES: u64 = 16 << 30;
 const MAX_ENTRIES: u64 = 1_000_000;
 /// The longest path; debugfs reads lines of 8 KiB, in which a quote takes two bytes.
 const MAX_PATH: usize = 2048;
-/// The most bytes of an archive before an entry's own data: its header, long names, attributes.
-const MAX_HEAD: u64 = 4 << 20;
 const CHUNK: usize = 64 << 10;
 /// Entries between two signs of progress.
 const EVERY: u64 = 500;
 /// Directories that the guest mounts on.
 const MOUNT_POINTS: [(&str, u32); 5] =
     [("dev", 0o755), ("proc", 0o755), ("run", 0o755), ("sys", 0o755), ("tmp", 0o1777)];
+/// The extended attribute with the capabilities of a program.
+const CAPABILITY: &str = "security.capability";
+/// The beginning of the names of extended attributes that users set.
+const OF_USERS: &str = "user.";
+const MAX_ATTRIBUTES: usize = 16;
+const MAX_ATTRIBUTE: usize = 2048;
+const MAX_ATTRIBUTE_NAME: usize = 128;
 /// The most of `/etc/os-release` that is read.
 const MAX_RELEASE: u64 = 64 << 10;
 
@@ -78,11 +85,13 @@ enum Content<'a> {
 
 /// A root filesystem that is being taken in.
 pub struct Import<'a> {
-    tree: Tree,
+    pub(super) tree: Tree,
     progress: &'a mut dyn Progress,
     hash: Sha256,
     entries: u64,
     bytes: u64,
+    /// While a layer of an image is unpacked: what it has put into the tree.
+    pub(super) placed: Option<Placed>,
 }
 
 impl<'a> Import<'a> {
@@ -91,15 +100,20 @@ impl<'a> Import<'a> {
         progress: &'a mut dyn Progress,
     ) -> Result<Import<'a>, ImportError> {
         let tree = Tree::empty(root)?;
-        Ok(Import { tree, progress, hash: Sha256::new(), entries: 0, bytes: 0 })
+        Ok(Import { tree, progress, hash: Sha256::new(), entries: 0, bytes: 0, placed: None })
     }
 
     /// Unpacks an archive (plain, gzip or zstd) below the path `below` of the root. The stream is
     /// read to its end.
     pub fn tar(&mut self, below: &Path, stream: impl Read) -> Result<(), ImportError> {
+        let stream = compression::open(stream).map_err(|source| ImportError::Read { source })?;
+        self.unpack(below, stream)
+    }
+
+    /// Unpacks an archive that is not compressed.
+    pub(super) fn unpack(&mut self, below: &Path, stream: impl Read) -> Result<(), ImportError> {
         let failed = |source| ImportError::Read { source };
         let budget = Cell::new(MAX_HEAD);
-        let stream = compression::open(stream).map_err(failed)?;
         let mut archive = tar::Archive::new(Budget { inner: stream, left: &budget });
         let mut entries = archive.entries().map_err(failed)?;
         loop {
@@ -141,6 +155,10 @@ impl<'a> Import<'a> {
             modified: time(header.mtime().unwrap_or_default()),
         };
         let inner = below.join(inner_path(&name)?);
+        if self.placed.is_some() && self.white_out(&inner)? {
+            return Ok(());
+        }
+        let attributes = attributes(entry, &refuse)?;
         let target = entry.link_name().map_err(failed)?.map(|target| target.into_owned());
         let content = match (kind, target) {
             (EntryType::Directory, _) => Content::Directory,
@@ -157,7 +175,14 @@ impl<'a> Import<'a> {
             (EntryType::Fifo, _) => return Err(refuse("is a pipe")),
             _ => return Err(refuse("is of an unknown kind")),
         };
-        self.put(&inner, facts, content)
+        let is_link = matches!(content, Content::Symlink(_) | Content::HardLink(_));
+        self.put(&inner, facts, content)?;
+        if !attributes.is_empty() && !is_link {
+            self.hash.update(cache::key(attributes.iter().map(|(_, value)| &value[..])));
+            let path = self.tree.place(&inner)?;
+            self.tree.set_attributes(&path, attributes);
+        }
+        Ok(())
     }
 
     /// Takes in a folder of this host. Links are copied as links; files of the folder's own owner
@@ -244,11 +269,20 @@ impl<'a> Import<'a> {
             return Ok(());
         }
         let failed = |source| ImportError::Unpack { entry: inner.to_owned(), source };
-        let path = match content {
-            Content::Directory => self.tree.resolve(inner)?,
-            _ => self.tree.place(inner)?,
-        };
         let is_directory = matches!(content, Content::Directory);
+        let path = if is_directory && self.placed.is_none() {
+            self.tree.resolve(inner)?
+        } else {
+            self.tree.place(inner)?
+        };
+        if let Some(placed) = &mut self.placed {
+            placed.insert(self.tree.inside(&path).to_owned());
+            // A folder stays under a folder; anything else gives way to an entry of this layer.
+            let there = fs::symlink_metadata(&path);
+            if there.is_ok_and(|meta| meta.is_dir() != is_directory || meta.is_symlink()) {
+                self.tree.remove(&path)?;
+            }
+        }
         match content {
             Content::Directory => fs::create_dir_all(&path).map_err(failed)?,
             Content::File(reader) => {
@@ -280,6 +314,7 @@ impl<'a> Import<'a> {
                 return Ok(());
             }
         }
+        self.tree.set_attributes(&path, Vec::new());
         self.tree.own_path(&path, facts.uid, facts.gid);
         if fs::symlink_metadata(&path).is_ok_and(|meta| meta.is_symlink()) {
             return Ok(());
@@ -346,6 +381,33 @@ impl<'a> Import<'a> {
     }
 }
 
+/// Returns the extended attributes of an entry that mean something in a guest: capabilities, and
+/// those of users.
+fn attributes<R: Read>(
+    entry: &mut tar::Entry<'_, R>,
+    refuse: &impl Fn(&'static str) -> ImportError,
+) -> Result<Vec<Attribute>, ImportError> {
+    let failed = |source| ImportError::Read { source };
+    let mut found = Vec::new();
+    for extension in entry.pax_extensions().map_err(failed)?.into_iter().flatten() {
+        let extension = extension.map_err(failed)?;
+        let name = extension.key().ok().and_then(|key| key.strip_prefix("SCHILY.xattr."));
+        let Some(name) = name.filter(|it| *it == CAPABILITY || it.starts_with(OF_USERS)) else {
+            continue;
+        };
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+        if name.len() > MAX_ATTRIBUTE_NAME || !name.chars().all(plain) {
+            return Err(refuse("has an extended attribute with an odd name"));
+        }
+        let value = extension.value_bytes();
+        if value.len() > MAX_ATTRIBUTE || found.len() == MAX_ATTRIBUTES {
+            return Err(refuse("has too many extended attributes, or too long ones"));
+        }
+        found.push((name.to_owned(), value.to_vec()));
+    }
+    Ok(found)
+}
+
 /// Takes the chunks of a copy.
 trait Sink {
     fn take(&mut self, data: &[u8]) -> io::Result<()>;
@@ -364,28 +426,6 @@ impl Sink for File {
 impl Sink for io::Sink {
     fn take(&mut self, _: &[u8]) -> io::Result<()> {
         Ok(())
-    }
-}
-
-/// Stops a reader that reads too much before an entry's data.
-struct Budget<'a, R> {
-    inner: R,
-    left: &'a Cell<u64>,
-}
-
-impl<R: Read> Read for Budget<'_, R> {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let left = self.left.get();
-        if left == 0 {
-            let text = "the header of an entry is too long";
-            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-        }
-        let most = usize::try_from(left).unwrap_or(usize::MAX).min(buffer.len());
-        let count = self.inner.read(&mut buffer[..most])?;
-        if left != u64::MAX {
-            self.left.set(left - count as u64);
-        }
-        Ok(count)
     }
 }
 

@@ -150,6 +150,28 @@ fn image_of_an_archive_has_its_owners_modes_and_mount_points() {
 }
 
 #[test]
+fn capabilities_and_attributes_of_users_are_kept_and_others_are_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let image = dir.path().join("image");
+    let mut tar = Builder::new(Vec::new());
+    let attributes = [
+        ("SCHILY.xattr.security.capability", &b"\x01\0\0\x02\0\x20\0\0"[..]),
+        ("SCHILY.xattr.user.note", b"a b"),
+        ("SCHILY.xattr.trusted.overlay.opaque", b"y"),
+    ];
+    tar.append_pax_extensions(attributes).unwrap();
+    entry(&mut tar, "ping", FILE, "", b"x");
+    let mut silent = Silent;
+    let mut import = Import::begin(&dir.path().join("tree"), &mut silent).unwrap();
+    import.tar(Path::new(""), &tar.into_inner().unwrap()[..]).unwrap();
+    import.finish(&image).unwrap();
+    let said = Command::new("debugfs").args(["-R", "ea_list /ping"]).arg(&image).output().unwrap();
+    let said = String::from_utf8_lossy(&said.stdout).into_owned();
+    assert!(said.contains("security.capability (8)") && said.contains("user.note (3)"), "{said}");
+    assert!(!said.contains("trusted"), "{said}");
+}
+
+#[test]
 fn digest_tells_contents_apart_and_not_compressions() {
     let digest = |bytes: &[u8]| {
         let dir = tempfile::tempdir().unwrap();

@@ -8,6 +8,7 @@ mod bytecode;
 mod configure;
 mod image;
 mod import;
+mod layer;
 #[cfg(test)]
 mod tests;
 mod tree;

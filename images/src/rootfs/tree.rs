@@ -47,17 +47,30 @@ pub(super) struct Meta {
     pub(super) mode: Option<u32>,
 }
 
+/// An extended attribute: its name and its value.
+pub(super) type Attribute = (String, Vec<u8>);
+
 pub(super) struct Tree {
     root: PathBuf,
     metas: BTreeMap<PathBuf, Meta>,
+    /// Extended attributes for the image, by path.
+    attributes: BTreeMap<PathBuf, Vec<Attribute>>,
     /// Directories known to exist and not to be links.
     directories: HashSet<PathBuf>,
 }
 
 impl Tree {
+    fn new(root: &Path) -> Tree {
+        Tree {
+            root: root.to_owned(),
+            metas: BTreeMap::new(),
+            attributes: BTreeMap::new(),
+            directories: HashSet::new(),
+        }
+    }
+
     pub(super) fn create(root: &Path) -> Result<Tree, RootfsError> {
-        let tree =
-            Tree { root: root.to_owned(), metas: BTreeMap::new(), directories: HashSet::new() };
+        let tree = Tree::new(root);
         for top in MERGED {
             tree.wrote(Path::new(top), fs::create_dir_all(root.join("usr").join(top)))?;
             tree.wrote(Path::new(top), symlink(format!("usr/{top}"), root.join(top)))?;
@@ -67,8 +80,7 @@ impl Tree {
 
     /// Creates an empty tree, into which entries are put as they are.
     pub(super) fn empty(root: &Path) -> Result<Tree, RootfsError> {
-        let tree =
-            Tree { root: root.to_owned(), metas: BTreeMap::new(), directories: HashSet::new() };
+        let tree = Tree::new(root);
         tree.wrote(Path::new(""), fs::create_dir(root))?;
         tree.wrote(Path::new(""), fs::set_permissions(root, Permissions::from_mode(0o755)))?;
         Ok(tree)
@@ -114,6 +126,47 @@ impl Tree {
         } else {
             self.metas.insert(inner, meta);
         }
+    }
+
+    /// Sets the extended attributes of a path on this host, for the image.
+    pub(super) fn set_attributes(&mut self, path: &Path, attributes: Vec<Attribute>) {
+        let inner = self.inside(path).to_owned();
+        if attributes.is_empty() {
+            self.attributes.remove(&inner);
+        } else {
+            self.attributes.insert(inner, attributes);
+        }
+    }
+
+    /// Returns the extended attributes of all paths.
+    pub(super) fn attributes(&self) -> impl Iterator<Item = (&Path, &Attribute)> {
+        self.attributes
+            .iter()
+            .flat_map(|(path, all)| all.iter().map(move |one| (path.as_path(), one)))
+    }
+
+    /// Removes a path on this host and everything below it, if it is there.
+    pub(super) fn remove(&mut self, path: &Path) -> Result<(), RootfsError> {
+        let inner = self.inside(path).to_owned();
+        let removed = match fs::symlink_metadata(path) {
+            Ok(meta) if meta.is_dir() => fs::remove_dir_all(path),
+            _ => remove(path),
+        };
+        self.wrote(&inner, removed)?;
+        let below = |known: &PathBuf| known.starts_with(&inner);
+        let gone: Vec<_> = self
+            .metas
+            .range(inner.clone()..)
+            .map(|it| it.0)
+            .take_while(|it| below(it))
+            .cloned()
+            .collect();
+        for path in gone {
+            self.metas.remove(&path);
+        }
+        self.attributes.retain(|known, _| !below(known));
+        self.directories.retain(|known| !below(known));
+        Ok(())
     }
 
     /// Writes a file and its parent directories, replacing a package's file.

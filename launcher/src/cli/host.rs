@@ -7,9 +7,10 @@ use clap::{Args, Subcommand, ValueHint};
 
 use super::TEMPLATE;
 use super::start::EgressFlags;
-use crate::args;
+use super::travel::{PullFlags, PushFlags};
+use crate::args::{self, ImageFlag};
 
-/// Build, list and remove templates
+/// Build, list, remove, send and fetch templates
 #[derive(Debug, Args)]
 #[command(help_template = TEMPLATE, arg_required_else_help = true, before_help = "\
 Examples:
@@ -19,6 +20,8 @@ Examples:
   pvmm template build app --dockerfile Dockerfile --context . --allow-host pypi.org
   pvmm template ls
   pvmm template inspect base
+  pvmm template push data /mnt/share         or a store such as s3://bucket/pvmm
+  pvmm template pull /mnt/share/data         on another host
 ")]
 pub struct Template {
     #[command(subcommand)]
@@ -80,6 +83,18 @@ pub enum TemplateVerb {
         #[arg(required = true, value_name = "NAME")]
         names: Vec<String>,
     },
+    /// Send a template to a folder or an S3-compatible store: only the parts that it lacks
+    Push {
+        name: String,
+        #[command(flatten)]
+        flags: PushFlags,
+    },
+    /// Fetch a template from a store: only the parts that this host lacks. It replaces the one of
+    /// its name
+    Pull {
+        #[command(flatten)]
+        flags: PullFlags,
+    },
     /// Show what a template is made of
     Inspect {
         name: String,
@@ -98,6 +113,10 @@ pub struct SourceFlags {
     /// Folder that is a root filesystem
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath, group = "source", conflicts_with_all = ["packages", "recipe"])]
     pub dir: Option<PathBuf>,
+    /// Container image: HOST/NAME:TAG of a registry, a folder with an OCI layout, or an archive of
+    /// one or of `docker save`; PATH:NAME for one of several
+    #[arg(long, value_name = "IMAGE", value_parser = args::image, group = "source", conflicts_with_all = ["packages", "recipe"])]
+    pub image: Option<ImageFlag>,
     /// Dockerfile, whose steps run in a sandbox
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath, group = "source", conflicts_with_all = ["packages", "recipe"])]
     pub dockerfile: Option<PathBuf>,

@@ -1,4 +1,4 @@
-//! Arguments of `pvmm ps`, `stats`, `logs`, `kill` and `rm`.
+//! Arguments of `pvmm ps`, `stats`, `events`, `logs`, `kill` and `rm`.
 
 use clap::Args;
 
@@ -35,6 +35,22 @@ pub struct Stats {
     /// Id, the start of an id, or name
     pub vm: String,
     /// As JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Tell what happens to VMs, until it is interrupted
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  pvmm events
+  pvmm events web                     of one VM
+  pvmm events --json | jq 'select(.event == \"exited\")'
+")]
+pub struct Events {
+    /// Id, the start of an id, or name
+    pub vm: Option<String>,
+    /// One JSON object in each line
     #[arg(long)]
     pub json: bool,
 }

@@ -8,7 +8,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueHint};
 
 use super::TEMPLATE;
-use crate::args::{self, EnvVar, ProcessName, VolumeFlag};
+use crate::args::{self, EnvVar, ImageFlag, ProcessName, VolumeFlag};
 use crate::cli::start::EgressFlags;
 use crate::cli::start::StartFlags;
 use crate::secrets::SecretFlags;
@@ -28,12 +28,18 @@ Examples:
   pvmm run -d --name web -p 8080:8000 -- python3 -m http.server
   pvmm run --allow-host pypi.org --allow-host '*.pythonhosted.org' -- pip install requests
   pvmm run --secret API_KEY@api.example.com -- ./agent    sees a placeholder, the host the key
+  pvmm run --image app.tar                                the command of a container image
   pvmm run --kernel vmlinux --rootfs rootfs.ext4 -- /bin/ls
 ")]
 pub struct Run {
     /// Root filesystem to start from; built on first use
     #[arg(long, value_name = "NAME", default_value = "base", conflicts_with = "rootfs")]
     pub template: String,
+    /// Container image to start from: HOST/NAME:TAG of a registry, a folder with an OCI layout, or
+    /// an archive of one or of `docker save`; PATH:NAME for one of several. Its template is built
+    /// on first use
+    #[arg(long, value_name = "IMAGE", value_parser = args::image, conflicts_with_all = ["template", "rootfs"])]
+    pub image: Option<ImageFlag>,
     /// Guest kernel, vmlinux or bzImage [default: pvmm's own if built, otherwise Debian's]
     #[arg(long, value_name = "FILE", value_hint = ValueHint::FilePath)]
     pub kernel: Option<PathBuf>,

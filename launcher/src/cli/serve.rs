@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
-use pvmm_service::{DEFAULT_LISTEN, Listen};
+use pvmm_service::{Collector, Listen};
 
 use super::TEMPLATE;
 use crate::args;
@@ -18,12 +18,13 @@ Examples:
   pvmm serve --listen 0.0.0.0:8443 --tls-cert cert.pem --tls-key key.pem
   pvmm serve --allow pypi.org --allow '*.example.com:443'
 
-Programs that were written for PandaStack use it with PANDASTACK_API=http://127.0.0.1:8088 and
-PANDASTACK_API_KEY=TOKEN. Sandboxes go on when the server ends, and the next server takes them up.
+Programs that were written for PandaStack or E2B use it after eval \"$(pvmm env)\". Sandboxes go on
+when the server ends, and the next server takes them up.
 ")]
 pub struct Serve {
-    /// Where to listen, ADDR:PORT or unix:PATH; may be repeated
-    #[arg(long, value_name = "PLACE", default_value = DEFAULT_LISTEN)]
+    /// Where to listen, ADDR:PORT or unix:PATH; may be repeated [default: sockets passed by
+    /// systemd, or 127.0.0.1:8088]
+    #[arg(long, value_name = "PLACE")]
     pub listen: Vec<Listen>,
     /// Bearer token that clients send [default: one that is made, and kept in the data directory]
     #[arg(long, value_name = "TOKEN", env = "PVMM_SERVE_TOKEN", hide_env_values = true)]
@@ -59,7 +60,39 @@ pub struct Serve {
     /// Time without a request after which a persistent sandbox hibernates
     #[arg(long, value_name = "TIME", default_value = "5m", value_parser = args::duration)]
     pub idle: Duration,
+    /// Processes that wait for the next sandboxes, so that these start sooner
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(..=64))]
+    pub prepared: u8,
+    /// Form of the log on standard error; json has a line for each request
+    #[arg(long, value_name = "FORMAT", default_value = "text")]
+    pub log_format: LogFormat,
+    /// Collector of OpenTelemetry traces, as http://HOST:PORT; it gets OTLP over HTTP, as JSON
+    #[arg(long, value_name = "URL", env = "OTEL_EXPORTER_OTLP_ENDPOINT")]
+    pub otlp_endpoint: Option<Collector>,
+    /// Name of this server in traces
+    #[arg(long, value_name = "NAME", env = "OTEL_SERVICE_NAME", default_value = "pvmm")]
+    pub otlp_name: String,
     /// Print address and token as one JSON line, and end with the sandboxes when stdin closes
     #[arg(long)]
     pub with_parent: bool,
+}
+
+/// The form of the server's log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum LogFormat {
+    Text,
+    Json,
+}
+
+/// Print the variables with which clients find the service that runs here
+#[derive(Debug, Args)]
+#[command(help_template = TEMPLATE, before_help = "\
+Examples:
+  eval \"$(pvmm env)\"                  for PandaStack's clients, E2B's and our own
+  pvmm env --json
+")]
+pub struct Env {
+    /// Print one object as JSON
+    #[arg(long)]
+    pub json: bool,
 }

@@ -32,7 +32,12 @@ pub struct StartFlags {
 
 impl StartFlags {
     pub fn options(&self) -> StartOptions {
-        StartOptions { jailed: !self.no_jail, users: self.uid_range.clone(), ttl: self.ttl }
+        StartOptions {
+            jailed: !self.no_jail,
+            users: self.uid_range.clone(),
+            ttl: self.ttl,
+            still: false,
+        }
     }
 
     /// Says aloud that there is no jail, if that was asked for.

@@ -2,18 +2,24 @@
 //!
 //! A running VM is frozen for a moment and passes on its memory and disks; a snapshot is read from
 //! disk. The rest is common to both: one monitor process per child, all sharing the pages that none
-//! has changed.
+//! has changed. A snapshot of disks alone is booted.
 
-use pvmm::snapshot::{Key, LoadOptions};
+use std::path::Path;
+
+use pvmm::snapshot::{Key, LoadOptions, Manifest, SnapshotKind};
 use pvmm::{Kvm, Template};
 use pvmm_sandbox::control::{self, HandedOver};
 use pvmm_sandbox::copies::{Copies, sized};
+use pvmm_sandbox::disk_snapshot::DiskSnapshot;
 use pvmm_sandbox::sys::signals::{FORWARDED, Signals};
 use pvmm_sandbox::vm_dir::{Base, Record, VmDirError};
-use pvmm_sandbox::{egress, secrets, snapshots, warm};
+use pvmm_sandbox::vmm_process::copy::CopySource;
+use pvmm_sandbox::warm::{self, Warm};
+use pvmm_sandbox::{egress, secrets, snapshots};
 
 use crate::cli::start::{self, EgressFlags};
 use crate::cli::{Fork, Restore};
+use crate::commands::run::boot_patience;
 use crate::exit::{Failure, Outcome, USAGE};
 use crate::interrupt;
 use crate::output;
@@ -29,13 +35,14 @@ pub fn fork(args: Fork) -> Outcome {
             secrets = secrets::of_vm(&vm.dir)?;
             let record =
                 Record { template: format!("fork of {}", vm.label()), ..vm.record.clone() };
-            (control::hand_over(&vm)?, record)
+            (control::hand_over_at(&vm, args.at.as_deref())?, record)
         }
         // Not a VM, so it may be a warm template.
-        Err(VmDirError::Unknown(name)) => match warm::find_named(&name)? {
+        Err(VmDirError::Unknown(name)) if args.at.is_none() => match warm::find_named(&name)? {
             Some(warm) => {
-                let record = Record { template: name, kernel: warm.kernel, ..Record::default() };
-                (HandedOver::of(&warm.template)?, sized(record, &warm.template))
+                let Warm { template, kernel, kernel_file } = warm;
+                let record = Record { template: name, kernel, kernel_file, ..Record::default() };
+                (HandedOver::of(&template)?, sized(record, &template))
             }
             None => return Err(VmDirError::Unknown(name).into()),
         },
@@ -45,7 +52,7 @@ pub fn fork(args: Fork) -> Outcome {
     let egress = args.egress.egress(parent.as_ref())?;
     args.jail.warn(false);
     let copies = Copies {
-        machine: &machine,
+        machine: CopySource::Template(&machine),
         like: record,
         flags: args.copy.copy_flags(),
         volumes: Vec::new(),
@@ -53,6 +60,7 @@ pub fn fork(args: Fork) -> Outcome {
         start: args.jail.options(),
         egress,
         secrets,
+        shells: None,
     };
     start(&copies, &base, names)
 }
@@ -67,16 +75,29 @@ pub fn restore(args: Restore) -> Outcome {
     // A snapshot written by a holder of the key is trusted to name any file.
     let roots = match &key {
         Some(_) => None,
-        None => Some(snapshots::roots(args.allow_files)),
+        None => Some(snapshots::roots(args.allow_files.clone())),
     };
     let options = LoadOptions { verify: args.verify, roots, key, ..LoadOptions::default() };
-    let kvm = Kvm::open().map_err(refuse)?;
-    let template = Template::load(&kvm, &dir, options).map_err(refuse)?;
     let record = Record { template: args.snapshot.clone(), ..Record::default() };
-    let (machine, like) = (HandedOver::of(&template)?, sized(record, &template));
+    let kind = Manifest::read_signed(&dir, options.key.as_ref()).map_err(refuse)?.kind();
+    let (machine, disks);
+    let (source, like, taps) = match kind {
+        SnapshotKind::Disk => {
+            disks = open_disks(&dir, &options, &args, secrets.is_some())?;
+            (CopySource::Disks(&disks), disks.described(record), disks.taps.clone())
+        }
+        SnapshotKind::Memory => {
+            refuse_size(&args)?;
+            let kvm = Kvm::open().map_err(refuse)?;
+            let template = Template::load(&kvm, &dir, options).map_err(refuse)?;
+            machine = HandedOver::of(&template)?;
+            let taps = template.taps().to_vec();
+            (CopySource::Template(&machine), sized(record, &template), taps)
+        }
+    };
     // Several VMs cannot share one tap.
     let makes_taps = names.len() > 1;
-    let has_card = template.taps().iter().any(|tap| tap == egress::LINK_NAME);
+    let has_card = taps.iter().any(|tap| tap == egress::LINK_NAME);
     require_card(&args.egress, has_card)?;
     if secrets.is_some() && !has_card {
         return Err(Failure::usage("--secret: the VM has no network card with a policy")
@@ -88,7 +109,7 @@ pub fn restore(args: Restore) -> Outcome {
     }
     args.jail.warn(false);
     let copies = Copies {
-        machine: &machine,
+        machine: source,
         like,
         flags: args.copy.copy_flags(),
         volumes: Vec::new(),
@@ -96,8 +117,43 @@ pub fn restore(args: Restore) -> Outcome {
         start: args.jail.options(),
         egress,
         secrets,
+        shells: None,
     };
     start(&copies, &base, names)
+}
+
+/// Opens a snapshot of disks alone, with the size, the kernel and the network that were asked for.
+fn open_disks(
+    dir: &Path,
+    options: &LoadOptions,
+    args: &Restore,
+    has_secrets: bool,
+) -> Result<DiskSnapshot, Failure> {
+    let mut disks = DiskSnapshot::open(dir, options, args.kernel.as_deref())?;
+    disks.cpus = args.cpus.unwrap_or(disks.cpus);
+    disks.memory_mib = args.memory.unwrap_or(disks.memory_mib);
+    disks.boot_patience = boot_patience()?;
+    if disks.taps.is_empty() && (args.egress.is_given() || has_secrets) {
+        // As `run` does: what boots can have a card that its disks knew nothing of.
+        disks.taps.push(egress::LINK_NAME.to_owned());
+    }
+    Ok(disks)
+}
+
+/// Refuses a size or a kernel for VMs that go on with those that they had.
+fn refuse_size(args: &Restore) -> Result<(), Failure> {
+    let given = [
+        ("--memory", args.memory.is_some()),
+        ("--cpus", args.cpus.is_some()),
+        ("--kernel", args.kernel.is_some()),
+    ];
+    match given.into_iter().find(|(_, given)| *given) {
+        Some((flag, _)) => Err(Failure::usage(format!(
+            "{flag}: a snapshot with memory goes on with what its VM had"
+        ))
+        .hint("leave it out; 'pvmm snapshot --disk-only' writes one that boots")),
+        None => Ok(()),
+    }
 }
 
 /// Refuses a policy for VMs that have no network card which would heed it.

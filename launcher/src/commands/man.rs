@@ -22,7 +22,8 @@ pub fn man(args: Man) -> Outcome {
 
 fn page(command: clap::Command) -> std::io::Result<Vec<u8>> {
     let mut page = Vec::new();
-    clap_mangen::Man::new(command).render(&mut page)?;
+    let source = concat!("pvmm ", env!("CARGO_PKG_VERSION"));
+    clap_mangen::Man::new(command).source(source).render(&mut page)?;
     Ok(page)
 }
 

@@ -5,31 +5,42 @@
 
 mod attach;
 pub mod balloon;
+mod checkpoints;
 mod code;
 mod completions;
 mod cp;
+mod diff;
 mod doctor;
+mod env;
+mod events;
 mod exec;
 mod fork;
 mod hibernate;
+mod image;
 mod kill;
 mod logs;
 mod man;
 mod mcp;
 mod migrate_templates;
 mod net;
+mod pause;
 mod port;
 mod ps;
 mod ps_commands;
-mod rollback;
 mod run;
 mod serve;
 mod snapshot;
 mod stats;
 mod template;
 mod template_source;
+mod top;
+mod travel;
 mod volume;
 mod watch;
+
+use std::os::fd::AsFd;
+
+use pvmm_sandbox::sys::signals;
 
 use crate::cli::{Cli, Verb};
 use crate::exit::Outcome;
@@ -37,6 +48,9 @@ use crate::firecracker::{self, Program};
 
 /// Runs the command of `cli`.
 pub fn dispatch(cli: Cli) -> Outcome {
+    if cli.end_with_stdin {
+        signals::terminate_when_closed(std::io::stdin().as_fd())?;
+    }
     match cli.verb {
         Verb::Run(args) => run::run(*args, cli.quiet),
         Verb::Exec(args) => exec::exec(args),
@@ -44,28 +58,34 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Code(args) => code::code(args),
         Verb::Cp(args) => cp::cp(args, cli.quiet),
         Verb::Watch(args) => watch::watch(args),
+        Verb::Events(args) => events::events(args, cli.quiet),
         Verb::Logs(args) => logs::logs(args),
         Verb::Kill(args) => kill::kill(args),
         Verb::Rm(args) => kill::rm(args),
         Verb::Port(args) => port::port(args),
         Verb::Fork(args) => fork::fork(args),
         Verb::Snapshot(args) => snapshot::snapshot(args, cli.quiet),
-        Verb::Snapshots(args) => snapshot::snapshots(args),
+        Verb::Snapshots(args) => snapshot::snapshots(args, cli.quiet),
         Verb::Restore(args) => fork::restore(args),
-        Verb::Checkpoint(args) => rollback::checkpoint(args),
-        Verb::Rollback(args) => rollback::rollback(args),
-        Verb::Pause(args) => rollback::pause(args),
-        Verb::Resume(args) => rollback::resume(args),
+        Verb::Checkpoint(args) => checkpoints::checkpoint(args),
+        Verb::Log(args) => checkpoints::log(args),
+        Verb::Checkout(args) => checkpoints::checkout(args),
+        Verb::Rollback(args) => checkpoints::rollback(args),
+        Verb::Diff(args) => diff::diff(args),
+        Verb::Pause(args) => pause::pause(args),
+        Verb::Resume(args) => pause::resume(args),
         Verb::Hibernate(args) => hibernate::hibernate(args),
         Verb::Wake(args) => hibernate::wake(args),
         Verb::Ttl(args) => hibernate::ttl(args),
         Verb::Volume(args) => volume::volume(args),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Stats(args) => stats::stats(args),
+        Verb::Top(args) => top::top(args),
         Verb::Balloon(args) => balloon::balloon(args),
         Verb::Net(args) => net::net(args),
         Verb::Template(args) => template::template(args, cli.quiet),
         Verb::Serve(args) => serve::serve(*args, cli.quiet),
+        Verb::Env(args) => env::env(args),
         Verb::Mcp(args) => mcp::mcp(args),
         Verb::Doctor(args) => doctor::doctor(args),
         // Usually handled in `main` already, because its exit codes are Firecracker's.

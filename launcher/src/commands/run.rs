@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::AgentError;
 use pvmm::exec::{ExecError, ExecRequest};
 
+use super::image;
 use crate::args::VolumeFlag;
 use crate::attach;
 use crate::cli::{Run, start};
@@ -25,6 +26,7 @@ use crate::progress::Steps;
 use pvmm_sandbox::copies::RunningVm;
 use pvmm_sandbox::egress;
 use pvmm_sandbox::guest_agent::{self, Names};
+use pvmm_sandbox::kernel_file::KernelFile;
 use pvmm_sandbox::machine::Extras;
 use pvmm_sandbox::net_card::{NetCard, TapWish};
 use pvmm_sandbox::overrides::CopyParts;
@@ -42,8 +44,13 @@ const DEFAULT_BOOT_PATIENCE: Duration = Duration::from_secs(60);
 /// A login shell for `run -it` without a command.
 const SHELL: &str = "command -v bash >/dev/null && exec bash -l; exec sh -l";
 
-pub fn run(args: Run, quiet: bool) -> Outcome {
+pub fn run(mut args: Run, quiet: bool) -> Outcome {
     let secrets = args.secrets.seal()?;
+    if let Some(flag) = &args.image {
+        let template = image::template(flag, quiet)?;
+        args.argv = image::words(&template, args.argv);
+        args.template = template.name().to_owned();
+    }
     // All arguments are checked before anything is created.
     let argv = command(&args)?;
     attach::require_terminal(&args.command)?;
@@ -99,6 +106,7 @@ pub fn run(args: Run, quiet: bool) -> Outcome {
         mode,
         jailed: !args.jail.no_jail,
         ttl: args.jail.ttl,
+        still: false,
         ports: detached_ports,
         copy: CopyParts::default(),
         frames: None,
@@ -180,6 +188,7 @@ fn volumes(args: &Run) -> Result<Vec<VolumeMount>, Failure> {
 struct Begin {
     with: Start,
     kernel: String,
+    kernel_file: Option<KernelFile>,
 }
 
 /// Returns a warm template if one matches this VM exactly, otherwise kernel, root filesystem and
@@ -205,12 +214,13 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
         };
         if let Some(warm) = warm::find(&shape) {
             let with = Start::Template(Arc::new(warm.template));
-            return Ok(Begin { with, kernel: warm.kernel });
+            return Ok(Begin { with, kernel: warm.kernel, kernel_file: warm.kernel_file });
         }
     }
     let parts = interrupt::interruptible(|| sources.prepare(&mut Steps::new(quiet)))?;
     let kernel = parts.kernel.label.clone();
-    Ok(Begin { with: Start::Boot(Box::new(parts)), kernel })
+    let kernel_file = KernelFile::of(&parts.kernel.vmlinux);
+    Ok(Begin { with: Start::Boot(Box::new(parts)), kernel, kernel_file })
 }
 
 /// Builds the record that other commands read.
@@ -227,6 +237,7 @@ fn record(
         created: now(),
         template: rootfs.unwrap_or_else(|| args.template.clone()),
         kernel: start.kernel.clone(),
+        kernel_file: start.kernel_file.clone(),
         cpus: args.cpus,
         memory_mib: args.memory,
         // The shell that replaces a missing command was not given by the user.
@@ -282,7 +293,8 @@ fn command(args: &Run) -> Result<Vec<OsString>, Failure> {
     Ok(args.argv.clone())
 }
 
-fn boot_patience() -> Result<Duration, Failure> {
+/// Returns how long a guest may take to boot.
+pub fn boot_patience() -> Result<Duration, Failure> {
     let Some(text) = std::env::var_os("PVMM_BOOT_TIMEOUT").filter(|text| !text.is_empty()) else {
         return Ok(DEFAULT_BOOT_PATIENCE);
     };

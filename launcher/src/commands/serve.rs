@@ -3,13 +3,19 @@
 //! The `service` crate does the work; this file only passes the flags on.
 
 use pvmm_sandbox::snapshots;
-use pvmm_service::{Limits, ServeOptions, TlsFiles};
+use pvmm_service::{JsonLog, Limits, ServeOptions, TlsFiles};
 
-use crate::cli::Serve;
+use crate::cli::{LogFormat, Serve};
 use crate::exit::{Failure, Outcome};
 
 pub fn serve(args: Serve, quiet: bool) -> Outcome {
-    pvmm_sandbox::logger::start();
+    let json_log = match args.log_format {
+        LogFormat::Text => {
+            pvmm_sandbox::logger::start();
+            None
+        }
+        LogFormat::Json => Some(JsonLog::start()?),
+    };
     if args.token.as_ref().is_some_and(|token| token.trim().is_empty()) {
         return Err(Failure::usage("--token: is empty"));
     }
@@ -34,7 +40,10 @@ pub fn serve(args: Serve, quiet: bool) -> Outcome {
             idle: args.idle,
         },
         default_egress: args.allow,
+        shells: args.prepared.into(),
         with_parent: args.with_parent,
+        json_log,
+        traces: args.otlp_endpoint.map(|collector| (collector, args.otlp_name)),
         print_address: !quiet,
     })?;
     Ok(0)

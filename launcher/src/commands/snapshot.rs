@@ -6,11 +6,12 @@
 
 use std::path::Path;
 
-use pvmm::snapshot::{Durability, Key, Manifest, WriteOptions};
+use pvmm::snapshot::{Durability, Key, Manifest, SnapshotKind, WriteOptions};
 use serde::Serialize;
 
 use crate::cli::{Snapshot, Snapshots, SnapshotsVerb, SyncMode};
 use crate::commands::fork::refuse;
+use crate::commands::travel;
 use crate::exit::{Failure, Outcome, io_text};
 use crate::leftovers::Leftovers;
 use crate::output::{self, Table};
@@ -28,7 +29,7 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
     }
     let key = args.key.as_deref().map(Key::read).transpose().map_err(|e| refuse(e.into()))?;
     let leftovers = Leftovers::watch()?;
-    let template = control::freeze(&vm)?;
+    let template = if args.disk_only { control::freeze_disks(&vm)? } else { control::freeze(&vm)? };
     let mut counter = Counter::new(quiet, "writing the snapshot");
     let mut progress = |done, total| counter.tell(done, total);
     let mut begun = |folder: &Path| leftovers.note(folder);
@@ -36,6 +37,7 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
         durability: if args.sync == SyncMode::None { Durability::None } else { Durability::Full },
         replace: args.replace,
         incremental: args.incremental,
+        disk_only: args.disk_only,
         key: key.as_ref(),
         progress: Some(&mut progress),
         begun: Some(&mut begun),
@@ -49,7 +51,7 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
     Ok(0)
 }
 
-pub fn snapshots(args: Snapshots) -> Outcome {
+pub fn snapshots(args: Snapshots, quiet: bool) -> Outcome {
     match args.verb.unwrap_or(SnapshotsVerb::Ls { json: args.json }) {
         SnapshotsVerb::Ls { json } => list(json)?,
         SnapshotsVerb::Rm { names } => {
@@ -63,12 +65,26 @@ pub fn snapshots(args: Snapshots) -> Outcome {
                 output::line(&name)?;
             }
         }
+        SnapshotsVerb::Push { name, flags, allow_files } => {
+            travel::push_snapshot(&name, allow_files, &flags, quiet)?;
+        }
+        SnapshotsVerb::Pull { flags, replace, keep_policy } => {
+            travel::pull_snapshot(&flags, replace, keep_policy, quiet)?;
+        }
         SnapshotsVerb::Inspect { name } => {
             let manifest = Manifest::read(&snapshots::place(&name)?).map_err(refuse)?;
-            output::json(&manifest)?;
+            output::json(&Inspected { kind: manifest.kind(), manifest: &manifest })?;
         }
     }
     Ok(0)
+}
+
+/// The manifest of a snapshot in the output of `inspect`, and its kind in a word.
+#[derive(Serialize)]
+struct Inspected<'a> {
+    kind: SnapshotKind,
+    #[serde(flatten)]
+    manifest: &'a Manifest,
 }
 
 /// A snapshot in the `--json` output.
@@ -76,6 +92,7 @@ pub fn snapshots(args: Snapshots) -> Outcome {
 struct Row<'a> {
     name: &'a str,
     id: &'a str,
+    kind: SnapshotKind,
     created: u64,
     cpus: u32,
     memory_mib: u64,
@@ -88,6 +105,7 @@ fn row<'a>(name: &'a str, dir: &std::path::Path, manifest: &'a Manifest) -> Row<
     Row {
         name,
         id: &manifest.id,
+        kind: manifest.kind(),
         created: manifest.created,
         cpus: manifest.machine.vcpus,
         memory_mib: manifest.machine.memory_mib,
@@ -103,11 +121,12 @@ fn list(json: bool) -> Result<(), Failure> {
         let rows: Vec<_> = found.iter().map(|(name, dir, it)| row(name, dir, it)).collect();
         return Ok(output::json(&rows)?);
     }
-    let mut table = Table::new(&["NAME", "AGE", "CPUS", "MEMORY", "ON DISK", "BASE"]);
+    let mut table = Table::new(&["NAME", "KIND", "AGE", "CPUS", "MEMORY", "ON DISK", "BASE"]);
     for (name, dir, manifest) in &found {
         let row = row(name, dir, manifest);
         table.row(vec![
             name.clone(),
+            row.kind.word().to_owned(),
             output::age(now().saturating_sub(row.created)),
             row.cpus.to_string(),
             output::bytes(row.memory_mib << 20),

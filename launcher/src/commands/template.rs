@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use pvmm_images::{Cache, Recipe, SourceKind, Template};
 use serde::Serialize;
 
-use super::template_source;
+use super::{template_source, travel};
 use crate::cli::{self, TemplateVerb, VolumeMode};
 use crate::exit::{Failure, Outcome};
 use crate::interrupt::{interruptible, or_interrupted};
@@ -53,6 +53,8 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
                 Template::remove(&cache, &name, &mut steps).map_err(prepare::refuse)?;
             }
         }
+        TemplateVerb::Push { name, flags } => travel::push_template(&cache, &name, &flags, quiet)?,
+        TemplateVerb::Pull { flags } => travel::pull_template(&cache, &flags, quiet)?,
         TemplateVerb::Inspect { name, json } => {
             let template = Template::find(&cache, &name).map_err(prepare::refuse)?;
             inspect(&template, json)?;
@@ -158,6 +160,7 @@ fn inspect(template: &Template, json: bool) -> Result<(), Failure> {
             SourceKind::Tar => "archive",
             SourceKind::Folder => "folder",
             SourceKind::Dockerfile => "Dockerfile",
+            SourceKind::Image => "image",
         };
         text += &format!("source    {kind} {}\n", source.digest);
     }

@@ -1,4 +1,4 @@
-//! `pvmm template build` from an archive, a folder or a Dockerfile.
+//! `pvmm template build` from an archive, a folder, a container image or a Dockerfile.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use pvmm_images::{Cache, Template};
 
+use super::image::{self, Ask};
 use crate::cli::SourceFlags;
 use crate::exit::{self, Failure};
 use crate::interrupt::interruptible;
@@ -43,6 +44,11 @@ pub fn build(
         }
         SourceFlags { dir: Some(dir), .. } => {
             Template::from_folder(cache, name, dir, &mut steps).map(Some).map_err(prepare::refuse)
+        }
+        SourceFlags { image: Some(flag), .. } => {
+            let image = image::open(cache, flag, Ask::Always, &mut steps)?;
+            let built = Template::from_image(cache, name, &image, &mut steps);
+            built.map(Some).map_err(prepare::refuse)
         }
         SourceFlags { dockerfile: Some(path), .. } => {
             let text = read_text(path)?;
@@ -82,7 +88,7 @@ fn unreadable(path: &Path, error: &io::Error) -> Failure {
 }
 
 /// Bakes a warm template in a process of its own, which boots a VM and has its own way to end.
-fn bake(shape: &Shape) -> Result<(), Failure> {
+pub fn bake(shape: &Shape) -> Result<(), Failure> {
     let failed = |error: io::Error| Failure::fault(format!("cannot bake a template: {error}"));
     let mut command = Command::new(std::env::current_exe().map_err(failed)?);
     command.args(shape.bake_words()).stdin(Stdio::null()).stdout(Stdio::null());

@@ -286,10 +286,12 @@ pub fn check_vsock_path(path: &str) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// Builds the kernel command line: the client's arguments, then those that the drives require.
+/// Builds the kernel command line: the client's arguments, then those that the drives require, and
+/// last what the client gave for the init process.
 fn command_line(config: &Config) -> String {
-    let given = config.boot_source.boot_args.as_deref().unwrap_or(DEFAULT_BOOT_ARGS);
-    let mut line = given.trim().to_owned();
+    let given = config.boot_source.boot_args.as_deref().unwrap_or(DEFAULT_BOOT_ARGS).trim();
+    let (kernel, init) = given.split_at(given.find(" -- ").unwrap_or(given.len()));
+    let mut line = kernel.to_owned();
     line.push_str(" pci=off");
     if let Some(root) = config.drives.iter().find(|drive| drive.is_root_device) {
         match &root.partuuid {
@@ -298,6 +300,7 @@ fn command_line(config: &Config) -> String {
         }
         line.push_str(if root.read_only() { " ro" } else { " rw" });
     }
+    line.push_str(init);
     line.trim_start().to_owned()
 }
 

@@ -48,6 +48,20 @@ fn machine_of_which_only_a_kernel_and_a_drive_were_said_has_defaults() {
 }
 
 #[test]
+fn arguments_for_init_stay_the_last_ones() {
+    let (kernel, root) = (image(), image());
+    let mut before = BeforeBoot::default();
+    before.put_drive(drive("rootfs", true, &root)).unwrap();
+    let kernel_image_path = kernel.path().display().to_string();
+    let boot_args = Some("quiet init=/bin/sh -- -c true".into());
+    before
+        .put_boot_source(BootSource { kernel_image_path, boot_args, ..BootSource::default() })
+        .unwrap();
+    let cmdline = before.machine().unwrap().cmdline;
+    assert_eq!(cmdline, "quiet init=/bin/sh pci=off root=/dev/vda rw -- -c true");
+}
+
+#[test]
 fn machine_without_a_kernel_is_refused() {
     let mut before = BeforeBoot::default();
     let message = before.machine().unwrap_err().message;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, FileKind, WriteOptions};
 use pvmm::exec::{ExecRequest, ExecStatus, ProcessEvent};
 use pvmm_images::template::TemplateError;
-use pvmm_images::{Cache, Import, ImportError, Recipe, Settings, SourceKind, Template};
+use pvmm_images::{Cache, Import, ImportError, Origin, Recipe, Settings, SourceKind, Template};
 
 use super::context::Context;
 use super::copy_in;
@@ -31,8 +31,6 @@ const RUN_TIME: Duration = Duration::from_secs(3600);
 const LOOK: Duration = Duration::from_millis(100);
 /// A longer line of output is shown in pieces.
 const MAX_LINE: usize = 4096;
-/// The folder of the file in which the agent finds what commands get that say nothing themselves.
-const DEFAULTS_DIR: &str = "/etc/pvmm";
 /// Directories of the guest's root that are no part of an image.
 const LEFT_OUT: [&str; 5] = ["dev", "proc", "run", "sys", "tmp"];
 
@@ -78,10 +76,21 @@ pub fn build(
         egress: options.egress.clone(),
         ..CreateOptions::of(template.name())
     };
+    let key = plan.key()?;
     let mut build = Build { cache, sandboxes, create, plan, log };
+    if let Ok(template) = Template::find(cache, options.name)
+        && template
+            .manifest
+            .source
+            .as_ref()
+            .is_some_and(|made| made.build_key.as_ref() == Some(&key))
+    {
+        build.say_kept(build.plan.steps.len());
+        return Ok(template);
+    }
     let (room, done) = build.room(bake)?;
     build.steps(&room, done)?;
-    build.finish(&room, options.name)
+    build.finish(&room, options.name, key)
 }
 
 /// Returns the template that FROM names. One of pvmm's own is built if it is missing.
@@ -148,10 +157,7 @@ impl Build<'_> {
             match self.sandboxes.restore(&folder, &self.create) {
                 Ok(sandbox) => {
                     let room = Room(sandbox);
-                    for done in 0..=number {
-                        let heading = self.heading(done);
-                        self.log.line(&format!("{heading} (kept)"));
-                    }
+                    self.say_kept(number + 1);
                     return Ok((room, number + 1));
                 }
                 Err(failure) => {
@@ -174,6 +180,14 @@ impl Build<'_> {
     fn heading(&self, number: usize) -> String {
         let steps = &self.plan.steps;
         format!("Step {}/{}: {}", number + 1, steps.len(), steps[number].text)
+    }
+
+    /// Says that the first steps need not be done.
+    fn say_kept(&mut self, steps: usize) {
+        for number in 0..steps {
+            let heading = self.heading(number);
+            self.log.line(&format!("{heading} (kept)"));
+        }
     }
 
     fn steps(&mut self, room: &Room, done: usize) -> Result<(), Failure> {
@@ -223,20 +237,20 @@ impl Build<'_> {
         kept::prune(self.cache, needed);
     }
 
-    fn finish(self, room: &Room, name: &str) -> Result<Template, Failure> {
+    fn finish(self, room: &Room, name: &str, key: String) -> Result<Template, Failure> {
         let agent = room.0.agent()?;
-        let defaults = defaults(&self.plan.settings);
+        let defaults = self.plan.settings.defaults();
         if !defaults.is_empty() {
-            agent.mkdir(DEFAULTS_DIR, None, true).map_err(guest_agent::refuse)?;
-            let file = format!("{DEFAULTS_DIR}/defaults");
-            agent
-                .write_file(&file, &defaults, &WriteOptions::default())
-                .map_err(guest_agent::refuse)?;
+            let options = WriteOptions { parents: true, ..WriteOptions::default() };
+            agent.write_file(Settings::FILE, &defaults, &options).map_err(guest_agent::refuse)?;
         }
-        let settings = Some(self.plan.settings);
+        let origin = Origin {
+            kind: SourceKind::Dockerfile,
+            build_key: Some(key),
+            settings: Some(self.plan.settings),
+        };
         let fill = |import: &mut Import<'_>| read_out(&agent, import);
-        Template::import(self.cache, name, SourceKind::Dockerfile, settings, self.log, fill)
-            .map_err(prepare::refuse)
+        Template::import(self.cache, name, origin, self.log, fill).map_err(prepare::refuse)
     }
 
     fn stop_if_interrupted(&mut self) -> Result<(), Failure> {
@@ -294,14 +308,6 @@ fn run(
         _ => format!("the command failed with exit code {}", status.shell_code()),
     };
     Err(Failure::usage(message))
-}
-
-/// Returns what commands of a template get that say nothing themselves, as the agent reads it.
-fn defaults(settings: &Settings) -> Vec<u8> {
-    let env = settings.env.iter().map(|(name, value)| format!("env {name}={value}\0"));
-    let cwd = settings.workdir.iter().map(|path| format!("cwd {path}\0"));
-    let user = settings.user.iter().map(|name| format!("user {name}\0"));
-    env.chain(cwd).chain(user).collect::<String>().into_bytes()
 }
 
 /// Cuts output into lines.

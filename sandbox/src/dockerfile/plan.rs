@@ -3,6 +3,7 @@
 //! Variables are put in, files of the context are found and settings are collected here, so that a
 //! build that cannot work fails before its sandbox is made.
 
+use std::io;
 use std::path::{Component, Path, PathBuf};
 
 use pvmm_agent_image::AGENT_KEY;
@@ -23,6 +24,16 @@ const ALIASES: [&str; 3] = ["debian", "ubuntu", "python"];
 pub struct Plan {
     pub steps: Vec<Planned>,
     pub settings: Settings,
+    /// The key of the guest's state after the last step.
+    last_key: String,
+}
+
+impl Plan {
+    /// Returns the key of all that the template depends on.
+    pub fn key(&self) -> Result<String, Failure> {
+        let settings = serde_json::to_vec(&self.settings).map_err(io::Error::from)?;
+        Ok(cache::key([self.last_key.as_bytes(), &settings]))
+    }
 }
 
 #[derive(Debug)]
@@ -101,7 +112,7 @@ pub fn plan(
         steps.push(Planned { text, line: step.line, act, key });
     }
     state.settings.env = state.vars.env;
-    Ok(Plan { steps, settings: state.settings })
+    Ok(Plan { steps, settings: state.settings, last_key: state.key })
 }
 
 struct State {
@@ -325,6 +336,14 @@ mod tests {
         assert_eq!(plan.settings.ports, ["80", "2"]);
         assert_eq!(plan.settings.cmd.unwrap(), ["/bin/sh", "-c", "run me"]);
         assert_eq!(plan.settings.labels, [pair("k", "v")]);
+    }
+
+    #[test]
+    fn key_of_the_template_changes_with_its_settings_too() {
+        let key = |text: &str| planned(text, &[]).key().unwrap();
+        assert_eq!(key("FROM a\nRUN x\nCMD y"), key("FROM a\nRUN  x\n# note\nCMD y"));
+        assert_ne!(key("FROM a\nRUN x\nCMD y"), key("FROM a\nRUN x\nCMD z"));
+        assert_ne!(key("FROM a\nRUN x\nCMD y"), key("FROM a\nRUN z\nCMD y"));
     }
 
     #[test]

@@ -1,10 +1,10 @@
-//! Passes open files over a Unix socket.
+//! Passes open files over a Unix socket, and looks at a socket that was passed.
 //!
 //! A template's memory goes from one process to another as file descriptors, not as bytes.
-#![allow(unsafe_code)] // Received descriptors become owned ones.
+#![allow(unsafe_code)] // Received descriptors become owned ones; getsockopt.
 
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
@@ -36,6 +36,20 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Vec
     };
     let files = raw.iter().take(files).map(own).collect::<io::Result<_>>()?;
     Ok((bytes, files))
+}
+
+/// Returns whether `file` is a stream socket that accepts connections.
+pub fn is_listening(file: BorrowedFd<'_>) -> bool {
+    let has = |option, wanted: libc::c_int| {
+        let (mut value, mut size) = (0, size_of::<libc::c_int>() as libc::socklen_t);
+        let place = (&raw mut value).cast();
+        // SAFETY: the kernel writes at most `size` bytes to `value`, and both outlive the call.
+        let result = unsafe {
+            libc::getsockopt(file.as_raw_fd(), libc::SOL_SOCKET, option, place, &mut size)
+        };
+        result == 0 && value == wanted
+    };
+    has(libc::SO_ACCEPTCONN, 1) && has(libc::SO_TYPE, libc::SOCK_STREAM)
 }
 
 /// Receives a line of at most `max` bytes. Returns the line, the bytes after it, and the files sent

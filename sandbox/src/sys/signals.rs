@@ -2,15 +2,18 @@
 //!
 //! The launcher forwards them to a guest and the monitor process shuts down on them; both handle
 //! them in their event loops.
-#![allow(unsafe_code)] // sigprocmask, signalfd, sigaction and raise.
+#![allow(unsafe_code)] // sigprocmask, signalfd, sigaction, fcntl and raise.
 
 use std::fs::File;
 use std::io::{self, Read};
 use std::mem::{MaybeUninit, size_of};
-use std::os::fd::{AsFd, BorrowedFd, FromRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd};
+use std::process;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
+
+use super::poll;
 
 /// The signals that people and services send to end or interrupt a command.
 pub const FORWARDED: [i32; 4] = [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGQUIT];
@@ -27,6 +30,9 @@ pub const WITH_TERMINAL: [i32; 8] = [
     libc::SIGALRM,
     libc::SIGWINCH,
 ];
+
+/// The command that sets the signal of a descriptor, which `libc` lacks.
+const F_SETSIG: libc::c_int = 10;
 
 /// The last signal caught by [`catch_interrupts`], or 0.
 static CAUGHT: AtomicI32 = AtomicI32::new(0);
@@ -57,6 +63,26 @@ pub fn catch_interrupts() {
 /// Returns the signal that was caught, if any.
 pub fn caught() -> Option<i32> {
     Some(CAUGHT.load(Ordering::Relaxed)).filter(|signal| *signal != 0)
+}
+
+/// Makes the kernel send SIGTERM to this process when the last writer of `pipe` is gone, and also
+/// when something is written to it.
+pub fn terminate_when_closed(pipe: BorrowedFd<'_>) -> io::Result<()> {
+    let fcntl = |command: libc::c_int, argument: libc::c_int| {
+        // SAFETY: the descriptor is open, and these commands take a number.
+        let result = unsafe { libc::fcntl(pipe.as_raw_fd(), command, argument) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+    };
+    fcntl(libc::F_SETOWN, process::id().cast_signed())?;
+    fcntl(F_SETSIG, libc::SIGTERM)?;
+    let flags = fcntl(libc::F_GETFL, 0)?;
+    fcntl(libc::F_SETFL, flags | libc::O_ASYNC)?;
+    if poll::readable(&[pipe], Some(Duration::ZERO))?[0] {
+        // The writer was gone before the call above.
+        // SAFETY: no pointers.
+        unsafe { libc::raise(libc::SIGTERM) };
+    }
+    Ok(())
 }
 
 /// Makes each of these signals end the process at once with its exit code. For signals that report

@@ -29,7 +29,7 @@ mod tests;
 
 pub use base::Base;
 pub use record::{
-    Egress, Ending, Record, Ttl, VmStatus, VolumeMount, now, read as read_document,
+    Egress, Ending, Record, Ttl, VmStatus, VolumeMount, now, now_ms, read as read_document,
     write as write_document,
 };
 

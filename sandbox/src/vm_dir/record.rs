@@ -16,6 +16,8 @@ use pvmm_egress::policy::PolicyDocument;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
+use crate::kernel_file::KernelFile;
+
 /// The largest document that is read; `pvmm` writes none as large.
 const MAX_DOCUMENT: u64 = 1 << 20;
 /// The most bytes of a command line that are kept for display.
@@ -31,6 +33,9 @@ pub struct Record {
     /// The template's name, or the path of the root filesystem.
     pub template: String,
     pub kernel: String,
+    /// The file of the kernel, if it is known.
+    #[serde(default)]
+    pub kernel_file: Option<KernelFile>,
     pub cpus: u32,
     pub memory_mib: u64,
     /// The process id of the monitor process.
@@ -99,6 +104,17 @@ pub struct Ending {
     pub at: u64,
 }
 
+impl Ending {
+    /// The reason of a VM that has lived as long as it may.
+    pub const TTL_PASSED: &str = "its time to live has passed (ttl)";
+    /// The reason of a VM whose guest switched itself off.
+    pub const POWEROFF: &str = "the guest powered itself off";
+    /// The reason of a VM whose guest asked for a reset.
+    pub const REBOOT: &str = "the guest asked for a reboot";
+    /// The reason of a VM whose guest had a fault that nothing in it handled.
+    pub const TRIPLE_FAULT: &str = "the guest crashed (triple fault)";
+}
+
 /// The state of a VM, as `pvmm ps` shows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmStatus {
@@ -151,6 +167,11 @@ impl Record {
 /// Returns the seconds since 1970.
 pub fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
+/// Returns the milliseconds since 1970.
+pub fn now_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
 /// Replaces the document atomically.

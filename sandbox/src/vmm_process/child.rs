@@ -26,14 +26,13 @@ use super::{Mode, Plan, Report, Reporter, Start, console, control, volume};
 use crate::failure::{FAULT, Failure, USAGE};
 use crate::jail;
 use crate::machine;
-use crate::overrides::GUEST_CID;
 use crate::ports::{self, BoundPort};
 use crate::scratch::Place;
 use crate::seccomp::Filters;
 use crate::secrets;
 use crate::sys::signals::{self, Signals};
 use crate::sys::{poll, process};
-use crate::vm_dir::RunDir;
+use crate::vm_dir::{Ending, RunDir};
 
 /// The time between SIGTERM and SIGKILL for processes in the guest when the VM is shut down.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(5);
@@ -54,9 +53,6 @@ const ADOPT_BYTES: u64 = 4 << 20;
 
 /// A kernel that does not load into less memory than this may simply lack memory.
 const COMFORT_MIB: u64 = 128;
-
-/// The reason of a VM that has lived as long as it may.
-pub const TTL_PASSED: &str = "its time to live has passed (ttl)";
 
 /// Why the process ends.
 enum End {
@@ -167,7 +163,9 @@ fn watch(
     let boot_patience = plan.boot_patience;
     let memory_mib = plan.record.memory_mib;
     let refuse = |error| boot_failure(error, memory_mib);
-    let Plan { start, console_copy, mode, ports, extras, copy, record, frames, jailed, .. } = plan;
+    let Plan {
+        start, console_copy, mode, ports, extras, copy, record, frames, jailed, still, ..
+    } = plan;
     let placeholders = plan.placeholders.as_ref();
     let volumes = &record.volumes;
     let template = match &start {
@@ -175,6 +173,7 @@ fn watch(
         Start::Template(template) => Some(template.clone()),
     };
     let booted = template.is_none();
+    let used_disk = matches!(&start, Start::Boot(parts) if parts.used_disk);
 
     // Everything is opened, then the jail is closed, then the VM is made.
     let mut images = volumes.iter().map(volume::open).collect::<Result<Vec<_>, _>>()?;
@@ -209,15 +208,15 @@ fn watch(
         options.scratch_in_memory = place.scratch.in_memory;
         options.thread_filters = filters.as_ref().map(|all| all.threads.clone());
     };
+    let mut vsock = Vsock::new(copy.cid(), dir.vsock());
+    vsock.dial_path = copy.vsock().map(|path| place.seen(path));
     let mut vm = match prepared {
         Prepared::Boot(kvm, mut config) => {
-            config.vsock = Some(Vsock::new(GUEST_CID, dir.vsock()));
+            config.vsock = Some(vsock);
             host(&mut config.host);
             Vm::boot(&kvm, *config)
         }
         Prepared::Fork(template, mut overrides) => {
-            let mut vsock = Vsock::new(copy.cid(), dir.vsock());
-            vsock.dial_path = copy.vsock().map(|path| place.seen(path));
             overrides.vsock = Some(vsock);
             host(&mut overrides.host);
             // The fork is refreshed below, before it is reported as ready.
@@ -253,20 +252,33 @@ fn watch(
         None if booted => return Err(Failure::fault("the VM has no vsock device")),
         // A fork must not be used before its refresh, so a failure here ends it.
         None => {
-            let hostname = record.name.as_deref().unwrap_or(&record.id);
-            let mut refresh = Refresh::new(1).map_err(fault)?.hostname(hostname);
-            if let Some(template) = &template {
-                refresh = copy.tell(template, refresh);
+            let mut refresh = Refresh::new(1).map_err(fault)?;
+            if still {
+                // Nothing runs in it, and no file may change before somebody looks at it.
+                refresh = refresh.without_ids().without_thaw();
+            } else {
+                refresh = refresh.hostname(record.name.as_deref().unwrap_or(&record.id));
+                if let Some(template) = &template {
+                    refresh = copy.tell(template, refresh);
+                }
+                refresh = secrets::tell(placeholders, refresh);
             }
-            refresh = secrets::tell(placeholders, refresh);
             control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
         }
     }
     drop((listener, template));
-    if let Some(card) = extras.net.as_ref().filter(|card| booted && card.has_addresses()) {
-        // The guest has just booted and keeps its identity; only its addresses are set.
-        let refresh = card.tell(Refresh::new(0).map_err(fault)?.without_ids());
-        let refresh = secrets::tell(placeholders, refresh);
+    let card = extras.net.as_ref().filter(|card| booted && card.has_addresses());
+    if card.is_some() || used_disk {
+        let mut refresh = Refresh::new(0).map_err(fault)?;
+        // A guest that has just booted keeps its identity, unless its disk has that of another VM.
+        refresh = if used_disk {
+            refresh.hostname(record.name.as_deref().unwrap_or(&record.id))
+        } else {
+            refresh.without_ids()
+        };
+        if let Some(card) = card {
+            refresh = secrets::tell(placeholders, card.tell(refresh));
+        }
         control::refreshed(&machine.vm, &refresh, boot_deadline).map_err(refuse)?;
     }
 
@@ -533,7 +545,7 @@ fn finish(end: End, reporter: &mut Reporter) {
     let (exit_code, reason) = match end {
         End::Guest(outcome) => (None, describe(&outcome)),
         End::Command(status) => (Some(status.shell_code()), "the command ended".to_owned()),
-        End::Ttl => (None, TTL_PASSED.to_owned()),
+        End::Ttl => (None, Ending::TTL_PASSED.to_owned()),
         End::Forced => (None, "it was told to end and did not in time".to_owned()),
         End::Failed(failure) => return reporter.failed(failure),
     };
@@ -553,9 +565,9 @@ fn hint_for(end: &End) -> Option<String> {
 
 fn describe(outcome: &Outcome) -> String {
     match outcome {
-        Outcome::Poweroff => "the guest powered itself off".to_owned(),
-        Outcome::Reboot => "the guest asked for a reboot".to_owned(),
-        Outcome::TripleFault => "the guest crashed (triple fault)".to_owned(),
+        Outcome::Poweroff => Ending::POWEROFF.to_owned(),
+        Outcome::Reboot => Ending::REBOOT.to_owned(),
+        Outcome::TripleFault => Ending::TRIPLE_FAULT.to_owned(),
         Outcome::InternalError { suberror } => {
             format!("KVM could not go on with the guest (internal error {suberror})")
         }

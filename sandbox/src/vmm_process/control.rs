@@ -7,14 +7,17 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, FreezeOptions, Refresh};
-use pvmm::{Adoption, Error, ErrorKind, Vm};
+use pvmm::agent::{Agent, AgentError, FreezeOptions, Refresh};
+use pvmm::{Adoption, Error, ErrorKind, Template, Vm};
+use pvmm_egress::ConnectionKey;
 
+use crate::checkpoint_tree::{Checkpoint, CheckpointTree, TreeError};
 use crate::control::BalloonSize;
 use crate::control::{ControlReply, ControlRequest, MAX_LINE};
-use crate::failure::{FAULT, USAGE};
+use crate::failure::{FAULT, FailureKind, USAGE};
 use crate::machine::SETTLE_MAX;
 use crate::sys::passing;
+use crate::vm_dir::now_ms;
 
 /// How long a client may take to send its request, and to read the answer.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(5);
@@ -29,6 +32,37 @@ pub struct Control {
     listener: UnixListener,
     /// 1 plus the number of rollbacks; the guest gets it with each refresh.
     generation: u64,
+    checkpoints: CheckpointTree<Kept>,
+}
+
+/// The content of a checkpoint.
+struct Kept {
+    template: Template,
+    /// The connections of the guest through its egress process.
+    connections: Vec<ConnectionKey>,
+    /// Whether a secret was delivered to the guest, which must not get into forks.
+    has_secrets: bool,
+}
+
+/// Why a request was not carried out.
+#[derive(Debug, thiserror::Error)]
+enum Refusal {
+    #[error("{0:#}")]
+    Vm(#[from] Error),
+    #[error(transparent)]
+    Tree(#[from] TreeError),
+}
+
+impl Refusal {
+    /// Returns the exit code, and the kind where the code says too little.
+    fn code(&self) -> (u8, Option<FailureKind>) {
+        match self {
+            Self::Vm(error) if error.kind() != ErrorKind::InvalidConfig => (FAULT, None),
+            Self::Vm(_) | Self::Tree(TreeError::BadName) => (USAGE, None),
+            Self::Tree(TreeError::Unknown(_)) => (USAGE, Some(FailureKind::NotFound)),
+            Self::Tree(_) => (USAGE, Some(FailureKind::Conflict)),
+        }
+    }
 }
 
 /// How a request has changed the VM, for the event loop.
@@ -50,7 +84,7 @@ impl Control {
     pub fn bind(path: &Path) -> io::Result<Self> {
         let listener = pvmm::listen_privately(path)?;
         listener.set_nonblocking(true)?;
-        Ok(Self { listener, generation: 1 })
+        Ok(Self { listener, generation: 1, checkpoints: CheckpointTree::default() })
     }
 
     /// Serves one client. An error of that client is logged and affects nothing else.
@@ -69,20 +103,28 @@ impl Control {
         client.set_read_timeout(Some(CLIENT_PATIENCE))?;
         client.set_write_timeout(Some(CLIENT_PATIENCE))?;
         let request = read_request(&client)?;
+        let hint = hint_for(&request);
         let (effect, answered) = match self.perform(request, vm) {
             Ok((effect, Done::Nothing)) => (effect, reply(&client, &ControlReply::Done, &[])),
             Ok((effect, Done::Balloon(size))) => {
                 (effect, reply(&client, &ControlReply::Balloon(size), &[]))
             }
-            Ok((effect, Done::Template(bytes, files))) => {
-                let template = ControlReply::Template { bytes: bytes.len() as u64 };
+            Ok((effect, Done::Checkpoint(one))) => {
+                (effect, reply(&client, &ControlReply::Checkpoint(one), &[]))
+            }
+            Ok((effect, Done::Checkpoints(all))) => {
+                (effect, reply(&client, &ControlReply::Checkpoints(all), &[]))
+            }
+            Ok((effect, Done::Template((bytes, files), connections))) => {
+                let template = ControlReply::Template { bytes: bytes.len() as u64, connections };
                 let sent = reply(&client, &template, &files);
                 (effect, sent.and_then(|()| (&client).write_all(&bytes)))
             }
-            Err(error) => {
-                let code = if error.kind() == ErrorKind::InvalidConfig { USAGE } else { FAULT };
-                let hint = hint_for(request).filter(|_| code == USAGE).map(str::to_owned);
-                let refused = ControlReply::Refused { code, message: format!("{error:#}"), hint };
+            Err(refusal) => {
+                let (code, kind) = refusal.code();
+                let hint = hint.filter(|_| code == USAGE).map(str::to_owned);
+                let message = refusal.to_string();
+                let refused = ControlReply::Refused { code, kind, message, hint };
                 (Effect::None, reply(&client, &refused, &[]))
             }
         };
@@ -96,25 +138,31 @@ impl Control {
         })
     }
 
-    fn perform(&mut self, request: ControlRequest, vm: &mut Vm) -> Result<(Effect, Done), Error> {
+    fn perform(&mut self, request: ControlRequest, vm: &mut Vm) -> Result<(Effect, Done), Refusal> {
         match request {
             ControlRequest::Freeze => {
                 // Called before the workload is frozen: it takes time in proportion to the size of
                 // the drives.
                 vm.prepare_freeze()?;
-                let template =
-                    standing_still(vm, FreezeOptions::default(), Vm::begin_freeze)?.finish()?;
-                let (bytes, files) = template.hand_over()?;
-                Ok((Effect::Frozen(template.adoption()), Done::Template(bytes, files)))
+                let (begun, _) = standing_still(vm, FreezeOptions::default(), Vm::begin_freeze)?;
+                let template = begun.finish()?;
+                let done = Done::Template(template.hand_over()?, Vec::new());
+                Ok((Effect::Frozen(template.adoption()), done))
             }
             ControlRequest::FreezeStill => {
                 vm.prepare_freeze()?;
                 let template = held_still(vm, FreezeOptions::default(), Vm::begin_freeze)?;
                 let handed = template.finish().and_then(|template| template.hand_over());
                 match handed {
-                    Ok((bytes, files)) => Ok((Effect::Still(None), Done::Template(bytes, files))),
-                    Err(error) => thaw(vm).and(Err(error)),
+                    Ok(handed) => Ok((Effect::Still(None), Done::Template(handed, Vec::new()))),
+                    Err(error) => Ok(thaw(vm).and(Err(error))?),
                 }
+            }
+            ControlRequest::FreezeDisks => {
+                vm.prepare_freeze()?;
+                let options = FreezeOptions { sync: true, ..FreezeOptions::default() };
+                let (template, _) = standing_still(vm, options, Vm::freeze_disks)?;
+                Ok((Effect::None, Done::Template(template.hand_over()?, Vec::new())))
             }
             ControlRequest::Thaw => {
                 thaw(vm)?;
@@ -123,19 +171,29 @@ impl Control {
             ControlRequest::SetTtl { ttl_ms } => {
                 Ok((Effect::Ttl(ttl_ms.map(Duration::from_millis)), Done::Nothing))
             }
-            ControlRequest::Checkpoint => {
-                // Only this VM itself continues from the checkpoint, so it may keep its secrets.
-                let options = FreezeOptions { keep_secrets: true, ..FreezeOptions::default() };
-                standing_still(vm, options, Vm::checkpoint)?;
+            ControlRequest::Checkpoint { name, connections } => {
+                let one = self.checkpoint(vm, name.as_deref(), connections)?;
+                Ok((Effect::None, Done::Checkpoint(one)))
+            }
+            ControlRequest::Checkpoints => {
+                Ok((Effect::None, Done::Checkpoints(self.checkpoints.list())))
+            }
+            ControlRequest::Checkout { name } => self.checkout(vm, &name),
+            ControlRequest::Rollback => {
+                let name = self.checkpoints.current()?.to_owned();
+                self.checkout(vm, &name)
+            }
+            ControlRequest::DeleteCheckpoint { name } => {
+                self.checkpoints.remove(&name)?;
                 Ok((Effect::None, Done::Nothing))
             }
-            ControlRequest::Rollback => {
-                vm.rollback()?;
-                self.generation += 1;
-                // After a rollback the identity stays; the clock and random numbers must be new.
-                let refresh = Refresh::new(self.generation)?.without_ids();
-                refreshed(vm, &refresh, Instant::now() + AGENT_PATIENCE)?;
-                Ok((Effect::RolledBack, Done::Nothing))
+            ControlRequest::HandOver { checkpoint } => {
+                let kept = self.checkpoints.get(&checkpoint)?;
+                if kept.has_secrets {
+                    return Err(Error::from(AgentError::HoldsSecrets).into());
+                }
+                let handed = kept.template.hand_over()?;
+                Ok((Effect::None, Done::Template(handed, kept.connections.clone())))
             }
             ControlRequest::Pause => {
                 vm.pause()?;
@@ -161,6 +219,30 @@ impl Control {
             }
         }
     }
+
+    fn checkpoint(
+        &mut self,
+        vm: &mut Vm,
+        wanted: Option<&str>,
+        connections: Vec<ConnectionKey>,
+    ) -> Result<Checkpoint, Refusal> {
+        let name = self.checkpoints.name_next(wanted)?;
+        // This VM itself may continue from the checkpoint with its secrets; forks of it may not.
+        let options = FreezeOptions { keep_secrets: true, ..FreezeOptions::default() };
+        let (template, has_secrets) = standing_still(vm, options, Vm::take_checkpoint)?;
+        let kept = Kept { template, connections, has_secrets };
+        Ok(self.checkpoints.add(name, wanted.is_none(), now_ms(), kept))
+    }
+
+    fn checkout(&mut self, vm: &mut Vm, name: &str) -> Result<(Effect, Done), Refusal> {
+        vm.checkout(&self.checkpoints.get(name)?.template)?;
+        self.checkpoints.go_to(name)?;
+        self.generation += 1;
+        // After a checkout the identity stays; the clock and random numbers must be new.
+        let refresh = Refresh::new(self.generation).map_err(Error::from)?.without_ids();
+        refreshed(vm, &refresh, Instant::now() + AGENT_PATIENCE)?;
+        Ok((Effect::RolledBack, Done::Nothing))
+    }
 }
 
 impl AsFd for Control {
@@ -173,8 +255,10 @@ impl AsFd for Control {
 enum Done {
     Nothing,
     Balloon(BalloonSize),
-    /// The template, serialized, and its open files.
-    Template(Vec<u8>, Vec<OwnedFd>),
+    Checkpoint(Checkpoint),
+    Checkpoints(Vec<Checkpoint>),
+    /// The template, serialized, and its open files; and the connections of a checkpoint.
+    Template((Vec<u8>, Vec<OwnedFd>), Vec<ConnectionKey>),
 }
 
 /// Refreshes a forked or restored VM through its agent, which then lets the workload continue.
@@ -186,19 +270,20 @@ pub fn refreshed(vm: &Vm, refresh: &Refresh, deadline: Instant) -> Result<Agent,
 }
 
 /// Calls `act` while the agent holds the workload frozen, so that a fork made from that state is
-/// refreshed before any of its processes runs an instruction.
+/// refreshed before any of its processes runs an instruction. Returns the result, and whether the
+/// guest holds secrets.
 fn standing_still<T>(
     vm: &mut Vm,
     options: FreezeOptions,
     act: impl FnOnce(&mut Vm) -> Result<T, Error>,
-) -> Result<T, Error> {
-    let agent = freeze_workload(vm, options)?;
+) -> Result<(T, bool), Error> {
+    let (agent, has_secrets) = freeze_workload(vm, options)?;
     vm.settle(SETTLE_MAX);
     let done = act(vm);
     // The original VM continues in any case; only its forks wait for a refresh. The thaw has its
     // own deadline, because the first may be used up by now.
     agent.thaw(Instant::now() + AGENT_PATIENCE)?;
-    done
+    Ok((done?, has_secrets))
 }
 
 /// Calls `act` as [`standing_still`] does, but lets the workload go on only if `act` fails.
@@ -207,7 +292,7 @@ fn held_still<T>(
     options: FreezeOptions,
     act: impl FnOnce(&mut Vm) -> Result<T, Error>,
 ) -> Result<T, Error> {
-    let agent = freeze_workload(vm, options)?;
+    let (agent, _) = freeze_workload(vm, options)?;
     vm.settle(SETTLE_MAX);
     match act(vm) {
         Ok(done) => Ok(done),
@@ -218,11 +303,12 @@ fn held_still<T>(
     }
 }
 
-fn freeze_workload(vm: &Vm, options: FreezeOptions) -> Result<Agent, Error> {
+/// Freezes the workload. Returns the agent, and whether the guest holds secrets.
+fn freeze_workload(vm: &Vm, options: FreezeOptions) -> Result<(Agent, bool), Error> {
     let deadline = Instant::now() + AGENT_PATIENCE;
     let agent = control_agent(vm, deadline)?;
-    agent.freeze_with(options, deadline)?;
-    Ok(agent)
+    let frozen = agent.freeze_with(options, deadline)?;
+    Ok((agent, frozen.secrets))
 }
 
 /// Lets the workload go on.
@@ -239,9 +325,12 @@ fn control_agent(vm: &Vm, deadline: Instant) -> Result<Agent, Error> {
 }
 
 /// Returns what to try when the VM lacks what a request needs.
-fn hint_for(request: ControlRequest) -> Option<&'static str> {
+fn hint_for(request: &ControlRequest) -> Option<&'static str> {
     match request {
         ControlRequest::Balloon => Some("a VM has one if it was started with: pvmm run --balloon"),
+        ControlRequest::Checkout { .. }
+        | ControlRequest::DeleteCheckpoint { .. }
+        | ControlRequest::HandOver { .. } => Some("the log of the VM lists its checkpoints"),
         _ => None,
     }
 }

@@ -10,6 +10,7 @@ mod console;
 pub mod control;
 pub mod copy;
 mod main_command;
+pub mod shells;
 mod supervisor;
 pub mod volume;
 
@@ -59,6 +60,8 @@ pub struct Plan {
     pub jailed: bool,
     /// How long the VM may live.
     pub ttl: Option<Duration>,
+    /// Whether the workload of a fork is left standing still.
+    pub still: bool,
     /// Ports of the host that are forwarded into a detached VM.
     pub ports: Vec<BoundPort>,
     /// Extra devices of a VM that is booted.

@@ -214,7 +214,7 @@ impl Supervisor {
             };
             self.read_ttl();
             if self.end_at.is_some_and(|at| at <= Instant::now()) {
-                let reason = child::TTL_PASSED.to_owned();
+                let reason = Ending::TTL_PASSED.to_owned();
                 self.take(Report::Ended { exit_code: None, reason, hint: None });
                 break;
             }

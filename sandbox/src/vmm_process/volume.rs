@@ -58,13 +58,7 @@ pub fn flush(vsock: &Path, volumes: &[VolumeMount]) {
     if volumes.iter().all(|volume| volume.read_only) {
         return;
     }
-    let synced = guest_agent::connect_at(vsock, FLUSH_PATIENCE)
-        .map_err(|error| error.to_string())
-        .and_then(|agent| {
-            let request = ExecRequest::argv(["/bin/sync"]).user("root").timeout(FLUSH_PATIENCE);
-            agent.exec(&request).map_err(|error| error.to_string())
-        });
-    if let Err(error) = synced {
+    if let Err(error) = guest_agent::sync(vsock, FLUSH_PATIENCE) {
         log::warn!("the volumes may lack the last writes: {error}");
     }
 }

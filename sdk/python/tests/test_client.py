@@ -55,6 +55,26 @@ class Requests(unittest.TestCase):
             pvmm.Sandbox.create(client=client(peer))
         self.assertEqual(peer.asked[0].json, {"template": "code-interpreter"})
 
+    def test_preview_is_asked_for_or_made_public(self) -> None:
+        port = {"port": 8000, "public": True, "url": "u", "open_url": "o", "token": "t"}
+        with Peer(Answer.of(SANDBOX, 201), Answer.of(port)) as peer:
+            sandbox = pvmm.Sandbox(client=client(peer))
+            self.assertEqual(sandbox.preview(8000).open_url, "o")
+            self.assertTrue(sandbox.preview(8000, public=True).public)
+        path = f"/v1/sandboxes/{sandbox.id}/ports/8000"
+        asked = [(it.method, it.path) for it in peer.asked[1:]]
+        self.assertEqual(asked, [("GET", path), ("PUT", path)])
+        self.assertEqual(peer.asked[2].json, {"public": True})
+
+    def test_snapshot_of_disks_alone_is_asked_for_by_its_field(self) -> None:
+        row = {"id": "s", "disk_only": True}
+        with Peer(Answer.of(SANDBOX, 201), Answer.of(row, 201)) as peer:
+            sandbox = pvmm.Sandbox(client=client(peer))
+            self.assertTrue(sandbox.snapshot(disk_only=True).disk_only)
+            sandbox.snapshot()
+        self.assertEqual(peer.asked[1].json, {"disk_only": True})
+        self.assertEqual(peer.asked[2].body, b"")
+
     def test_with_block_ends_the_sandbox_once(self) -> None:
         with Peer(Answer.of(SANDBOX, 201), Answer(204)) as peer:
             with pvmm.Sandbox(client=client(peer)) as sb:
@@ -108,7 +128,8 @@ class Requests(unittest.TestCase):
     def test_rollback_forgets_sessions_opened_after_the_checkpoint(self) -> None:
         ran = Answer.of({"results": [], "stdout": "", "stderr": "", "exit": 0})
         nothing, session = Answer(204), Answer.of({"id": "s"})
-        answers = [Answer.of(SANDBOX), nothing, session, ran, nothing, session, ran]
+        taken = Answer.of({"name": "1"}, 201)
+        answers = [Answer.of(SANDBOX), taken, session, ran, nothing, session, ran]
         with Peer(*answers) as peer:
             sb = pvmm.Sandbox(client=client(peer))
             sb.checkpoint()
@@ -117,6 +138,44 @@ class Requests(unittest.TestCase):
             sb.run_code("x = 1")
         verbs = [a.path.rpartition("/")[2] for a in peer.asked[1:]]
         self.assertEqual(verbs, ["checkpoint", "sessions", "run", "rollback", "sessions", "run"])
+
+    def test_checkout_uses_the_session_of_the_checkpoint_again(self) -> None:
+        ran = Answer.of({"results": [], "stdout": "", "stderr": "", "exit": 0})
+        nothing, session = Answer(204), Answer.of({"id": "s"})
+        root, leaf = (Answer.of({"name": name}, 201) for name in ("root", "leaf"))
+        answers = [Answer.of(SANDBOX), root, session, ran, leaf, nothing, session, ran]
+        with Peer(*answers, nothing, ran, nothing, ran) as peer:
+            sb = pvmm.Sandbox(client=client(peer))
+            sb.checkpoint("root")
+            sb.run_code("x = 1")
+            self.assertEqual(sb.checkpoint("leaf").name, "leaf")
+            sb.checkout("root")
+            sb.run_code("x = 1")
+            sb.checkout("leaf")
+            sb.run_code("x")
+            sb.rollback()
+            sb.run_code("x")
+        verbs = [a.path.rpartition("/")[2] for a in peer.asked[4:]]
+        middle = ["checkout", "sessions", "run", "checkout", "run", "rollback", "run"]
+        self.assertEqual(verbs, ["checkpoint", *middle])
+        self.assertEqual(peer.asked[4].json, {"name": "leaf"})
+
+    def test_log_and_diff_are_values(self) -> None:
+        node = {"name": "b", "parent": "a", "created_at": "2026-01-01T00:00:00Z", "current": True}
+        entry = {"kind": "file", "size": 5, "mode": 420, "uid": 0, "gid": 0, "target": None}
+        change = {"change": "removed", "path": "/x", "what": [], "old": entry, "new": None}
+        found = {"added": 0, "changed": 0, "removed": 1, "changes": [change], "left_out": 0}
+        answers = [Answer.of(SANDBOX), Answer.of({"items": [node]}), Answer.of(found)]
+        with Peer(*answers, Answer.of({"error": "lost"})) as peer:
+            sb = pvmm.Sandbox(client=client(peer))
+            self.assertEqual(sb.log(), [pvmm.Checkpoint(**node)])
+            diff = sb.diff("a", path="/etc", patch=True)
+            with self.assertRaisesRegex(pvmm.ServiceError, "lost"):
+                sb.diff("a", "b")
+        self.assertEqual((diff.removed, diff.changes[0].old_size), (1, 5))
+        self.assertEqual((diff.changes[0].kind, diff.changes[0].new_size), ("file", None))
+        self.assertEqual(peer.asked[2].query, {"from": "a", "path": "/etc", "patch": "true"})
+        self.assertEqual(peer.asked[3].query["to"], "b")
 
     def test_volume_that_is_not_there_is_made(self) -> None:
         made = Answer.of({"name": "w", "size_mb": 20480}, 201)
@@ -253,6 +312,26 @@ class Async(unittest.TestCase):
             asyncio.run(use(peer.url))
         paths = [a.path.rpartition("/")[2] for a in peer.asked]
         self.assertEqual(paths, ["sandboxes", "sessions", "run", "stream", SANDBOX["id"]])
+
+    def test_checkpoints_are_a_tree_too(self) -> None:
+        node, found = {"name": "a"}, {"added": 1, "changed": 0, "removed": 0, "changes": []}
+        answers = [Answer.of(node, 201), Answer(204), Answer.of({"items": [node]}), Answer.of(found)]
+
+        async def use(url: str) -> None:
+            connection = await pvmm.AsyncClient.connect(url, "secret")
+            sb = await pvmm.AsyncSandbox.create("agent", client=connection)
+            self.assertEqual((await sb.checkpoint("a")).name, "a")
+            await sb.checkout("a")
+            self.assertEqual([it.name for it in await sb.log()], ["a"])
+            self.assertEqual((await sb.diff("a")).added, 1)
+            await sb.delete_checkpoint("a")
+            await connection.close()
+
+        with Peer(Answer.of(SANDBOX, 201), *answers, Answer(204)) as peer:
+            asyncio.run(use(peer.url))
+        paths = [a.path.partition(f"{SANDBOX['id']}/")[2] for a in peer.asked[1:]]
+        expected = ["checkpoint", "checkout", "checkpoints", "diff", "checkpoints/a"]
+        self.assertEqual(paths, expected)
 
     def test_await_makes_it_too(self) -> None:
         async def use(url: str) -> str:

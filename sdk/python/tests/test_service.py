@@ -51,15 +51,12 @@ class Announcements(unittest.TestCase):
         folder = tempfile.TemporaryDirectory()
         self.addCleanup(folder.cleanup)
         self.dir = Path(folder.name)
-        (self.dir / "pvmm").mkdir()
-        paths = mock.patch.object(
-            service, "_announcements", lambda: iter([self.dir / "pvmm" / "serve.json"])
-        )
-        paths.start()
-        self.addCleanup(paths.stop)
+        variable = mock.patch.dict(os.environ, {"PVMM_RUNTIME_DIR": folder.name})
+        variable.start()
+        self.addCleanup(variable.stop)
 
     def announce(self, url: str) -> None:
-        (self.dir / "pvmm" / "serve.json").write_text(json.dumps({"url": url, "token": "t"}))
+        (self.dir / "serve.json").write_text(json.dumps({"url": url, "token": "t"}))
 
     def test_running_service_is_found(self) -> None:
         with Peer(Answer()) as peer:

@@ -12,22 +12,24 @@ use tower::ServiceExt;
 
 use crate::app::App;
 use crate::audit::Act;
+use crate::credentials::owner_of;
 use crate::error::ApiError;
-use crate::extract::{Owner, shown};
+use crate::extract::{Owner, shown, text};
+use crate::preview::{E2B_PORTS, Target as Preview};
 use crate::store::State as SandboxState;
-use crate::{form, ids, proxy};
+use crate::{access, form, ids, proxy};
 
 use super::error::{Refused, gone};
+use super::signature::Signed;
 use super::state::{Door, Target};
-use super::token::Signed;
 use super::{
     code, files, filesystem, metrics, network, process, sandboxes, snapshots, templates, watchers,
 };
 
 /// The port that the clients take for commands and files.
-const ENVD_PORT: u16 = 49983;
+const ENVD_PORT: u16 = E2B_PORTS[0];
 /// The port that the clients take for code.
-const CODE_PORT: u16 = 49999;
+const CODE_PORT: u16 = E2B_PORTS[1];
 /// The first parts of the paths of the server that makes sandboxes.
 const FIRST_PARTS: [&str; 14] = [
     "access-tokens",
@@ -59,9 +61,9 @@ struct Lanes {
 pub fn beside(app: Arc<App>, router: Router) -> Router {
     let door = Arc::new(Door::open(app));
     let lanes = Lanes {
-        control: control().with_state(Arc::clone(&door)),
-        envd: envd().with_state(Arc::clone(&door)),
-        code: interpreter().with_state(Arc::clone(&door)),
+        control: control().layer(middleware::from_fn(access::mark)).with_state(Arc::clone(&door)),
+        envd: envd().layer(middleware::from_fn(access::mark)).with_state(Arc::clone(&door)),
+        code: interpreter().layer(middleware::from_fn(access::mark)).with_state(Arc::clone(&door)),
         door,
     };
     router.layer(middleware::from_fn_with_state(lanes, lead))
@@ -136,33 +138,19 @@ async fn absent(uri: Uri) -> Refused {
     Refused(ApiError::not_implemented(format!("pvmm does not have this part of E2B: {path}")))
 }
 
-fn text<'a>(headers: &'a HeaderMap, name: &str) -> Option<&'a str> {
-    headers.get(name)?.to_str().ok()
-}
-
 /// Returns the sandbox and the port that a request to a guest names.
 fn named(headers: &HeaderMap) -> Option<(&str, u16)> {
     if let Some(id) = text(headers, "e2b-sandbox-id") {
         let port = text(headers, "e2b-sandbox-port").and_then(|port| port.parse().ok());
         return Some((id, port.unwrap_or(ENVD_PORT)));
     }
-    let (port, id) = proxy::preview_of(text(headers, header::HOST.as_str())?)?;
-    matches!(port, ENVD_PORT | CODE_PORT).then_some((id, port))
+    let Preview { id, port } = Preview::of(text(headers, header::HOST.as_str())?)?;
+    E2B_PORTS.contains(&port).then_some((id, port))
 }
 
 fn is_control(path: &str) -> bool {
     let first = path.trim_start_matches('/').split('/').next().unwrap_or_default();
     FIRST_PARTS.contains(&first)
-}
-
-/// Returns the owner of the token that a request carries.
-fn owner_of(app: &App, headers: &HeaderMap) -> Option<Owner> {
-    let bearer = || {
-        let (scheme, token) = text(headers, header::AUTHORIZATION.as_str())?.split_once(' ')?;
-        scheme.eq_ignore_ascii_case("bearer").then_some(token.trim())
-    };
-    let token = text(headers, "x-api-key").or_else(bearer)?;
-    app.tokens.check(token).map(Owner)
 }
 
 /// Returns the sandbox whose credential signed a request for a file, if one did.
@@ -182,9 +170,8 @@ fn signer(door: &Door, request: &Request) -> Result<Option<String>, ApiError> {
     if signed.has_expired() {
         return Err(ApiError::unauthorized("the signature has expired"));
     }
-    let key = door.key()?;
     let ids = door.app.list().into_iter().map(|entry| entry.row().id);
-    let found = ids.into_iter().find(|id| key.is_signature(id, &signed));
+    let found = ids.into_iter().find(|id| signed.is_of(&door.app.key.token(id)));
     found.map(Some).ok_or_else(|| ApiError::unauthorized("the signature fits no sandbox"))
 }
 
@@ -206,7 +193,7 @@ async fn lead(State(lanes): State<Lanes>, request: Request, next: Next) -> Respo
         return next.run(request).await;
     }
     match owner_of(&lanes.door.app, request.headers()) {
-        Some(owner) => call(lanes.control, request, owner).await,
+        Some(owner) => call(lanes.control, request, Owner(owner)).await,
         None => {
             let message = "send a valid token of this server as E2B_API_KEY";
             refuse(&lanes.door, &request, ApiError::unauthorized(message))
@@ -222,11 +209,20 @@ fn refuse(door: &Door, request: &Request, error: ApiError) -> Response {
 
 /// Checks that a request may go to a sandbox: by the sandbox's credential, by a token of the server
 /// or by a signature.
-fn permit(door: &Door, id: &str, request: &Request) -> Result<(), ApiError> {
-    let (key, headers) = (door.key()?, request.headers());
-    let presented = ["x-access-token", "e2b-traffic-access-token"].map(|name| text(headers, name));
-    let has_token = presented.into_iter().flatten().any(|token| key.is_token(id, token));
-    if has_token || owner_of(&door.app, headers).is_some() {
+fn permit(door: &Door, id: &str, port: u16, request: &Request) -> Result<(), ApiError> {
+    let (key, headers) = (&door.app.key, request.headers());
+    let has_token = text(headers, "x-access-token").is_some_and(|token| key.is_token(id, token));
+    let for_port = || {
+        let token = text(headers, "e2b-traffic-access-token").unwrap_or_default();
+        // The clients send nothing else with requests about contexts. Code needs the other token.
+        let opens = match port {
+            ENVD_PORT => false,
+            CODE_PORT => request.uri().path().starts_with("/contexts"),
+            _ => true,
+        };
+        opens && key.opens_port(id, port, token)
+    };
+    if has_token || for_port() || owner_of(&door.app, headers).is_some() {
         return Ok(());
     }
     if request.uri().path() == "/files" && signer(door, request)?.is_some_and(|it| it == id) {
@@ -240,7 +236,7 @@ async fn into_guest(lanes: Lanes, id: String, port: u16, request: Request) -> Re
     if !ids::is_id(&id) || lanes.door.app.find(&id).is_err() {
         return gone();
     }
-    if let Err(error) = permit(&lanes.door, &id, &request) {
+    if let Err(error) = permit(&lanes.door, &id, port, &request) {
         return refuse(&lanes.door, &request, error);
     }
     match port {

@@ -282,6 +282,7 @@ mod tests {
             nlink: 1,
             mtime_s: 0,
             mtime_ns: 0,
+            ctime: None,
             target: None,
         };
         assert_eq!(permissions(&metadata(FileKind::File, 0o644)), "-rw-r--r--");

@@ -14,6 +14,7 @@ use crate::audit::Act;
 use crate::blocking::Work;
 use crate::error::ApiError;
 use crate::life::InUse;
+use crate::metrics::Operation;
 use crate::store::State as SandboxState;
 
 use super::connect::{self, Outgoing};
@@ -138,11 +139,12 @@ impl Follow {
         Ok(())
     }
 
-    /// Forgets a process that has ended, unless someone else still follows it.
+    /// Forgets a process that has ended, unless someone else still follows it. What it left in the
+    /// background goes on.
     fn forget(&self) {
         let listed = self.agent.processes().unwrap_or_default();
         if listed.iter().any(|it| it.id == self.key.1 && it.attached == 0) {
-            let _ = self.agent.forget_process(self.key.1);
+            let _ = self.agent.leave_process(self.key.1);
         }
     }
 }
@@ -154,6 +156,7 @@ pub async fn follow(door: &Arc<Door>, owner: &str, what: String, mut it: Follow)
     let shared = Arc::clone(&door.app);
     let work = move || {
         let outcome = it.run(&events);
+        door.app.metrics.note(Operation::Exec, begun.elapsed(), outcome.is_ok());
         let mut act = Act::new("exec", &owner, &it.key.0).what(&what).since(begun);
         if let Ok(Some(status)) = &outcome {
             act = act.exit(status.shell_code().into());

@@ -6,7 +6,7 @@
 //! | module | content |
 //! | --- | --- |
 //! | `door`, `state` | which requests are E2B's, who may send them, and their paths |
-//! | `token`, `error` | the credentials of a sandbox; errors as these clients read them |
+//! | `signature`, `error` | signed addresses of files; errors as these clients read them |
 //! | `sandboxes`, `network`, `metrics`, `snapshots`, `templates` | the server that makes sandboxes |
 //! | `connect` | calls as Connect frames them |
 //! | `process`, `follow`, `inputs` | commands and terminals |
@@ -28,10 +28,10 @@ mod metrics;
 mod network;
 mod process;
 mod sandboxes;
+mod signature;
 mod snapshots;
 mod state;
 mod templates;
-mod token;
 mod watchers;
 
 pub use door::beside;

@@ -1,12 +1,11 @@
 //! Sandboxes: create, list, connect, time to live, pause, fork, end.
 
 use std::collections::BTreeMap;
-use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Instant;
 
 use axum::extract::State;
-use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode};
 use axum::response::{IntoResponse, Response};
 use pvmm_sandbox::CreateOptions;
 use serde::Deserialize;
@@ -14,13 +13,14 @@ use serde_json::{Value, json};
 
 use crate::app::Entry;
 use crate::audit::Act;
-use crate::blocking::to_the_end;
+use crate::blocking::{Work, to_the_end};
 use crate::clock;
 use crate::error::ApiError;
 use crate::extract::{Id, Owner, Queried};
 use crate::form;
 use crate::ids;
 use crate::life::{self, MAX_CHILDREN, MAX_TTL_S};
+use crate::preview;
 use crate::resources::{lifecycle, sandboxes};
 use crate::store::{SandboxRow, State as SandboxState};
 
@@ -37,6 +37,8 @@ const TEMPLATES: [(&str, &str); 2] =
     [("code-interpreter-v1", "code-interpreter"), ("code-interpreter-beta", "code-interpreter")];
 /// The most entries of one page.
 const MAX_PAGE: usize = 100;
+/// The home directory in E2B's templates.
+const HOME: &str = "/home/user";
 const MAX_ENV_BYTES: usize = 64 << 10;
 
 /// Returns the template of this server that a client names.
@@ -108,35 +110,17 @@ impl Create {
     }
 }
 
-/// Returns the domain below which ports of sandboxes are found, from the host of a request.
-fn domain(headers: &HeaderMap) -> Option<String> {
-    let host = headers.get(header::HOST)?.to_str().ok()?;
-    let host = host.strip_prefix("api.").unwrap_or(host);
-    let (name, port) = match host.rsplit_once(':') {
-        Some((name, port)) if port.bytes().all(|byte| byte.is_ascii_digit()) => (name, Some(port)),
-        _ => (host, None),
-    };
-    let name = match name.trim_matches(['[', ']']).parse::<IpAddr>() {
-        Ok(address) if address.is_loopback() => "localhost",
-        // Names below an address lead nowhere.
-        Ok(_) => return None,
-        Err(_) => name,
-    };
-    Some(port.map_or(name.to_owned(), |port| format!("{name}:{port}")))
-}
-
 /// Writes a sandbox with its credentials, as the clients read it.
-fn opened(door: &Door, headers: &HeaderMap, row: &SandboxRow) -> Result<Value, ApiError> {
-    let token = door.key()?.token(&row.id);
-    Ok(json!({
+fn opened(door: &Door, headers: &HeaderMap, row: &SandboxRow) -> Value {
+    json!({
         "sandboxID": row.id,
         "templateID": row.template,
         "clientID": "",
         "envdVersion": ENVD_VERSION,
-        "envdAccessToken": token,
-        "trafficAccessToken": token,
-        "domain": domain(headers),
-    }))
+        "envdAccessToken": door.app.key.token(&row.id),
+        "trafficAccessToken": door.app.key.traffic_token(&row.id),
+        "domain": preview::domain(headers),
+    })
 }
 
 /// Writes a sandbox without its credentials.
@@ -168,13 +152,24 @@ pub async fn create(
 ) -> Result<Response, Refused> {
     let row = sandboxes::start(&door.app, body.request(owner)?).await?;
     let env = body.env_vars.unwrap_or_default();
-    if !env.is_empty() {
+    let all_public = body.network.and_then(|network| network.allow_public_traffic) == Some(true);
+    if !env.is_empty() || all_public {
         let entry = door.app.find(&row.id)?;
         let mut fields = entry.lock();
-        fields.row.env = env;
+        (fields.row.env, fields.row.all_public) = (env, all_public);
         door.app.store.put_sandboxes(&[&fields.row]).map_err(ApiError::from)?;
     }
-    Ok((StatusCode::CREATED, axum::Json(opened(&door, &headers, &row)?)).into_response())
+    if let Err(error) = make_home(&door, &row.id).await {
+        log::warn!("sandbox {}: no {HOME}: {}", row.id, error.message);
+    }
+    Ok((StatusCode::CREATED, axum::Json(opened(&door, &headers, &row))).into_response())
+}
+
+/// Makes the directory that programs take for granted in E2B's sandboxes.
+async fn make_home(door: &Door, id: &str) -> Result<(), ApiError> {
+    let in_use = life::enter(&door.app, id).await?;
+    let make = move || Ok(in_use.agent()?.mkdir(HOME, None, true)?);
+    door.app.blocking.run(Work::Short, make).await
 }
 
 /// The query of a listing.
@@ -244,7 +239,7 @@ pub async fn get(
 ) -> Result<axum::Json<Value>, Refused> {
     let row = door.app.find(&id)?.row();
     let mut value = shape(&row);
-    value["envdAccessToken"] = json!(door.key()?.token(&row.id));
+    value["envdAccessToken"] = json!(door.app.key.token(&row.id));
     value["allowInternetAccess"] = json!(row.egress.is_some());
     let on_timeout = if row.persistent { "pause" } else { "kill" };
     value["lifecycle"] = json!({ "autoResume": true, "onTimeout": on_timeout });
@@ -373,7 +368,7 @@ pub async fn connect(
         row => row,
     };
     let status = if woken { StatusCode::CREATED } else { StatusCode::OK };
-    Ok((status, axum::Json(opened(&door, &headers, &row)?)).into_response())
+    Ok((status, axum::Json(opened(&door, &headers, &row))).into_response())
 }
 
 /// `POST /sandboxes/{id}/fork`
@@ -399,7 +394,7 @@ pub async fn fork(
     for row in outcome? {
         let ttl = body.timeout.unwrap_or(DEFAULT_TTL_S);
         forks.push(match set_time(&door, &owner, &row.id, ttl).await {
-            Ok(row) => json!({ "sandbox": opened(&door, &headers, &row)? }),
+            Ok(row) => json!({ "sandbox": opened(&door, &headers, &row) }),
             Err(error) => {
                 let error = json!({ "code": error.status.as_u16(), "message": error.message });
                 json!({ "error": error })
@@ -440,17 +435,6 @@ mod tests {
         ] {
             assert_eq!(template_of(theirs), ours);
         }
-    }
-
-    #[test]
-    fn domain_is_a_name_that_others_can_be_below() {
-        let of =
-            |host: &str| domain(&HeaderMap::from_iter([(header::HOST, host.parse().unwrap())]));
-        assert_eq!(of("127.0.0.1:8088").unwrap(), "localhost:8088");
-        assert_eq!(of("[::1]:8088").unwrap(), "localhost:8088");
-        assert_eq!(of("api.example.com").unwrap(), "example.com");
-        assert_eq!(of("box:1").unwrap(), "box:1");
-        assert_eq!(of("192.0.2.1:8088"), None);
     }
 
     #[test]

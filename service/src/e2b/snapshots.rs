@@ -54,14 +54,11 @@ pub async fn create(
         let message = "name: a snapshot has an id only; use it as the template";
         return Err(ApiError::not_implemented(message).into());
     }
-    if body.memory == Some(false) {
-        let message = "memory: a snapshot always has the memory of its sandbox";
-        return Err(ApiError::not_implemented(message).into());
-    }
+    let disk_only = body.memory == Some(false);
     door.app.find(&id)?;
     let begun = Instant::now();
     let (app, of, by) = (Arc::clone(&door.app), id.clone(), owner.clone());
-    let outcome = to_the_end(async move { snapshots::take(&app, &of, &by).await }).await;
+    let outcome = to_the_end(async move { snapshots::take(&app, &of, &by, disk_only).await }).await;
     door.app.audit.write(&Act::new("snapshot", &owner, &id).since(begun).outcome(&outcome));
     Ok((StatusCode::CREATED, axum::Json(shape(&outcome?))).into_response())
 }

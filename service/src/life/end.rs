@@ -14,14 +14,18 @@ use super::folders::remove_folders;
 
 /// Ends a sandbox at once. Requests that run in it are cut off. Ending it twice is no error.
 pub async fn end(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
-    let (id, vm) = {
+    let (row, vm) = {
         let mut fields = entry.lock();
         fields.ended = true;
-        (fields.row.id.clone(), fields.vm.take())
+        (fields.row.clone(), fields.vm.take())
     };
+    let id = row.id.clone();
     // A wake that is under way has the lock, and its VM must not outlive the row.
     let _change = entry.change.lock().await;
     let vm = vm.or_else(|| entry.lock().vm.take());
+    if let Some(vm) = &vm {
+        app.count_last_denials(&row, vm).await;
+    }
     let (sandboxes, folder) = (app.sandboxes.clone(), app.hibernation_dir(&id));
     let (name, shared, removed) = (app.instance.vm_name(&id), Arc::clone(app), id.clone());
     app.blocking

@@ -2,7 +2,7 @@
 //!
 //! Either all children exist afterwards, with rows, or none does.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,6 +14,7 @@ use crate::clock;
 use crate::error::ApiError;
 use crate::ids;
 use crate::limits::Use;
+use crate::metrics::Operation;
 use crate::store::{SandboxRow, State};
 
 use super::end::end_vm;
@@ -32,6 +33,17 @@ pub const EXPLORE_TTL_KEY: &str = "explore_ttl";
 
 /// Forks a sandbox into `count` children, of one tree if `tree` is given, and returns their rows.
 pub async fn fork(
+    app: &Arc<App>,
+    id: &str,
+    owner: &str,
+    count: usize,
+    metadata: BTreeMap<String, String>,
+    tree: Option<String>,
+) -> Result<Vec<SandboxRow>, ApiError> {
+    app.metrics.timed(Operation::Fork, forked(app, id, owner, count, metadata, tree)).await
+}
+
+async fn forked(
     app: &Arc<App>,
     id: &str,
     owner: &str,
@@ -80,6 +92,8 @@ pub async fn fork(
             boot_mode: "fork".to_owned(),
             from_snapshot: None,
             has_checkpoint: false,
+            public_ports: BTreeSet::new(),
+            all_public: false,
             ..like.clone()
         }
     };

@@ -13,6 +13,7 @@ use crate::app::{App, Entry};
 use crate::blocking::Work;
 use crate::clock;
 use crate::error::ApiError;
+use crate::metrics::Operation;
 use crate::store::State;
 
 use super::folders::{new_folder, remove_folder, remove_folders, replace_folder};
@@ -40,7 +41,8 @@ pub async fn hibernate(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiErro
     while entry.lock().active > 0 && Instant::now() < deadline {
         tokio::time::sleep(LOOK_AGAIN).await;
     }
-    let outcome = hibernate_locked(app, entry).await;
+    let work = hibernate_locked(app, entry);
+    let outcome = app.metrics.timed(Operation::Hibernate, work).await;
     entry.lock().leaving = false;
     outcome
 }
@@ -55,7 +57,8 @@ pub(super) async fn hibernate_idle(app: &Arc<App>, entry: &Arc<Entry>) -> Result
         }
         fields.leaving = true;
     }
-    let outcome = hibernate_locked(app, entry).await;
+    let work = hibernate_locked(app, entry);
+    let outcome = app.metrics.timed(Operation::Hibernate, work).await;
     entry.lock().leaving = false;
     outcome.map(|()| true)
 }
@@ -63,13 +66,12 @@ pub(super) async fn hibernate_idle(app: &Arc<App>, entry: &Arc<Entry>) -> Result
 /// Hibernates a sandbox whose change is locked and which no new request enters.
 async fn hibernate_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
     app.admission.require_disk()?;
-    let (id, vm, paused) = {
-        let fields = entry.lock();
-        (fields.row.id.clone(), fields.vm.clone(), fields.row.state == State::Paused)
-    };
+    let (row, vm) = entry.row_and_vm();
+    let paused = row.state == State::Paused;
     let sandboxes = app.sandboxes.clone();
     let vm = vm.ok_or_else(|| ApiError::conflict("the sandbox does not run"))?;
-    let folder = app.hibernation_dir(&id);
+    app.count_last_denials(&row, &vm).await;
+    let folder = app.hibernation_dir(&row.id);
     app.blocking
         .run(Work::Long, move || {
             let new = new_folder(&folder);
@@ -89,6 +91,7 @@ async fn hibernate_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiE
     fields.row.vm = None;
     fields.row.state = State::Hibernated;
     fields.row.has_checkpoint = false;
+    fields.checkpoints.clear();
     // A time to live counts while the sandbox runs, and begins anew when it wakes.
     fields.row.expires_ms = None;
     fields.kept_ms = clock::now_ms();
@@ -144,6 +147,10 @@ pub async fn wake(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
 
 /// Wakes a hibernated sandbox whose change is locked.
 pub(super) async fn wake_locked(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
+    app.metrics.timed(Operation::Wake, woken(app, entry)).await
+}
+
+async fn woken(app: &Arc<App>, entry: &Arc<Entry>) -> Result<(), ApiError> {
     let row = {
         let fields = entry.lock();
         if fields.ended {

@@ -20,5 +20,5 @@ pub use enter::{InUse, enter};
 pub use fork::{EXPLORE_TTL_KEY, MAX_CHILDREN, PARENT_KEY, TREE_KEY, fork};
 pub use hibernate::{hibernate, wake};
 pub use reconcile::reconcile;
-pub use start::{MAX_TTL_S, Source, StartRequest, egress_of, start};
+pub use start::{MAX_TTL_S, Source, StartRequest, egress_of, prepare, start};
 pub use sweep::sweep;

@@ -91,7 +91,12 @@ fn take_up(app: &App, mut row: SandboxRow, vm: Option<Sandbox>) -> Result<(), Ap
     match fate {
         Fate::Live(state) => {
             row.state = state;
-            app.add(row, vm);
+            // Without them the page shows only that there are some.
+            let known = vm.as_ref().filter(|_| row.has_checkpoint).map(Sandbox::checkpoints);
+            let entry = app.add(row, vm);
+            if let Some(Ok(checkpoints)) = known {
+                entry.lock().checkpoints = checkpoints;
+            }
         }
         Fate::Hibernated | Fate::Failed => {
             row.state = if fate == Fate::Failed { State::Failed } else { State::Hibernated };

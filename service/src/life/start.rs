@@ -18,6 +18,7 @@ use crate::clock;
 use crate::error::{ApiError, chain};
 use crate::ids;
 use crate::limits::Use;
+use crate::metrics::Operation;
 use crate::store::{SandboxRow, SnapshotRow, State, VolumeUse};
 
 use super::end::end_vm;
@@ -61,6 +62,10 @@ pub struct StartRequest {
 
 /// Starts a sandbox and returns its row once its guest answers.
 pub async fn start(app: &Arc<App>, request: StartRequest) -> Result<SandboxRow, ApiError> {
+    app.metrics.timed(Operation::Create, started(app, request)).await
+}
+
+async fn started(app: &Arc<App>, request: StartRequest) -> Result<SandboxRow, ApiError> {
     let begun = Instant::now();
     let id = ids::new_id()?;
     let snapshot = match &request.source {
@@ -135,12 +140,15 @@ fn plan(
         (_, None) => return Err(ApiError::not_found("from_snapshot: snapshot not found")),
     };
     let mut options = CreateOptions::of(&template);
-    options.cpus = request.cpus.unwrap_or(options.cpus);
-    options.memory_mib = request.memory_mib.unwrap_or(options.memory_mib);
-    options.disk_mib = request.disk_mib.unwrap_or(options.disk_mib);
     if let Some(snapshot) = &snapshot {
         (options.cpus, options.memory_mib) = (snapshot.cpus, snapshot.memory_mib);
     }
+    // A sandbox that goes on with the memory of another has its size.
+    if snapshot.as_ref().is_none_or(|snapshot| snapshot.disk_only) {
+        options.cpus = request.cpus.unwrap_or(options.cpus);
+        options.memory_mib = request.memory_mib.unwrap_or(options.memory_mib);
+    }
+    options.disk_mib = request.disk_mib.unwrap_or(options.disk_mib);
     let egress = rules(app, request.egress, snapshot.as_ref())?;
     options.egress = egress.as_deref().map(egress_of).transpose()?;
     options.name = Some(app.instance.vm_name(&id));
@@ -162,15 +170,20 @@ fn plan(
         egress,
         created_ms: now,
         active_ms: now,
-        boot_mode: if snapshot.is_some() { "restore" } else { "fork" }.to_owned(),
+        boot_mode: match &snapshot {
+            None => "fork",
+            Some(snapshot) if snapshot.disk_only => "boot",
+            Some(_) => "restore",
+        }
+        .to_owned(),
         from_snapshot: snapshot.map(|snapshot| snapshot.id),
         ..SandboxRow::default()
     };
     Ok((row, options))
 }
 
-/// Returns the rules of a new sandbox. A snapshot either has a network card or not, whatever is
-/// asked for.
+/// Returns the rules of a new sandbox. A snapshot with memory either has a network card or not,
+/// whatever is asked for.
 fn rules(
     app: &App,
     asked: Option<Vec<String>>,
@@ -181,6 +194,7 @@ fn rules(
         return Ok(asked.or(default).filter(|rules| !rules.is_empty()));
     };
     match (&snapshot.egress, asked) {
+        (None, Some(rules)) if snapshot.disk_only => Ok(Some(rules).filter(|it| !it.is_empty())),
         (None, Some(rules)) if !rules.is_empty() => {
             Err(ApiError::bad_request("egress_allowlist: the snapshot has no network card"))
         }
@@ -210,7 +224,19 @@ async fn launch(
     if !is_warm {
         app.bakes.bake(&shape).await?;
     }
-    app.blocking.run(Work::Start, move || Ok(sandboxes.create(&options)?)).await
+    let created = app.blocking.run(Work::Start, move || Ok(sandboxes.create(&options)?)).await;
+    prepare(app);
+    created
+}
+
+/// Starts processes for the next sandboxes in the background.
+pub fn prepare(app: &Arc<App>) {
+    let (app, sandboxes) = (Arc::clone(app), app.sandboxes.clone());
+    tokio::spawn(async move {
+        if let Err(error) = app.blocking.run(Work::Short, move || Ok(sandboxes.prepare()?)).await {
+            log::warn!("no process waits for the next sandbox: {}", error.message);
+        }
+    });
 }
 
 /// Returns the network of a sandbox with these rules. A rule begins with an address or a name; `*`

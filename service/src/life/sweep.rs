@@ -72,6 +72,11 @@ pub async fn sweep(app: Arc<App>) {
         {
             log::error!("cannot look at the VMs: {}", error.message);
         }
+        if ticks.is_multiple_of(TICKS_PER_LOOK)
+            && let Err(error) = app.count_denials().await
+        {
+            log::warn!("cannot count denied attempts: {}", error.message);
+        }
     }
 }
 
@@ -129,6 +134,7 @@ async fn perhaps_lost(app: &Arc<App>, entry: &Arc<Entry>, vm: &str) {
         _ => "its monitor process is gone".to_owned(),
     };
     log::warn!("sandbox {} has ended: {reason}", row.id);
+    app.metrics.count_end(&reason);
     let mut act = Act::new("lost", "", &row.id);
     act.what = Some(reason);
     app.audit.write(&act);

@@ -108,6 +108,34 @@ pub struct Fork {
     pub sandbox: Option<String>,
 }
 
+/// The arguments of `sandbox_checkpoint`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Checkpoint {
+    pub name: Option<String>,
+    pub sandbox: Option<String>,
+}
+
+/// The arguments of `sandbox_checkout`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Checkout {
+    pub name: String,
+    pub sandbox: Option<String>,
+}
+
+/// The arguments of `sandbox_diff`.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Diff {
+    pub from: String,
+    pub to: Option<String>,
+    pub path: Option<String>,
+    #[serde(default)]
+    pub patch: bool,
+    pub sandbox: Option<String>,
+}
+
 /// The arguments of tools that only take a sandbox.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -11,6 +11,8 @@ use pvmm::agent::{
     Agent, CodeOutput, CodeRequest, DirEntry, FileKind, SessionOptions, WriteOptions,
 };
 use pvmm::exec::{ExecStatus, Output};
+use pvmm_sandbox::checkpoint_tree;
+use pvmm_sandbox::file_diff::DiffOptions;
 use rmcp::model::{ContentBlock, JsonObject};
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
@@ -67,6 +69,9 @@ impl Call<'_> {
             "sandbox_list_files" => self.list_files(parse(given)?).await,
             "sandbox_fork" => self.fork(parse(given)?).await,
             "sandbox_checkpoint" => self.checkpoint(parse(given)?).await,
+            "sandbox_log" => self.log(parse(given)?).await,
+            "sandbox_checkout" => self.checkout(parse(given)?).await,
+            "sandbox_diff" => self.diff(parse(given)?).await,
             "sandbox_rollback" => self.rollback(parse(given)?).await,
             "sandbox_list" => self.list(parse(given)?).await,
             "sandbox_terminate" => self.terminate(parse(given)?).await,
@@ -246,17 +251,57 @@ impl Call<'_> {
         Ok(Answer::text(words.join("\n")))
     }
 
-    async fn checkpoint(&self, wish: arguments::OneSandbox) -> Result<Answer, ApiError> {
+    async fn checkpoint(&self, wish: arguments::Checkpoint) -> Result<Answer, ApiError> {
         let (id, mut words) = self.sandbox(wish.sandbox).await?;
-        checkpoints::take_checkpoint(self.conversation.app(), self.owner, &id).await?;
-        words.push(format!("sandbox {id} has a checkpoint: sandbox_rollback takes it back"));
+        let app = self.conversation.app();
+        let taken = checkpoints::take_checkpoint(app, self.owner, &id, wish.name).await?;
+        words.push(format!(
+            "checkpoint '{}' of sandbox {id} is taken: sandbox_rollback goes back to it, \
+             sandbox_checkout to any",
+            taken.name
+        ));
         Ok(Answer::text(words.join("\n")))
     }
 
     async fn rollback(&self, wish: arguments::OneSandbox) -> Result<Answer, ApiError> {
         let (id, _) = self.sandbox(wish.sandbox).await?;
-        checkpoints::roll_back(self.conversation.app(), self.owner, &id).await?;
+        checkpoints::check_out(self.conversation.app(), self.owner, &id, None).await?;
         Ok(Answer::text(format!("sandbox {id} is back at its checkpoint")))
+    }
+
+    async fn checkout(&self, wish: arguments::Checkout) -> Result<Answer, ApiError> {
+        let (id, _) = self.sandbox(wish.sandbox).await?;
+        let text = format!("sandbox {id} is at checkpoint '{}'", shown(&wish.name));
+        let app = self.conversation.app();
+        checkpoints::check_out(app, self.owner, &id, Some(wish.name)).await?;
+        Ok(Answer::text(text))
+    }
+
+    async fn log(&self, wish: arguments::OneSandbox) -> Result<Answer, ApiError> {
+        let (id, mut words) = self.sandbox(wish.sandbox).await?;
+        let all = checkpoints::list_checkpoints(self.conversation.app(), &id).await?;
+        if all.is_empty() {
+            words.push(format!("sandbox {id} has no checkpoint"));
+        } else {
+            let drawn = checkpoint_tree::draw(&all, |it| crate::clock::rfc3339(it.created_ms));
+            words.push(drawn.trim_end().to_owned());
+        }
+        Ok(Answer::text(words.join("\n")))
+    }
+
+    async fn diff(&self, wish: arguments::Diff) -> Result<Answer, ApiError> {
+        let root = guest_path(wish.path.as_deref().unwrap_or("/"))?;
+        let (id, mut words) = self.sandbox(wish.sandbox).await?;
+        let options = DiffOptions {
+            root: root.into(),
+            patch: wish.patch,
+            ..DiffOptions::between(&wish.from, wish.to.as_deref())
+        };
+        let app = self.conversation.app();
+        let diff = checkpoints::diff_files(app, self.owner, &id, options).await?;
+        let fit = move |agent: &Agent| Ok(fitted(agent, diff.text(str::to_owned).as_bytes(), 0));
+        words.push(self.in_guest(&id, fit).await?);
+        Ok(Answer::text(words.join("\n")))
     }
 
     async fn list(&self, _: arguments::Nothing) -> Result<Answer, ApiError> {

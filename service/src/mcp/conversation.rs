@@ -77,6 +77,11 @@ impl Conversation {
         Self { app, defaults, own, turns, made, ended }
     }
 
+    /// Returns the same conversation, whose sandboxes are made with other defaults from now on.
+    pub fn with(&self, defaults: Defaults) -> Self {
+        Self { defaults: Arc::new(defaults), ..self.clone() }
+    }
+
     /// Returns the state of the server.
     pub fn app(&self) -> &Arc<App> {
         &self.app

@@ -21,7 +21,7 @@ use crate::extract::Owner;
 
 use super::arguments::MAX_TIME_S;
 use super::calls::{Answer, Call};
-use super::conversation::Conversation;
+use super::conversation::{Conversation, Defaults};
 use super::tools::{INSTRUCTIONS, tools};
 
 /// The longest time of a call, with everything around a command of the longest time.
@@ -67,7 +67,13 @@ impl Handler {
         context: &RequestContext<RoleServer>,
     ) -> Result<Answer, ApiError> {
         let owner = self.owner(context)?;
-        let call = Call { conversation: &self.conversation, owner: &owner, stop: &context.ct };
+        let parts = context.extensions.get::<axum::http::request::Parts>();
+        let defaults = parts.and_then(|parts| parts.extensions.get::<Defaults>().cloned());
+        let conversation = match defaults {
+            Some(defaults) => self.conversation.with(defaults),
+            None => self.conversation.clone(),
+        };
+        let call = Call { conversation: &conversation, owner: &owner, stop: &context.ct };
         let call = call.run(&request.name, request.arguments);
         match tokio::time::timeout(MAX_CALL, call).await {
             Ok(answer) => answer,

@@ -14,7 +14,8 @@ user's machine. The conversation has one sandbox of its own: it is made at the f
 needs one, keeps files, processes and variables between calls, and ends with the conversation. \
 You are root in it. It has no network, unless the user has allowed some hosts. Prefer \
 sandbox_run_code for Python and sandbox_exec for shell commands. Before a risky step call \
-sandbox_checkpoint; sandbox_rollback undoes everything since. To try several ways at once, use \
+sandbox_checkpoint; sandbox_rollback undoes everything since, sandbox_checkout goes to any \
+checkpoint, and sandbox_diff shows which files differ. To try several ways at once, use \
 sandbox_fork and pass each fork's id as 'sandbox'.";
 
 /// How a tool treats the world, for hosts that ask the user first.
@@ -31,7 +32,7 @@ enum Effect {
 /// must be given.
 type Row = (&'static str, Effect, &'static str, Value, &'static [&'static str]);
 
-fn rows() -> [Row; 11] {
+fn rows() -> [Row; 14] {
     let sandbox = json!({
         "type": "string",
         "description": "Id of a sandbox; without it, the conversation's own sandbox.",
@@ -159,17 +160,68 @@ fn rows() -> [Row; 11] {
             "sandbox_checkpoint",
             Effect::Adds,
             "Remembers the present state of a sandbox (memory, processes, variables, files) for \
-             sandbox_rollback. A new checkpoint replaces the former one.",
-            json!({ "sandbox": sandbox }),
+             sandbox_rollback and sandbox_checkout. Checkpoints form a tree: after a checkout the \
+             next one is a branch. Returns its name.",
+            json!({
+                "name": {
+                    "type": "string",
+                    "description": "Letters, digits, '.', '_', '-'; by default the next number.",
+                },
+                "sandbox": sandbox,
+            }),
             &[],
         ),
         (
             "sandbox_rollback",
             Effect::Changes,
-            "Takes a sandbox back to its checkpoint: everything that happened in it since is \
-             undone. Can be repeated.",
+            "Takes a sandbox back to the checkpoint that it stands on, the last that was taken or \
+             checked out: everything that happened in it since is undone. Can be repeated.",
             json!({ "sandbox": sandbox }),
             &[],
+        ),
+        (
+            "sandbox_checkout",
+            Effect::Changes,
+            "Takes a sandbox to any of its checkpoints, older, newer or of another branch: memory, \
+             processes, variables and files. What happened since the last checkpoint is lost; take \
+             one first to keep it.",
+            json!({
+                "name": { "type": "string", "description": "Name of the checkpoint." },
+                "sandbox": sandbox,
+            }),
+            &["name"],
+        ),
+        (
+            "sandbox_log",
+            Effect::Reads,
+            "Draws the tree of a sandbox's checkpoints, with their times; marks the one that the \
+             sandbox stands on.",
+            json!({ "sandbox": sandbox }),
+            &[],
+        ),
+        (
+            "sandbox_diff",
+            Effect::Reads,
+            "Lists the files that were added, changed and removed between two moments of a \
+             sandbox, with their sizes, and on request the lines of text files that differ. The \
+             sandbox is not touched.",
+            json!({
+                "from": { "type": "string", "description": "The older checkpoint." },
+                "to": {
+                    "type": "string",
+                    "description": "The newer checkpoint; the present by default.",
+                },
+                "path": {
+                    "type": "string",
+                    "description": "Only files in this directory; all by default.",
+                },
+                "patch": {
+                    "type": "boolean",
+                    "description": "Whether to show the lines that differ; false by default.",
+                },
+                "sandbox": sandbox,
+            }),
+            &["from"],
         ),
         (
             "sandbox_list",

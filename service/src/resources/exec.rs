@@ -24,6 +24,7 @@ use crate::error::ApiError;
 use crate::extract::{Id, Json, Owner};
 use crate::ids;
 use crate::life::{InUse, enter};
+use crate::metrics::Operation;
 use crate::sse::{self, Events};
 use crate::text::Utf8Chunks;
 
@@ -182,6 +183,7 @@ pub async fn run_line(
     let work = app.blocking.run(Work::Long, move || run(&in_use, &body, begin));
     let kill = |signaller: Signaller| drop(signaller.send(libc::SIGKILL));
     let outcome = unless_stopped(work, signaller, stop, kill).await;
+    app.metrics.note(Operation::Exec, begun.elapsed(), outcome.is_ok());
     let mut act = Act::new("exec", owner, id).what(&line).since(begun).outcome(&outcome);
     if let Ok(output) = &outcome {
         act = act.exit(output.status.shell_code().into());
@@ -260,6 +262,7 @@ pub async fn exec_stream(
                 events.send("error", &error.json());
             }
         }
+        shared.metrics.note(Operation::Exec, begun.elapsed(), outcome.is_ok());
         let mut act = Act::new("exec", &owner, &id).what(&body.cmd).since(begun).outcome(&outcome);
         if let Ok(Some(status)) = outcome {
             act = act.exit(status.shell_code().into());

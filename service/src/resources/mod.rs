@@ -15,6 +15,8 @@ pub mod hibernation;
 pub mod lifecycle;
 pub mod logs;
 pub mod me;
+pub mod metrics;
+pub mod overview;
 pub mod pause;
 pub mod pool;
 pub mod ports;

@@ -16,7 +16,7 @@ use crate::audit::Act;
 use crate::blocking::Work;
 use crate::clock;
 use crate::error::ApiError;
-use crate::extract::{Id, Owner, Queried};
+use crate::extract::{Id, Json, Owner, Queried};
 use crate::ids;
 use crate::life::enter;
 use crate::sse;
@@ -28,12 +28,20 @@ pub struct Wanted {
     sandbox_id: Option<String>,
 }
 
+/// The body of a new snapshot.
+#[derive(Debug, Default, Deserialize)]
+pub struct Create {
+    #[serde(default)]
+    disk_only: bool,
+}
+
 fn shape(row: &SnapshotRow) -> Value {
     json!({
         "id": row.id,
         "snapshot_id": row.id,
         "sandbox_id": row.sandbox,
         "template": row.template,
+        "disk_only": row.disk_only,
         "size_bytes": row.bytes,
         "created_at": clock::rfc3339(row.created_ms),
     })
@@ -49,8 +57,13 @@ fn disk_bytes(folder: &Path) -> std::io::Result<u64> {
     Ok(total)
 }
 
-/// Takes a snapshot of a sandbox, which goes on.
-pub async fn take(app: &Arc<App>, id: &str, owner: &str) -> Result<SnapshotRow, ApiError> {
+/// Takes a snapshot of a sandbox, or of its disks alone; the sandbox goes on.
+pub async fn take(
+    app: &Arc<App>,
+    id: &str,
+    owner: &str,
+    disk_only: bool,
+) -> Result<SnapshotRow, ApiError> {
     app.admission.require_disk()?;
     let in_use = enter(app, id).await?;
     in_use.require_awake()?;
@@ -60,7 +73,11 @@ pub async fn take(app: &Arc<App>, id: &str, owner: &str) -> Result<SnapshotRow, 
         if let Some(parent) = folder.parent() {
             fs::create_dir_all(parent)?;
         }
-        let written = in_use.vm().snapshot(&folder);
+        let written = if disk_only {
+            in_use.vm().snapshot_disks(&folder)
+        } else {
+            in_use.vm().snapshot(&folder)
+        };
         if written.is_err() {
             // What is there is of no use, and a restart would remove it, too.
             let _ = fs::remove_dir_all(&folder);
@@ -75,6 +92,7 @@ pub async fn take(app: &Arc<App>, id: &str, owner: &str) -> Result<SnapshotRow, 
         template: sandbox.template,
         cpus: sandbox.cpus,
         memory_mib: sandbox.memory_mib,
+        disk_only,
         egress: sandbox.egress,
         bytes,
         created_ms: clock::now_ms(),
@@ -89,11 +107,12 @@ pub async fn create(
     State(app): State<Arc<App>>,
     Owner(owner): Owner,
     Id(id): Id,
+    Json(body): Json<Create>,
 ) -> Result<Response, ApiError> {
     app.find(&id)?;
     let work = async move {
         let begun = Instant::now();
-        let outcome = take(&app, &id, &owner).await;
+        let outcome = take(&app, &id, &owner, body.disk_only).await;
         app.audit.write(&Act::new("snapshot", &owner, &id).since(begun).outcome(&outcome));
         outcome.map(|row| shape(&row))
     };

@@ -26,7 +26,10 @@ fn app(dir: &Path) -> Arc<App> {
         own_dir_if_taken: false,
         limits: Limits::default(),
         default_egress: Vec::new(),
+        shells: 0,
         with_parent: false,
+        json_log: None,
+        traces: None,
         print_address: false,
     };
     let store = Store::open(&dir.join("db")).unwrap();
@@ -53,7 +56,7 @@ async fn request_without_a_valid_token_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let app = app(dir.path());
     for token in ["", "wrong", "secret2"] {
-        for path in ["/v1/me", "/v1/nope", "/v1/databases", "/"] {
+        for path in ["/v1/me", "/v1/nope", "/v1/databases", "/metrics", "/page/x"] {
             let answer = ask(&app, "GET", path, token, "").await;
             assert_eq!(answer.status, 401, "{path}");
             assert!(answer.headers.contains_key("www-authenticate"));
@@ -73,7 +76,7 @@ async fn unknown_and_absent_paths_are_json_errors() {
     let one = format!("/v1/sandboxes/{ID}");
     for (method, path, status) in [
         ("GET", "/v1/nope", 404),
-        ("GET", "/", 404),
+        ("GET", "/page/nope", 404),
         ("PUT", "/v1/me", 405),
         ("GET", "/v1/databases", 501),
         ("POST", "/v1/apps/x/deploys", 501),
@@ -159,6 +162,53 @@ async fn hibernated_sandbox_is_shown_without_waking() {
     assert_eq!(ask(&app, "DELETE", &one, "secret", "").await.status, 204);
     assert_eq!(ask(&app, "GET", &one, "secret", "").await.status, 404);
     assert_eq!(app.store.sandboxes().unwrap(), vec![]);
+}
+
+#[tokio::test]
+async fn page_needs_no_token_and_allows_only_its_own_scripts() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = app(dir.path());
+    for path in ["/", "/page/page.js", "/page/page.css", "/page/icon.svg"] {
+        let answer = ask(&app, "GET", path, "", "").await;
+        assert_eq!(answer.status, 200, "{path}");
+        let policy = answer.headers["content-security-policy"].to_str().unwrap();
+        assert!(policy.starts_with("default-src 'self';"), "{policy}");
+        assert!(!policy.contains("unsafe"), "{policy}");
+    }
+    let log = std::fs::read_to_string(dir.path().join("audit.log")).unwrap();
+    assert_eq!(log, "", "a look at the page is no refusal");
+}
+
+#[tokio::test]
+async fn answers_and_sandboxes_are_in_metrics_and_overview() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = app(dir.path());
+    let row = |id: &str, parent: Option<&str>| SandboxRow {
+        id: id.to_owned(),
+        state: RowState::Hibernated,
+        parent: parent.map(str::to_owned),
+        ..SandboxRow::default()
+    };
+    app.add(row(ID, None), None);
+    app.add(row("child", Some(ID)), None);
+    assert_eq!(ask(&app, "GET", "/v1/nope", "secret", "").await.status, 404);
+    let overview = ask(&app, "GET", "/v1/overview", "secret", "").await.body;
+    let of = |id: &str| {
+        let all = overview["sandboxes"].as_array().unwrap();
+        all.iter().find(|it| it["id"] == id).unwrap().clone()
+    };
+    assert_eq!((&of("child")["parent"], &of(ID)["memory_private"]), (&ID.into(), &Value::Null));
+    let request = Request::get("/metrics").header("authorization", "Bearer secret");
+    let answer = router(Arc::clone(&app)).oneshot(request.body(Body::empty()).unwrap());
+    let text = crate::extract::collect(answer.await.unwrap().into_body(), 1 << 20).await.unwrap();
+    let text = String::from_utf8(text.to_vec()).unwrap();
+    for line in [
+        "pvmm_sandboxes{state=\"hibernated\"} 2",
+        "pvmm_sandboxes_forked 1",
+        "pvmm_responses_total{status=\"404\"} 1",
+    ] {
+        assert!(text.lines().any(|it| it == line), "{line}\n{text}");
+    }
 }
 
 #[tokio::test]
@@ -276,6 +326,110 @@ async fn e2b_request_to_a_sandbox_needs_a_credential() {
     assert_eq!(ask_with(&app, ("GET", "/health"), &headers, "").await.status, 502);
     assert_eq!(call("/filesystem.Filesystem/Stat").await.body["code"], "invalid_argument");
     assert_eq!(call("/nope").await.status, 501);
+    let traffic = app.key.traffic_token(ID);
+    let code = ("e2b-sandbox-port", "49999");
+    let headers = [to, code, ("e2b-traffic-access-token", &traffic[..])];
+    assert_eq!(ask_with(&app, ("POST", "/contexts"), &headers, "{").await.status, 400);
+    assert_eq!(ask_with(&app, ("POST", "/execute"), &headers, "{").await.status, 401);
+    let headers = [to, ("e2b-traffic-access-token", &traffic[..])];
+    assert_eq!(ask_with(&app, ("GET", "/files?path=/x"), &headers, "").await.status, 401);
     let start = call("/process.Process/Start").await;
     assert_eq!((start.status, start.body), (StatusCode::OK, Value::Null));
+}
+
+/// Adds a sandbox whose state is lost, so that a request that may go to it gets a 5xx.
+fn with_lost_sandbox(dir: &Path) -> Arc<App> {
+    let app = app(dir);
+    let row =
+        SandboxRow { id: ID.to_owned(), state: RowState::Hibernated, ..SandboxRow::default() };
+    app.store.put_sandboxes(&[&row]).unwrap();
+    app.add(row, None);
+    app
+}
+
+#[tokio::test]
+async fn preview_needs_the_token_of_its_port() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = with_lost_sandbox(dir.path());
+    let path = format!("/v1/sandboxes/{ID}/ports/8000");
+    let bearer = ("authorization", "Bearer secret");
+    let local = [bearer, ("host", "127.0.0.1:8088")];
+    let shown = ask_with(&app, ("GET", &path), &local, "").await.body;
+    let (url, token) = (shown["url"].as_str().unwrap(), shown["token"].as_str().unwrap());
+    assert_eq!(url, format!("http://8000-{ID}.localhost:8088/"));
+    let host = ("host", &url[7..url.len() - 1]);
+    let (cookie, other) = (format!("a=b; pvmm-preview={token}"), format!("8001-{ID}.localhost"));
+    for headers in [
+        &[host][..],
+        &[host, ("authorization", "Bearer wrong")],
+        &[host, ("cookie", "pvmm-preview=wrong")],
+        &[host, ("cookie", &cookie), ("origin", "http://localhost:8088")],
+        &[("host", &other), ("cookie", &cookie)],
+        &[("host", &other), ("x-pvmm-token", token)],
+    ] {
+        // The paths of the APIs are the guest's here.
+        for path in ["/", "/v1/me", "/sandboxes", "/healthz", "/?pvmm-token=wrong"] {
+            let answer = ask_with(&app, ("GET", path), headers, "").await;
+            assert_eq!(answer.status, 401, "{headers:?} {path}");
+        }
+    }
+    for headers in
+        [&[host, bearer][..], &[host, ("cookie", &cookie)], &[host, ("x-pvmm-token", token)]]
+    {
+        let answer = ask_with(&app, ("GET", "/"), headers, "").await;
+        assert!(answer.status.is_server_error(), "{headers:?} {}", answer.status);
+    }
+    let first = format!("/a?pvmm-token={token}&b");
+    let opened = ask_with(&app, ("GET", &first), &[host, ("accept", "text/html")], "").await;
+    assert_eq!(
+        (opened.status, &opened.headers["location"]),
+        (StatusCode::SEE_OTHER, &"/a?b".parse().unwrap())
+    );
+    assert!(ask_with(&app, ("GET", &first), &[host], "").await.status.is_server_error());
+}
+
+#[tokio::test]
+async fn port_is_public_only_if_its_owner_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = with_lost_sandbox(dir.path());
+    let path = |port: &str| format!("/v1/sandboxes/{ID}/ports/{port}");
+    let host = format!("8000-{ID}.localhost");
+    for (port, body, status) in
+        [("8000", "{}", 400), ("0", "{\"public\":true}", 400), ("8000", "{\"public\":true}", 200)]
+    {
+        assert_eq!(ask_with(&app, ("GET", "/"), &[("host", &host)], "").await.status, 401);
+        assert_eq!(ask(&app, "PUT", &path(port), "secret", body).await.status, status);
+    }
+    let answer = ask_with(&app, ("GET", "/"), &[("host", &host)], "").await;
+    assert!(answer.status.is_server_error(), "{}", answer.status);
+    assert!(app.store.sandboxes().unwrap()[0].is_public(8000));
+    let closed = ask(&app, "PUT", &path("8000"), "secret", "{\"public\":false}").await;
+    assert_eq!(closed.body["public"], false);
+    assert_eq!(ask_with(&app, ("GET", "/"), &[("host", &host)], "").await.status, 401);
+}
+
+#[tokio::test]
+async fn guest_sees_no_credential_of_the_server() {
+    let dir = tempfile::tempdir().unwrap();
+    let app = app(dir.path());
+    let stripped = |pairs: &[(&'static str, &str)]| {
+        let pairs =
+            pairs.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
+        let mut headers: axum::http::HeaderMap = pairs.collect();
+        crate::credentials::strip(&app, &mut headers);
+        headers.iter().map(|(_, value)| value.to_str().unwrap().to_owned()).collect::<Vec<_>>()
+    };
+    for (name, value) in [
+        ("authorization", "Bearer secret"),
+        ("authorization", "Bearer pvmm_0123"),
+        ("x-api-key", "secret"),
+        ("x-access-token", "x"),
+        ("e2b-traffic-access-token", "x"),
+        ("x-pvmm-token", "x"),
+        ("cookie", "pvmm-preview=x"),
+    ] {
+        assert!(stripped(&[(name, value)]).is_empty(), "{name}: {value}");
+    }
+    let own = [("authorization", "Basic dTpw"), ("cookie", "a=b; __Host-pvmm-preview=x; c=d")];
+    assert_eq!(stripped(&own), ["Basic dTpw", "a=b; c=d"]);
 }

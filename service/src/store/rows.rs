@@ -2,7 +2,7 @@
 //!
 //! A field that a later version adds has a default, so that older rows can be read.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -89,13 +89,22 @@ pub struct SandboxRow {
     pub from_snapshot: Option<String>,
     /// How long its start took.
     pub boot_ms: u64,
-    /// How it was started: `fork`, `restore`.
+    /// How it was started: `fork`, `restore`, `boot`.
     pub boot_mode: String,
     /// Whether it has a checkpoint to roll back to.
     pub has_checkpoint: bool,
+    /// Ports that need no token.
+    pub public_ports: BTreeSet<u16>,
+    /// Whether no port needs a token.
+    pub all_public: bool,
 }
 
 impl SandboxRow {
+    /// Returns whether a port can be reached without a token.
+    pub fn is_public(&self, port: u16) -> bool {
+        self.all_public || self.public_ports.contains(&port)
+    }
+
     /// Returns whether a state of the sandbox stays usable while the sandbox goes on. A guest
     /// remembers what it has read of a volume, so an old state and a volume that was written since
     /// do not fit.
@@ -118,6 +127,8 @@ pub struct SnapshotRow {
     pub cpus: u32,
     /// The guest memory in MiB.
     pub memory_mib: u64,
+    /// Whether it holds disks and no memory, and is booted.
+    pub disk_only: bool,
     /// Rules for the network; `None` if the sandbox had no network card.
     pub egress: Option<Vec<String>>,
     /// The space that its folder takes on disk.

@@ -406,6 +406,7 @@ fn metadata(input: &mut Input) -> Metadata {
         nlink: number(input),
         mtime_s: number(input) as i64,
         mtime_ns: number(input) as u32,
+        ctime: Some((number(input) as i64, number(input) as u32)),
         target: None,
     }
 }

@@ -3,6 +3,8 @@
 //! The nested host has no network, and a guest should not wait for a mirror. Kernel and root file
 //! system are downloaded and built here, with a line for each step.
 
+use std::error::Error;
+use std::fs;
 use std::time::Instant;
 
 use pvmm_images::cache::CacheError;
@@ -11,8 +13,8 @@ use pvmm_images::template::TemplateError;
 use pvmm_images::{Cache, Event, Kernel, Recipe, Template};
 
 use crate::packages::{self, PackageError};
-use crate::progress;
 use crate::stock::{self, StockError};
+use crate::{cache, progress};
 
 /// Packages that the preparation needs and a minimal Debian may lack.
 const PACKAGES: [&str; 2] = ["e2fsprogs", "ca-certificates"];
@@ -68,6 +70,20 @@ pub fn prepare_tools() -> Result<Template, ArtifactError> {
     Recipe::new("suite-tools", &TOOLS.map(str::to_owned))
         .and_then(|recipe| Template::ensure(&Cache::open()?, &recipe, &mut lines()))
         .map_err(ArtifactError::Template)
+}
+
+/// Unpacks Debian's container registry, unless it is there. It is not installed, because its
+/// package would start a server.
+pub fn prepare_registry() -> Result<(), Box<dyn Error>> {
+    let place = cache::dir().join("tools/docker-registry");
+    if place.exists() {
+        return Ok(());
+    }
+    let new = place.with_extension("new");
+    let _ = fs::remove_dir_all(&new);
+    fs::create_dir_all(&new)?;
+    packages::unpack("docker-registry", &new)?;
+    Ok(fs::rename(new, place)?)
 }
 
 /// Prepares the templates that pvmm brings recipes for.

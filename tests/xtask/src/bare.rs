@@ -79,7 +79,7 @@ fn bare(argv: &[OsString]) -> Result<u8, Box<dyn Error>> {
     if !sys::is_root() {
         return Err("only root can make a root of its own; run it with sudo".into());
     }
-    let system = system()?;
+    let system = system(INCLUDED)?;
     let layer = Layer::create(&cache::dir().join("bare"))?;
     carry_in(&layer.upper())?;
     progress::step(format!("in a bare Debian: {}", shown(argv)));
@@ -128,12 +128,13 @@ fn wait(child: &mut Child, signals: &io::PipeReader) -> io::Result<ExitStatus> {
     child.wait()
 }
 
-/// Returns the minimal Debian, and makes it first if the cache does not have it.
-fn system() -> Result<PathBuf, Box<dyn Error>> {
+/// Returns a minimal Debian with the packages of `included`, and makes it first if the cache does
+/// not have it.
+pub fn system(included: &str) -> Result<PathBuf, Box<dyn Error>> {
     let sources = debian_sources()?;
     let texts: Vec<Vec<u8>> = sources.iter().map(fs::read).collect::<io::Result<_>>()?;
     let recipe = RECIPE.to_le_bytes();
-    let parts = [&recipe[..], INCLUDED.as_bytes()];
+    let parts = [&recipe[..], included.as_bytes()];
     let key = short_hash(parts.into_iter().chain(texts.iter().map(Vec::as_slice)));
     let base = cache::dir().join("bare");
     let system = base.join(&key);
@@ -153,7 +154,7 @@ fn system() -> Result<PathBuf, Box<dyn Error>> {
     let mut mmdebstrap = Command::new("mmdebstrap");
     mmdebstrap
         .args(["--mode=root", "--variant=minbase", "--dpkgopt=force-unsafe-io", "--quiet"])
-        .arg(format!("--include={INCLUDED}"))
+        .arg(format!("--include={included}"))
         .args(acquire_settings()?.iter().map(|line| format!("--aptopt={line}")))
         .arg(codename()?)
         .arg(&building)

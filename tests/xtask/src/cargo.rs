@@ -45,15 +45,21 @@ pub fn run(arguments: &[&str]) -> Result<(), CargoError> {
     Err(CargoError::Failed { command: arguments.join(" "), status })
 }
 
+/// Runs cargo and returns its standard output.
+pub fn output(arguments: &[&str]) -> Result<Vec<u8>, CargoError> {
+    let mut cargo = command(arguments);
+    let output = cargo.stderr(Stdio::inherit()).output().map_err(CargoError::Run)?;
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    Err(CargoError::Failed { command: arguments.join(" "), status: output.status })
+}
+
 /// Returns each crate that `package` is built from, with its features.
 pub fn features(package: &str) -> Result<BTreeMap<String, String>, CargoError> {
     let arguments = ["tree", "--package", package, "--edges", "no-dev", "--prefix", "none"];
-    let output =
-        command(&arguments).args(["--format", "{p}\t{f}"]).output().map_err(CargoError::Run)?;
-    if !output.status.success() {
-        return Err(CargoError::Failed { command: arguments.join(" "), status: output.status });
-    }
-    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let stdout = output(&[&arguments[..], &["--format", "{p}\t{f}"]].concat())?;
+    let text = String::from_utf8_lossy(&stdout).into_owned();
     let lines = text.lines().filter_map(|line| line.split_once('\t'));
     Ok(lines.map(|(name, rest)| (name.into(), rest.trim_end_matches(" (*)").into())).collect())
 }

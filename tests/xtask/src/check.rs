@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use crate::bad_input::Tests;
-use crate::{advisories, cargo, checkout, cycles, progress, report};
+use crate::{advisories, cargo, checkout, cycles, progress, report, site};
 
 /// The number of lines without tests above which a file probably does more than one thing.
 const LONG_FILE: usize = 600;
@@ -37,6 +37,11 @@ pub fn run() -> ExitCode {
             }
         }
         Err(e) => faults.push(format!("cannot look at the sources: {e}")),
+    }
+    match site::rest::update(&checkout::root()) {
+        Ok(true) => {}
+        Ok(false) => faults.push("docs/rest.md was not up to date; it is now: commit it".into()),
+        Err(fault) => faults.push(fault),
     }
     match built_twice() {
         Ok(found) => faults.extend(found),

@@ -36,7 +36,7 @@ const COMPILE_LIMIT: Duration = Duration::from_secs(3 * 60 * 60);
 const LOCK_LIMIT: Duration = COMPILE_LIMIT;
 
 #[derive(Debug, thiserror::Error)]
-enum KernelError {
+pub enum KernelError {
     #[error("{0}")]
     Usage(String),
     #[error("neither XDG_CACHE_HOME nor HOME is set: no place for the kernel")]
@@ -122,7 +122,7 @@ fn find() -> Result<PathBuf, KernelError> {
 }
 
 /// Returns the kernel of these options, builds it if necessary, and makes it the current one.
-fn ensure(force: bool) -> Result<PathBuf, KernelError> {
+pub fn ensure(force: bool) -> Result<PathBuf, KernelError> {
     let mut progress = Progress::start();
     let kernels = kernels()?;
     let wanted = wanted()?;

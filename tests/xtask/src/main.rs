@@ -14,7 +14,9 @@ mod checkout;
 mod clocks;
 mod compat;
 mod cycles;
+mod deb;
 mod demo;
+mod dist;
 mod fctools;
 mod firecracker;
 mod fuzz;
@@ -22,14 +24,19 @@ mod host;
 mod kernel;
 mod nested_host;
 mod on_kvm;
+mod package_test;
 mod packages;
+mod page;
 mod probe;
 mod progress;
 mod report;
+mod sbom;
 mod serve;
+mod site;
 mod stock;
 mod suite;
 mod sys;
+mod tarball;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -68,6 +75,10 @@ enum Verb {
     },
     /// Run examples, published clients and many clients at once against `pvmm serve`
     TestServe(serve::Options),
+    /// Look at the page of `pvmm serve` in a headless browser, with real sandboxes
+    TestPage,
+    /// Build the documentation as a site: target/site/index.html
+    Site,
     /// Load snapshots between two nested hosts whose clocks run at different rates
     Clocks,
     /// Measure every moment that is promised to be quick, and its peers
@@ -86,6 +97,12 @@ enum Verb {
     Demo,
     /// Build what is shipped: static, optimised as a whole
     Build,
+    /// Make the Debian package: target/packages
+    Deb,
+    /// Make an archive of programs, manual pages, completions and units: target/packages
+    Tarball,
+    /// Install, use, upgrade, remove and purge the Debian package in a clean Debian
+    TestPackages,
     /// Build the guest kernel
     Kernel {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -107,10 +124,11 @@ enum Verb {
     /// Print whether guests run here
     #[command(hide = true)]
     Probe,
-    /// Run some tests of the suite in a nested host
+    /// Run tests of a queue in a nested host
     #[command(hide = true)]
     SuiteShare {
         suite: PathBuf,
+        queue: PathBuf,
         #[arg(last = true)]
         arguments: Vec<OsString>,
     },
@@ -132,18 +150,23 @@ fn main() -> ExitCode {
         Verb::Soak { filter } => suite::soak(filter),
         Verb::TestSecurity { long } => suite::security(long),
         Verb::TestServe(options) => serve::run(&options),
+        Verb::TestPage => page::run(),
+        Verb::Site => site::run(),
         Verb::Clocks => clocks::run(),
         Verb::Bench(options) => bench::run(&options),
         Verb::Fuzz { seconds, filter } => fuzz::run(seconds, filter.as_deref()),
         Verb::Compat(options) => compat::run(&options),
         Verb::Demo => demo::run(),
         Verb::Build => build(),
+        Verb::Deb => dist::run(dist::Kind::Deb),
+        Verb::Tarball => dist::run(dist::Kind::Tarball),
+        Verb::TestPackages => package_test::run(),
         Verb::Kernel { arguments } => kernel::run(&arguments),
         Verb::OnKvm { command } => on_kvm::run(&command),
         Verb::Bare { command } => bare::run(&command),
         Verb::Host(verb) => host::run(verb),
         Verb::Probe => say_what_runs(),
-        Verb::SuiteShare { suite, arguments } => suite::share(&suite, &arguments),
+        Verb::SuiteShare { suite, queue, arguments } => suite::share(&suite, queue, &arguments),
         Verb::NestedServe => nested_host::serve::first_process(),
         Verb::NestedServeWorker => match nested_host::serve::worker() {
             Ok(()) => ExitCode::SUCCESS,
@@ -157,7 +180,7 @@ fn main() -> ExitCode {
 }
 
 fn build() -> ExitCode {
-    for (package, name) in [("pvmm-launcher", "pvmm"), ("pvmm-jailer", "pvmm-jailer")] {
+    for (package, name) in dist::PROGRAMS {
         match cargo::ship(package, name) {
             Ok(program) => println!("{}", program.display()),
             Err(e) => {

@@ -9,10 +9,19 @@ use std::process::{Command, ExitCode, Stdio};
 
 use crate::on_kvm::{self, NestedPlace};
 use crate::probe::{self, Found};
-use crate::{artifacts, cache, cargo, checkout, compat, packages, progress, report};
+use crate::{artifacts, cache, cargo, checkout, compat, kernel, packages, progress, report, site};
 
 /// The packages that the clients need on this machine.
-const PACKAGES: [&str; 4] = ["nodejs", "npm", "python3", "python3-pip"];
+const PACKAGES: [&str; 5] = ["curl", "nodejs", "openssl", "python3", "python3-pip"];
+
+/// The pages of the site whose blocks are run.
+const PAGES: [&str; 5] = [
+    "tutorial.html",
+    "howto/pandastack.html",
+    "howto/e2b.html",
+    "howto/mcp.html",
+    "howto/firecracker.html",
+];
 
 #[derive(Debug, clap::Args)]
 pub struct Options {
@@ -41,18 +50,28 @@ fn test(options: &Options) -> Result<(), Box<dyn Error>> {
         return in_host("clients.py", &["50".into(), "600".into()]);
     }
     artifacts::prepare_built_in()?;
-    let node = install_node()?;
+    let node = install_node("examples/typescript/package.json", "node")?;
     let mut words = vec![node.into_os_string()];
     words.extend(options.names.iter().cloned());
     in_host("examples.py", &words)?;
     if options.names.is_empty() {
+        // For the page about Firecracker, whose reader has a kernel that needs no initrd.
+        kernel::ensure(false)?;
+        let site = site::build()?;
+        let pages = PAGES.map(|page| site.join("docs").join(page).into_os_string());
+        in_host("pages.py", &pages)?;
         in_host("flows.py", &[])?;
         in_host("mcp_client.py", &[])?;
         in_host("e2b_flows.py", &[])?;
+        in_host("previews.py", &[])?;
+        let npm = install_npm()?.into_os_string();
+        in_host("node_clients.py", std::slice::from_ref(&npm))?;
+        in_host("e2b_domain.py", &[npm])?;
+        in_host_with("adapters.py", install_adapters()?, &[])?;
         in_host("restart.py", &["45".into()])?;
         in_host("clients.py", &["8".into(), "60".into()])?;
         let api = checkout::root().join("docs/api.json").into_os_string();
-        in_host("schema.py", &[api, "10".into()])?;
+        in_host("schema.py", &[api, "3".into()])?;
     }
     Ok(())
 }
@@ -62,6 +81,25 @@ pub fn install_python() -> Result<PathBuf, Box<dyn Error>> {
     let place = cache::dir().join("serve/python");
     compat::install_python(&checkout::root().join("tests/serve/requirements.txt"), &place)?;
     Ok(place)
+}
+
+/// Installs a server with the API of S3, unless it is there.
+pub fn install_store() -> Result<(), Box<dyn Error>> {
+    let place = cache::dir().join("tools/seaweedfs");
+    compat::install_python(&checkout::root().join("tests/serve/store.txt"), &place)
+}
+
+/// Installs the agent frameworks and their adapters, unless they are there. They need much more
+/// than the clients, so they have a folder of their own.
+fn install_adapters() -> Result<PathBuf, Box<dyn Error>> {
+    let place = cache::dir().join("serve/adapters");
+    compat::install_python(&checkout::root().join("tests/serve/adapters.txt"), &place)?;
+    Ok(place)
+}
+
+/// Installs the clients from npm, unless they are there.
+pub fn install_npm() -> Result<PathBuf, Box<dyn Error>> {
+    install_node("tests/serve/node/package.json", "npm")
 }
 
 /// Runs the unit tests of the Python SDK, which need no guest.
@@ -74,26 +112,36 @@ pub fn test_sdk() -> Result<(), Box<dyn Error>> {
     compat::check(python.stdin(Stdio::null()), "unit tests of sdk/python")
 }
 
-/// Installs the packages of the TypeScript examples, unless they are there.
-fn install_node() -> Result<PathBuf, Box<dyn Error>> {
-    let place = cache::dir().join("serve/node");
-    let wanted = checkout::root().join("examples/typescript/package.json");
+/// Installs packages from npm into a folder of the cache, unless they are there.
+fn install_node(list: &str, folder: &str) -> Result<PathBuf, Box<dyn Error>> {
+    let place = cache::dir().join("serve").join(folder);
+    let wanted = checkout::root().join(list);
     let there = place.join("package.json");
     if fs::read(&there).ok() != Some(fs::read(&wanted)?) || !place.join("node_modules").exists() {
         progress::step("npm install");
         fs::create_dir_all(&place)?;
+        // Packages of Node.js from elsewhere bring npm along, and conflict with Debian's.
+        if Command::new("npm").arg("--version").output().is_err() {
+            packages::install(&["npm"])?;
+        }
         let mut npm = Command::new("npm");
         npm.args(["install", "--silent", "--no-audit", "--no-fund"]).current_dir(&place);
         fs::copy(&wanted, &there)?;
-        compat::check(npm.stdin(Stdio::null()), "npm install")?;
+        compat::check(npm.stdin(Stdio::null()), "npm install").inspect_err(|_| {
+            let _ = fs::remove_dir_all(&place);
+        })?;
     }
     Ok(place.join("node_modules"))
 }
 
 /// Runs a program of `tests/serve` where guests run.
 fn in_host(program: &str, words: &[OsString]) -> Result<(), Box<dyn Error>> {
+    in_host_with(program, install_python()?, words)
+}
+
+fn in_host_with(program: &str, clients: PathBuf, words: &[OsString]) -> Result<(), Box<dyn Error>> {
     let sdk = checkout::root().join("sdk/python/src");
-    let packages = [install_python()?, compat::install_schemathesis()?, sdk];
+    let packages = [clients, compat::install_schemathesis()?, sdk];
     let argv = self::program(program, &packages, words);
     progress::step(format!("serve: {program}"));
     let code = match probe::find() {

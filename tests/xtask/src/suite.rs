@@ -9,9 +9,10 @@ use std::error::Error;
 use std::ffi::OsString;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
+use self::shares::Queue;
 use crate::nested_host::background;
 use crate::on_kvm::{self, NestedPlace, OnKvmError, Ran};
 use crate::probe::{self, Found};
@@ -32,17 +33,20 @@ const SECOND_BOOT: &str = "reboot::soak_snapshot_of_an_earlier_boot_goes_on";
 const OF_SCIENCE: &str = "code::soak_figures_and_tables_of_real_packages_come_out";
 
 /// The packages that the tests use on this machine in addition to a minimal Debian.
-const PACKAGES: [&str; 12] = [
+const PACKAGES: [&str; 15] = [
     "busybox-static",
     "e2fsprogs",
     "iproute2",
     "kmod",
     "less",
     "nodejs",
+    "openssl",
     "procps",
     "python3",
     "python3-pip",
+    "skopeo",
     "strace",
+    "umoci",
     "xfsprogs",
     "xz-utils",
 ];
@@ -127,6 +131,9 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
     let artifacts = artifacts::prepare()?;
     artifacts::prepare_tools()?;
     serve::install_python()?;
+    serve::install_npm()?;
+    artifacts::prepare_registry()?;
+    serve::install_store()?;
     artifacts.with_stock_initrd()?;
     let stock = artifacts.with_debian_kernel()?;
     progress::step(format!("guest kernels: {}, {}", artifacts.kernel.label, stock.label));
@@ -142,31 +149,40 @@ fn suite(arguments: &[OsString]) -> Result<u8, Box<dyn Error>> {
                 "no usable KVM here ({reason}): the suite runs in a nested host"
             ));
             let tests = list(&suite, arguments)?;
-            if background::status().is_some() {
-                return Ok(in_one_host(&suite, &tests, arguments)?);
+            let hosts = shares::hosts(tests.len());
+            if background::status().is_some() || hosts < 2 {
+                let mut tests = Some(tests);
+                return Ok(in_one_host(
+                    &suite,
+                    || Ok(tests.take().unwrap_or_default()),
+                    arguments,
+                )?);
             }
-            let shares = shares::split(&tests, shares::hosts());
-            if shares.len() < 2 {
-                return Ok(in_one_host(&suite, &tests, arguments)?);
-            }
-            progress::step(format!("in {} nested hosts at once", shares.len()));
-            let arguments: Vec<_> =
-                shares.iter().map(|share| selecting(arguments, share)).collect();
-            Ok(shares::run(&suite, &arguments)?)
+            progress::step(format!("in {hosts} nested hosts at once"));
+            fs::create_dir_all(checkout::scratch())?;
+            let path = checkout::scratch().join(format!("queue-{}", std::process::id()));
+            let queue = Queue::write(path, &tests)?;
+            let code = shares::run(&suite, &queue, hosts, arguments);
+            queue.remove();
+            Ok(code?)
         }
     }
 }
 
-/// Runs a share of the suite's tests in one nested host, and returns an exit code.
-pub fn share(suite: &Path, arguments: &[OsString]) -> ExitCode {
-    let run = || -> Result<u8, Box<dyn Error>> {
-        Ok(in_one_host(suite, &list(suite, arguments)?, arguments)?)
-    };
-    finish("suite", run())
+/// Runs tests of a queue in one nested host until there are no more, and returns an exit code.
+pub fn share(suite: &Path, queue: PathBuf, arguments: &[OsString]) -> ExitCode {
+    let queue = Queue::open(queue);
+    let ran = in_one_host(suite, || queue.take(), arguments);
+    finish("suite", ran.map_err(Into::into))
 }
 
-/// Runs tests of the suite in a nested host, or in the next one if a host dies.
-fn in_one_host(suite: &Path, tests: &[String], arguments: &[OsString]) -> io::Result<u8> {
+/// Runs tests of the suite in a nested host, or in the next one if a host dies: those that `take`
+/// returns, until it returns none. Returns the first exit code that is not 0.
+fn in_one_host(
+    suite: &Path,
+    mut take: impl FnMut() -> io::Result<Vec<String>>,
+    arguments: &[OsString],
+) -> io::Result<u8> {
     fs::create_dir_all(checkout::scratch())?;
     let log = checkout::scratch().join(format!("suite-{}", std::process::id()));
     let mut place = match NestedPlace::open() {
@@ -182,7 +198,21 @@ fn in_one_host(suite: &Path, tests: &[String], arguments: &[OsString]) -> io::Re
         let _ = fs::remove_file(&log);
         Ok((ran?, ended))
     };
-    Ok(on_kvm::code(run_in_hosts(tests, arguments, &mut run)))
+    let (mut first_code, mut lost_in) = (0, Vec::new());
+    loop {
+        let tests = take()?;
+        if tests.is_empty() {
+            return Ok(first_code);
+        }
+        let arguments = selecting(arguments, &tests.iter().collect::<Vec<_>>());
+        let ran = run_in_hosts(&tests, &arguments, &mut lost_in, &mut run);
+        let hosts_fail = ran.is_err();
+        let code = on_kvm::code(ran);
+        first_code = if first_code == 0 { code } else { first_code };
+        if hosts_fail {
+            return Ok(first_code);
+        }
+    }
 }
 
 /// Returns the command line of the suite's program with `arguments`.
@@ -212,13 +242,15 @@ type RunOnHost<'a> = dyn FnMut(&[OsString]) -> Result<(Ran, String), OnKvmError>
 ///
 /// A test that fails is a failure. Only if a host dies during a test, which need not be the test's
 /// fault, the test runs once more on another host, followed by the tests that had not begun.
+/// `lost_in` has the tests during which hosts died.
 fn run_in_hosts(
     tests: &[String],
     arguments: &[OsString],
+    lost_in: &mut Vec<String>,
     run: &mut RunOnHost<'_>,
 ) -> Result<u8, OnKvmError> {
     let (mut arguments, mut ended) = (arguments.to_vec(), Vec::new());
-    let (mut any_failed, mut lost_in) = (false, Vec::new());
+    let mut any_failed = false;
     loop {
         let (ran, log) = run(&arguments)?;
         any_failed |= log.lines().any(|line| line.starts_with("failed"));
@@ -283,7 +315,8 @@ mod tests {
             let lost = Ran::HostLost { stdin_used: false, console: String::new() };
             Ok((code.map_or(lost, Ran::Exited), (*log).to_owned()))
         };
-        let code = run_in_hosts(&tests, &["--nocapture".into(), "x".into()], &mut run);
+        let code =
+            run_in_hosts(&tests, &["--nocapture".into(), "x".into()], &mut Vec::new(), &mut run);
         assert!(calls.next().is_none());
         code
     }

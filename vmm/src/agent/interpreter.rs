@@ -158,6 +158,22 @@ pub struct CodeOutput {
 impl Agent {
     /// Starts an interpreter, or finds an existing session.
     pub fn open_session(&self, options: &SessionOptions) -> Result<SessionInfo, AgentError> {
+        self.ask_session(options, false)
+    }
+
+    /// Starts an interpreter for a later [`open_session`](Self::open_session), which takes it if
+    /// only its name, environment and working directory differ from the defaults.
+    ///
+    /// A guest is given one before it is frozen, so that its copies need not start theirs.
+    pub fn open_spare_session(&self, language: Language) -> Result<(), AgentError> {
+        self.ask_session(&SessionOptions::new(language), true).map(drop)
+    }
+
+    fn ask_session(
+        &self,
+        options: &SessionOptions,
+        spare: bool,
+    ) -> Result<SessionInfo, AgentError> {
         let bytes = |text: &[u8]| ByteBuf::from(text);
         let request = Request::OpenSession(OpenSession {
             language: options.language,
@@ -167,6 +183,7 @@ impl Agent {
             env: options.env.iter().map(|(name, value)| (bytes(name), bytes(value))).collect(),
             cwd: options.cwd.as_deref().map(bytes),
             user: options.user.clone(),
+            spare,
         });
         match self.ask(&request, Instant::now() + SESSION_TIME + MARGIN)? {
             Answer::Session(info) => Ok(info),

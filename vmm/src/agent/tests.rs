@@ -405,6 +405,7 @@ fn g13_names_that_lead_out_of_a_folder_are_refused() {
                 nlink: 1,
                 mtime_s: 0,
                 mtime_ns: 0,
+                ctime: None,
                 target: None,
             };
             let entry = DirEntry { name: name.as_bytes().to_vec().into(), metadata };

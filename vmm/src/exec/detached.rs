@@ -123,7 +123,13 @@ impl Agent {
 
     /// Kills the rest of a detached process and forgets it and its output.
     pub fn forget_process(&self, id: u64) -> Result<(), ExecError> {
-        self.do_it(&Request::ForgetProcess(ProcessId { id }))
+        self.do_it(&Request::ForgetProcess(ProcessId { id, leave: false }))
+    }
+
+    /// Forgets a detached process that has ended and its output. What it started goes on, such as a
+    /// server that a shell left in the background.
+    pub fn leave_process(&self, id: u64) -> Result<(), ExecError> {
+        self.do_it(&Request::ForgetProcess(ProcessId { id, leave: true }))
     }
 
     fn do_it(&self, request: &Request) -> Result<(), ExecError> {

@@ -4,6 +4,8 @@
 //! Adoption maps the copy in place of those pages, some at a time, and then takes it as the top
 //! layer of the guest's image. The next freeze then copies only what was written since.
 
+use std::sync::Arc;
+
 use super::{Memory, MemoryError, MemoryImage, PageRanges, PageState, dedup};
 
 /// A copy of a guest's memory on its way to become a layer of that guest.
@@ -25,7 +27,9 @@ impl Memory {
     /// the pause, nor if the guest was frozen or rolled back since, or saved, after which a page
     /// that is dropped would not count as changed.
     pub fn can_adopt(&self, adoption: &Adoption) -> bool {
-        adoption.image.is_layer_over(&self.image) && !self.was_saved()
+        let top = adoption.image.layers().last();
+        let is_last_copy = top.is_some_and(|top| Arc::as_ptr(&top.file) == self.copied.as_ptr());
+        is_last_copy && adoption.image.is_layer_over(&self.image) && !self.was_saved()
     }
 
     /// Compares about `max` bytes more, and maps the copy where it is equal. Returns whether there
@@ -141,6 +145,22 @@ mod tests {
         put(&memory, 9 * MIB, 5);
         memory.trim().unwrap();
         assert_eq!(get(&memory, 9 * MIB), 5);
+    }
+
+    #[test]
+    fn adoption_ends_when_the_guest_went_back_to_what_the_copy_lies_over() {
+        let image = MemoryImage::empty(vec![Region { address: 0, len: SIZE }]);
+        let mut memory = Memory::map(image, Mode::Tracked, None).unwrap();
+        memory.freeze().unwrap();
+        let then = memory.image.clone();
+        (8 * MIB..24 * MIB).step_by(PAGE as usize).for_each(|at| put(&memory, at, 5));
+        let copy = memory.begin_freeze(None).unwrap().expect("much was changed").finish().unwrap();
+        memory.rollback(&then).unwrap();
+        assert_eq!(adopt_all(&mut memory, &copy), 0);
+        assert!(memory.image.has_same_layers(&then));
+        memory.freeze().unwrap();
+        let child = Memory::map(memory.image.clone(), Mode::Tracked, None).unwrap();
+        assert_eq!(get(&child, 9 * MIB), 0);
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
 use pvmm_devices::{GuestMemory, sparse};
 use vm_memory::{Bytes, GuestAddress, GuestRegionMmap, MmapRegion};
@@ -423,6 +423,11 @@ pub struct Freezing {
 }
 
 impl Freezing {
+    /// Returns the file that the pages are copied to.
+    pub fn file(&self) -> Weak<File> {
+        Arc::downgrade(&self.layer.file)
+    }
+
     /// Waits for the copy and returns the image.
     pub fn finish(self) -> Result<MemoryImage, MemoryError> {
         let finish = || -> io::Result<()> {

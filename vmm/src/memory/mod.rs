@@ -37,7 +37,7 @@ pub(crate) use sys::memfd;
 pub use working_set::WorkingSet;
 
 use std::fs::File;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use crate::ablation::Mechanism;
 use crate::thread_filters::SystemCallFilter;
@@ -69,6 +69,8 @@ pub struct Memory {
     pub image: MemoryImage,
     baseline: SaveBaseline,
     deduped: DedupedPages,
+    /// The file of the last background copy, unless the memory was taken elsewhere since.
+    copied: Weak<File>,
     /// This process's list of pages, if its owner opened it.
     pagemap: Option<Arc<File>>,
 }
@@ -90,7 +92,8 @@ impl Memory {
         let guest = image.map(&huge)?;
         let baseline = SaveBaseline::since(image.layers().len());
         let deduped = DedupedPages::default();
-        let memory = Self { guest, image, baseline, deduped, pagemap: None };
+        let copied = Weak::new();
+        let memory = Self { guest, image, baseline, deduped, copied, pagemap: None };
         if mode == Mode::Tracked {
             memory.use_small_pages();
         }
@@ -168,7 +171,10 @@ impl Memory {
         if private.bytes() < BACKGROUND_COPY_MIN {
             return Ok(None);
         }
-        self.image.begin_freeze(&self.guest, &private, filter).map_err(MemoryError::Keep)
+        let begun = self.image.begin_freeze(&self.guest, &private, filter);
+        let begun = begun.map_err(MemoryError::Keep)?;
+        self.copied = begun.as_ref().map_or_else(Weak::new, Freezing::file);
+        Ok(begun)
     }
 
     /// Drops private pages that equal the image, as prefaulted pages do that were not written, and
@@ -230,6 +236,7 @@ impl Memory {
             self.deduped = DedupedPages::default();
         }
         self.image = image.clone();
+        self.copied = Weak::new();
         // A VM that is rolled back has short lives, and would clear whole huge pages in each for
         // the few pages that it writes.
         self.use_small_pages();

@@ -99,6 +99,29 @@ fn rewind_returns_to_the_freeze_and_only_drops_what_changed() {
 }
 
 #[test]
+fn memory_goes_to_any_freeze_of_any_branch() {
+    let mut memory = small();
+    let mut kept = Vec::new();
+    let mut keep = |memory: &mut Memory, value| {
+        put(memory, 0x5000, value);
+        put(memory, 0x5000 + u64::from(value) * 0x1000, value);
+        memory.freeze().unwrap();
+        kept.push((memory.image.clone(), flat(memory)));
+        memory.image.clone()
+    };
+    let root = keep(&mut memory, 1);
+    (2..5).for_each(|value| drop(keep(&mut memory, value)));
+    memory.rollback(&root).unwrap();
+    (5..7).for_each(|value| drop(keep(&mut memory, value)));
+    for step in 0..2 * kept.len() {
+        let (image, bytes) = &kept[step * 4 % kept.len()];
+        put(&memory, 0x5000, 9);
+        memory.rollback(image).unwrap();
+        assert_eq!(flat(&memory), *bytes, "step {step}");
+    }
+}
+
+#[test]
 fn rewind_of_short_runs_leaves_the_pages_and_of_long_ones_drops_them() {
     let regions = vec![Region { address: 0, len: 16 << 20 }];
     let mut memory = Memory::map(MemoryImage::empty(regions), Mode::Tracked, None).unwrap();

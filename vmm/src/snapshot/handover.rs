@@ -17,7 +17,7 @@ use super::read::check_runs;
 use super::sections::{self, Saved, WorkingSetV1};
 use super::{Base, SnapshotError};
 use crate::config::MAX_MEMORY_MIB;
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::frozen::Frozen;
 use crate::kvm::vm::Kvm;
 use crate::memory::{Layer, MemoryImage, PageRanges, Region};
@@ -47,6 +47,8 @@ struct Message {
     base: Option<(String, PathBuf, usize)>,
     /// The number of lowest layers that belong to the base.
     base_layers: usize,
+    /// Whether the template has no memory: one of disks alone, or one for page servers.
+    without_memory: bool,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -71,10 +73,6 @@ enum DriveMessage {
 /// Returns the message and the files from which another process makes this template.
 pub fn hand_over(frozen: &Frozen) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
     let failed = |source| SnapshotError::Write { file: "hand-over".into(), source };
-    if frozen.without_memory {
-        let what = "hand-over: the template was loaded without its memory";
-        return Err(Error::plain(ErrorKind::InvalidConfig, what));
-    }
     let saved = Saved {
         machine: (*frozen.state).clone(),
         sums: Vec::new(),
@@ -131,6 +129,7 @@ pub fn hand_over(frozen: &Frozen) -> Result<(Vec<u8>, Vec<OwnedFd>), Error> {
         vsock_path: frozen.vsock_path.clone(),
         base: frozen.base.as_ref().map(|b| (b.id.clone(), b.dir.clone(), b.depth)),
         base_layers: frozen.image.base_layers(),
+        without_memory: frozen.without_memory,
     };
     let bytes =
         rmp_serde::to_vec(&message).map_err(|error| failed(std::io::Error::other(error)))?;
@@ -201,7 +200,7 @@ pub fn take_over(kvm: &Kvm, bytes: &[u8], files: Vec<OwnedFd>) -> Result<Frozen,
         vsock_path: message.vsock_path,
         base: message.base.map(|(id, dir, depth)| Base { id, dir, depth }),
         working_set: working_set.map(Arc::new),
-        without_memory: false,
+        without_memory: message.without_memory,
         note: saved.note.unwrap_or_default(),
         memory_sums: None,
         pause: Duration::ZERO,
@@ -227,6 +226,7 @@ mod tests {
             vsock_path: None,
             base: None,
             base_layers: 0,
+            without_memory: false,
         };
         change(&mut message);
         rmp_serde::to_vec(&message).unwrap()

@@ -16,16 +16,39 @@ use crate::memory::{PAGE, Region};
 pub const FORMAT: &str = "pvmm-snapshot";
 /// The format of a state file, so that it is never mistaken for a folder's manifest.
 pub const FILES_FORMAT: &str = "pvmm-files";
+/// The format of a folder without memory and registers.
+pub const DISKS_FORMAT: &str = "pvmm-disks";
 pub const VERSION: u32 = 1;
 const ID_LEN: usize = 32;
 const MAX_REGIONS: usize = 2;
 const MAX_SECTIONS: usize = 256;
 
+/// The parts of a VM that a snapshot holds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SnapshotKind {
+    /// Memory, registers and disks: a VM that goes on.
+    Memory,
+    /// Disks alone: a VM is booted with them.
+    Disk,
+}
+
+impl SnapshotKind {
+    /// Returns the kind in one word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Memory => "memory",
+            Self::Disk => "disk",
+        }
+    }
+}
+
 /// The table of contents of a snapshot.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// The name of the format: `pvmm-snapshot` in a folder, `pvmm-files` in a state file.
+    /// The name of the format: `pvmm-snapshot` in a folder, `pvmm-disks` in one without memory,
+    /// `pvmm-files` in a state file.
     pub format: String,
     /// The version of the format; 1.
     pub version: u32,
@@ -140,7 +163,10 @@ impl Manifest {
 
     /// Decodes and checks the manifest of a folder.
     pub fn decode(bytes: &[u8]) -> Result<Self, SnapshotError> {
-        let manifest = Self::decode_as(bytes, FORMAT)?;
+        let manifest = Self::decode_as(bytes, &[FORMAT, DISKS_FORMAT])?;
+        if manifest.kind() == SnapshotKind::Disk && manifest.memory.base.is_some() {
+            return Err(SnapshotError::Manifest("has a base, and no memory".into()));
+        }
         if manifest.disks.iter().any(|disk| matches!(disk, DiskFacts::Named { .. })) {
             Err(SnapshotError::Manifest("a disk is in no folder".into()))
         } else {
@@ -150,7 +176,7 @@ impl Manifest {
 
     /// Decodes and checks the manifest of a state file.
     pub fn decode_files(bytes: &[u8]) -> Result<Self, SnapshotError> {
-        let manifest = Self::decode_as(bytes, FILES_FORMAT)?;
+        let manifest = Self::decode_as(bytes, &[FILES_FORMAT])?;
         let named = |disk: &DiskFacts| matches!(disk, DiskFacts::Named { .. });
         if manifest.memory.base.is_none() && manifest.disks.iter().all(named) {
             Ok(manifest)
@@ -159,14 +185,14 @@ impl Manifest {
         }
     }
 
-    fn decode_as(bytes: &[u8], format: &str) -> Result<Self, SnapshotError> {
+    fn decode_as(bytes: &[u8], formats: &[&str]) -> Result<Self, SnapshotError> {
         let decoded = serde_json::from_slice(bytes);
         // A text that cannot be decoded may be of a later format, of which only the head is known.
         let head = match &decoded {
             Ok(Self { format, version, .. }) => Head { format: format.clone(), version: *version },
             Err(_) => serde_json::from_slice(bytes).map_err(bad)?,
         };
-        if head.format != format {
+        if !formats.contains(&head.format.as_str()) {
             return Err(SnapshotError::Manifest(format!("is of format {:?}", cut(&head.format))));
         }
         if head.version != VERSION {
@@ -178,6 +204,11 @@ impl Manifest {
         }
         manifest.check().map_err(|what| SnapshotError::Manifest(what.into()))?;
         Ok(manifest)
+    }
+
+    /// Returns which parts of a VM the snapshot holds.
+    pub fn kind(&self) -> SnapshotKind {
+        if self.format == DISKS_FORMAT { SnapshotKind::Disk } else { SnapshotKind::Memory }
     }
 
     /// Returns the regions of guest memory, in ascending order.

@@ -2,7 +2,8 @@
 //!
 //! A folder holds `manifest.json`, `state.bin`, `memory.bin`, one file for each disk of the guest,
 //! and optionally `sibling.bin`: the pages that another VM of the template had changed after its
-//! first use. `sibling.bin` is used for page dedup only.
+//! first use. `sibling.bin` is used for page dedup only. A folder of disks alone has no
+//! `memory.bin` and no registers; a VM is booted with them.
 //!
 //! | file | contents |
 //! | --- | --- |
@@ -19,12 +20,15 @@
 //! | `written_file.rs` | writing one file, whole or not at all |
 //! | `edit.rs` | describing a state file, and merging a diff into a memory file |
 //! | `handover.rs` | passing a template to another process without a folder |
+//! | `disks.rs` | opening a folder of disks alone |
+//! | `portable.rs` | a folder for another host, with the files that it only names |
 //! | `read.rs` | loading a folder as a template, or refusing it with a named error |
 //!
 //! Files are untrusted: every length, count and offset is checked before it is used, and nothing is
 //! mapped before all checks have passed.
 
 mod checksum;
+mod disks;
 mod edit;
 mod files;
 mod fill;
@@ -32,6 +36,7 @@ mod handover;
 mod host;
 mod manifest;
 mod outside;
+mod portable;
 mod read;
 mod sections;
 mod signature;
@@ -43,12 +48,14 @@ mod written_file;
 
 use std::io;
 
+pub use disks::{Disk, Disks};
 pub use edit::{StateText, rebase};
 pub use files::{NOTE_MAX, SaveKind, StateFile};
 pub(crate) use files::{load_files, save_files};
 pub(crate) use handover::{hand_over, take_over};
-pub use manifest::{DiskFacts, MachineFacts, Manifest, MemoryFacts};
+pub use manifest::{DiskFacts, MachineFacts, Manifest, MemoryFacts, SnapshotKind};
 pub use outside::{Roots, is_allowed};
+pub use portable::{PortableContent, PortableFile, portable_files, settle_portable};
 pub use read::LoadOptions;
 pub(crate) use read::load;
 pub use signature::Key;
@@ -140,6 +147,10 @@ pub enum SnapshotError {
     Mixed { memory: String, state: String },
     #[error("{file}: {source}")]
     Of { file: String, source: Box<SnapshotError> },
+    #[error("{dir}: holds disks and no memory; boot a VM with them: pvmm restore")]
+    NoMemory { dir: String },
+    #[error("{dir}: holds memory and registers; a VM goes on from it and is not booted")]
+    HasMemory { dir: String },
     #[error("{dir}: exists already")]
     Exists { dir: String },
     #[error("cannot write {file}")]
@@ -156,7 +167,9 @@ impl SnapshotError {
         match self {
             SnapshotError::Of { source, .. } => source.kind(),
             SnapshotError::Foreign { .. } => ErrorKind::SnapshotIncompatible,
-            SnapshotError::OwnDisk { .. }
+            SnapshotError::NoMemory { .. }
+            | SnapshotError::HasMemory { .. }
+            | SnapshotError::OwnDisk { .. }
             | SnapshotError::NotOpened { .. }
             | SnapshotError::Folder { .. }
             | SnapshotError::Key(_)

@@ -11,8 +11,8 @@ use std::time::Duration;
 use pvmm_devices::open;
 use pvmm_devices::virtio::block::io::LayeredDisk;
 
-use super::checksum::Stamp;
-use super::manifest::{DiskFacts, Manifest};
+use super::checksum::{FileSums, Stamp};
+use super::manifest::{DiskFacts, Manifest, SnapshotKind};
 use super::outside::Roots;
 use super::sections::{self, Saved};
 use super::signature::{Key, SIGNATURE, SIGNATURE_MAX};
@@ -51,6 +51,9 @@ pub struct LoadOptions {
 /// Reads the snapshot in `dir`.
 pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Frozen, Error> {
     let folder = Folder::open_with(dir, options.key.as_ref())?;
+    if folder.manifest.kind() == SnapshotKind::Disk {
+        return Err(SnapshotError::NoMemory { dir: dir.display().to_string() }.into());
+    }
     let options = LoadOptions { hold: options.hold || options.key.is_some(), ..options };
     trace::step("manifest");
     let host = kvm.0.clone();
@@ -109,20 +112,27 @@ pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Frozen, Error
 impl Manifest {
     /// Reads the manifest of the snapshot in `dir` and no other file.
     pub fn read(dir: &Path) -> Result<Self, Error> {
-        Ok(Folder::open(dir)?.manifest)
+        Self::read_signed(dir, None)
+    }
+
+    /// Reads the manifest like [`Self::read`]. With a key, nothing is decoded unless a holder of
+    /// the key has signed it.
+    pub fn read_signed(dir: &Path, key: Option<&Key>) -> Result<Self, Error> {
+        Ok(Folder::open_with(dir, key)?.manifest)
     }
 }
 
 /// An open snapshot folder and its manifest.
 pub(super) struct Folder {
     dir: File,
-    path: PathBuf,
+    pub(super) path: PathBuf,
     pub(super) manifest: Manifest,
     /// The signed digests of its files, if a key was given.
     signed: Option<Signed>,
 }
 
 impl Folder {
+    #[cfg(test)]
     pub(super) fn open(path: &Path) -> Result<Self, SnapshotError> {
         Self::open_with(path, None)
     }
@@ -144,7 +154,7 @@ impl Folder {
     }
 
     /// Reads the manifest. With a key, nothing is decoded before its signature has been verified.
-    fn read(dir: File, path: &Path, key: Option<&Key>) -> Result<Self, SnapshotError> {
+    pub(super) fn read(dir: File, path: &Path, key: Option<&Key>) -> Result<Self, SnapshotError> {
         let bytes = read_small(&dir, MANIFEST, MANIFEST_MAX);
         if bytes.is_err() {
             refuse_foreign_folder(path)?;
@@ -157,16 +167,26 @@ impl Folder {
         Ok(Self { dir, path: path.to_owned(), manifest: Manifest::decode(&bytes)?, signed })
     }
 
+    /// Returns the open folder.
+    pub(super) fn dir(&self) -> &File {
+        &self.dir
+    }
+
     pub(super) fn state(&self) -> Result<Saved, SnapshotError> {
+        sections::decode(&self.state_bytes()?, &self.manifest.sections)
+    }
+
+    /// Returns the contents of `state.bin`.
+    pub(super) fn state_bytes(&self) -> Result<Vec<u8>, SnapshotError> {
         let bytes = read_small(&self.dir, STATE, STATE_MAX)?;
         if let Some(signed) = &self.signed {
             signed.check(STATE, signature::digest_bytes(&bytes))?;
         }
-        sections::decode(&bytes, &self.manifest.sections)
+        Ok(bytes)
     }
 
     /// Opens a large file, whose size must be the manifest's.
-    fn large(&self, name: &str, expected: u64) -> Result<File, SnapshotError> {
+    pub(super) fn large(&self, name: &str, expected: u64) -> Result<File, SnapshotError> {
         let (file, size) = open_plain(&self.dir, name)?;
         if size == expected {
             Ok(file)
@@ -182,16 +202,26 @@ impl Folder {
         saved: &Saved,
         options: &LoadOptions,
     ) -> Result<LargeFiles, SnapshotError> {
+        self.verify_files(&saved.sums, &saved.stamps, options)
+    }
+
+    /// Does [`Self::verify`] for files with these checksums and stamps.
+    pub(super) fn verify_files(
+        &self,
+        sums: &[FileSums],
+        stamps_then: &[Stamp],
+        options: &LoadOptions,
+    ) -> Result<LargeFiles, SnapshotError> {
         // Stamps in a file of their own belong to a folder that was moved to another disk, or that
         // an earlier version wrote.
         let later: OnceCell<Vec<Stamp>> = OnceCell::new();
         let known = |stamp: &Stamp| {
-            saved.stamps.contains(stamp) || later.get_or_init(|| self.kept()).contains(stamp)
+            stamps_then.contains(stamp) || later.get_or_init(|| self.kept()).contains(stamp)
         };
         let (mut files, mut stamps, mut compared) = (Vec::new(), Vec::new(), false);
         let wanted = |(name, _): &(String, u64)| !options.without_memory || name != MEMORY;
         for (name, size) in large_files(&self.manifest).into_iter().filter(wanted) {
-            let sums = saved.sums.iter().find(|sums| sums.file == name && sums.size == size);
+            let sums = sums.iter().find(|sums| sums.file == name && sums.size == size);
             let sums = sums.ok_or_else(|| SnapshotError::State(format!("no sums of {name}")))?;
             let file = self.large(&name, size)?;
             let failed = |source| SnapshotError::Read { file: name.clone(), source };
@@ -291,15 +321,8 @@ impl Folder {
             DiskFacts::Outside { path, size, modified_ns: modified } => {
                 let path = PathBuf::from(path);
                 let allowed = outside::is_allowed(&path, &options.roots);
-                let opened = allowed.then(|| outside::open_file(&path).ok()).flatten();
-                let found = opened.filter(|file| {
-                    let same = |facts: fs::Metadata| {
-                        facts.size() == *size && modified_ns(&facts) == *modified
-                    };
-                    file.metadata().is_ok_and(same)
-                });
                 // Not an error yet: the caller may override this drive.
-                Ok(match found {
+                Ok(match open_outside(&path, *size, *modified, &options.roots) {
                     Some(file) => FrozenStorage::Fixed { file, path: Some(path) },
                     None => FrozenStorage::Missing { index, path, allowed },
                 })
@@ -307,6 +330,14 @@ impl Folder {
         };
         self.manifest.disks.iter().enumerate().map(open).collect()
     }
+}
+
+/// Opens an image outside of the folder, if it may be named and is the file that it was.
+pub(super) fn open_outside(path: &Path, size: u64, modified: i128, roots: &Roots) -> Option<File> {
+    let allowed = outside::is_allowed(path, roots);
+    let file = allowed.then(|| outside::open_file(path).ok()).flatten()?;
+    let facts = file.metadata().ok()?;
+    (facts.size() == size && modified_ns(&facts) == modified).then_some(file)
 }
 
 /// The digests of a signed folder's files.
@@ -336,7 +367,7 @@ impl Signed {
 pub(super) struct LargeFiles(Vec<(String, File)>);
 
 impl LargeFiles {
-    fn take(&mut self, name: &str) -> Result<File, SnapshotError> {
+    pub(super) fn take(&mut self, name: &str) -> Result<File, SnapshotError> {
         let place = self.0.iter().position(|(known, _)| known == name);
         let (_, file) = place.map(|place| self.0.swap_remove(place)).ok_or_else(|| {
             let source = std::io::ErrorKind::NotFound.into();
@@ -383,7 +414,7 @@ pub fn check_runs(runs: &[(u64, u64)], size: u64) -> Result<PageRanges, Snapshot
 }
 
 /// Opens a file of the folder, which must be a regular file and not a link.
-fn open_plain(dir: &File, name: &str) -> Result<(File, u64), SnapshotError> {
+pub(super) fn open_plain(dir: &File, name: &str) -> Result<(File, u64), SnapshotError> {
     let file = sys::open_beneath(dir, name).map_err(|source| match source.raw_os_error() {
         Some(libc::ELOOP | libc::ENXIO) => SnapshotError::Kind { file: name.to_owned() },
         _ => SnapshotError::Read { file: name.to_owned(), source },

@@ -38,6 +38,16 @@ pub struct Saved {
     pub stamps: Vec<Stamp>,
 }
 
+/// The contents of `state.bin` in a snapshot of disks alone.
+pub struct SavedDisks {
+    /// The checksums of the disks.
+    pub sums: Vec<FileSums>,
+    /// Data of the caller.
+    pub note: Option<Vec<u8>>,
+    /// The stamps of the disks when they were written.
+    pub stamps: Vec<Stamp>,
+}
+
 /// The page ranges that a first use writes, and those that it only reads.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkingSetV1 {
@@ -88,6 +98,44 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
         writer.add("stamps", &saved.stamps)?;
     }
     Ok((writer.bytes, writer.table))
+}
+
+/// Returns the bytes of `state.bin` of a snapshot of disks alone, and the table of its sections.
+pub fn encode_disks(saved: &SavedDisks) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotError> {
+    let mut writer = Writer::default();
+    writer.add("checksums", &saved.sums)?;
+    if let Some(note) = &saved.note {
+        writer.add_bytes("note", note.clone());
+    }
+    if !saved.stamps.is_empty() {
+        writer.add("stamps", &saved.stamps)?;
+    }
+    Ok((writer.bytes, writer.table))
+}
+
+/// Decodes what [`encode_disks`] has encoded.
+pub fn decode_disks(bytes: &[u8], table: &[SectionFacts]) -> Result<SavedDisks, SnapshotError> {
+    let (mut sums, mut note, mut stamps, mut end) = (None, None, None, 0);
+    for section in table {
+        let bytes = section_bytes(bytes, section, &mut end)?;
+        match (section.kind.as_str(), section.version) {
+            ("checksums", V1) => once(&mut sums, section, bytes)?,
+            ("stamps", V1) => once(&mut stamps, section, bytes)?,
+            ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),
+            (kind, version) => {
+                let kind = kind.chars().take(40).collect();
+                return Err(SnapshotError::SectionVersion { kind, version });
+            }
+        }
+    }
+    if end != bytes.len() as u64 {
+        return Err(state("has bytes that belong to no section"));
+    }
+    let sums: Vec<FileSums> = sums.ok_or_else(|| state("a section is missing"))?;
+    if !sums.iter().all(FileSums::is_whole) {
+        return Err(state("checksums are incomplete"));
+    }
+    Ok(SavedDisks { sums, note, stamps: stamps.unwrap_or_default() })
 }
 
 /// Decodes all sections and checks them against the table.

@@ -13,8 +13,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use pvmm_devices::open;
 
 use super::checksum::{FileSums, Stamp};
-use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, disk_file};
-use super::sections::{self, Saved, WorkingSetV1};
+use super::manifest::{self, BaseFacts, DiskFacts, Manifest, MemoryFacts, SnapshotKind, disk_file};
+use super::sections::{self, Saved, SavedDisks, WorkingSetV1};
 use super::signature::{self, Key, SIGNATURE};
 use super::{Base, CHAIN_MAX, MANIFEST, MEMORY, MachineFacts, SIBLING, STATE, SnapshotError, host};
 use crate::error::{Error, ErrorKind};
@@ -47,6 +47,8 @@ pub struct WriteOptions<'a> {
     pub replace: bool,
     /// Write only the changes since the snapshot that the VM was restored from, if there is one.
     pub incremental: bool,
+    /// Write the disks alone, without memory and registers.
+    pub disk_only: bool,
     /// Sign the snapshot, so that readers with this key can check who wrote it.
     pub key: Option<&'a Key>,
     /// Called with the bytes written and the total.
@@ -58,7 +60,7 @@ pub struct WriteOptions<'a> {
 
 /// Writes the template as the folder `dir`.
 pub fn write(frozen: &Frozen, dir: &Path, options: WriteOptions) -> Result<Manifest, Error> {
-    if frozen.without_memory {
+    if frozen.without_memory && !options.disk_only {
         let what = "snapshot: the template was loaded without its memory";
         return Err(Error::plain(ErrorKind::InvalidConfig, what));
     }
@@ -118,7 +120,8 @@ impl Contents<'_> {
         // A chain that would be too long, or too scattered to be mapped, is written whole; so is
         // memory that is no longer mapped over its base.
         let base = self.base.filter(|base| {
-            options.incremental && own > 0 && base.depth < CHAIN_MAX && own_runs.len() <= MAX_RUNS
+            let incremental = options.incremental && !options.disk_only;
+            incremental && own > 0 && base.depth < CHAIN_MAX && own_runs.len() <= MAX_RUNS
         });
         let (own_layers, runs) = match base {
             Some(_) => (own, own_runs),
@@ -126,18 +129,76 @@ impl Contents<'_> {
         };
         let mut progress = Progress { done: 0, total: self.data_bytes(own_layers), options };
 
-        let size = self.image.size();
-        let memory = folder.create(MEMORY)?;
-        let read = |at: u64, bytes: &mut [u8]| self.image.read(own_layers, at, bytes);
-        let fill =
-            || FileSums::write(MEMORY, &memory, size, read, &mut |bytes| progress.add(bytes));
-        let mut sums = vec![folder.finish(MEMORY, &memory, size, fill)?];
-
-        if let Some(sibling) = self.image.dedup_source() {
-            folder.copy_sibling(sibling, size)?;
+        let (size, disk_only) = (self.image.size(), progress.options.disk_only);
+        let mut sums = Vec::new();
+        if !disk_only {
+            let memory = folder.create(MEMORY)?;
+            let read = |at: u64, bytes: &mut [u8]| self.image.read(own_layers, at, bytes);
+            let fill =
+                || FileSums::write(MEMORY, &memory, size, read, &mut |bytes| progress.add(bytes));
+            sums.push(folder.finish(MEMORY, &memory, size, fill)?);
+            if let Some(sibling) = self.image.dedup_source() {
+                folder.copy_sibling(sibling, size)?;
+            }
+            trace::step("memory written");
         }
-        trace::step("memory written");
+        let disks = self.write_disks(folder, &mut sums)?;
+        trace::step("disks written");
+        // A stamp says that a file need not be compared. For a file that is not synced, a power cut
+        // may keep the metadata and lose the bytes.
+        let stamps = match progress.options.durability {
+            Durability::Full => folder.stamps(&sums)?,
+            Durability::None => Vec::new(),
+        };
+        let note = Some(self.note.to_vec()).filter(|note| !note.is_empty());
+        let (state, sections) = if disk_only {
+            sections::encode_disks(&SavedDisks { sums, note, stamps })?
+        } else {
+            let machine = self.machine.clone();
+            let working_set = self.working_set.map(WorkingSetV1::of);
+            sections::encode(&Saved { machine, sums, runs, working_set, note, stamps })?
+        };
+        folder.write(STATE, &state)?;
+        let manifest = Manifest {
+            format: if disk_only { manifest::DISKS_FORMAT } else { manifest::FORMAT }.to_owned(),
+            version: manifest::VERSION,
+            id: random_id().map_err(|e| cannot(MANIFEST, e))?,
+            created_by: concat!("pvmm ", env!("CARGO_PKG_VERSION")).to_owned(),
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
+            machine: self.facts.clone(),
+            memory: MemoryFacts {
+                size,
+                regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
+                base: base
+                    .map(|base| BaseFacts { id: base.id.clone(), path: canonical(&base.dir) }),
+            },
+            disks,
+            taps: self.taps.to_vec(),
+            vsock_path: self.vsock_path.map(|path| path.display().to_string()),
+            sections,
+            checksum: 0,
+        };
+        let text = manifest.encode()?;
+        folder.write(MANIFEST, &text)?;
+        if let Some(key) = progress.options.key {
+            folder.sign(key, &manifest, &[(MANIFEST, &text), (STATE, &state)])?;
+        }
+        trace::step("state written");
+        if progress.options.durability == Durability::Full {
+            folder.sync(&manifest)?;
+            trace::step("synced");
+        }
+        progress.add(u64::MAX);
+        Ok(manifest)
+    }
 
+    /// Writes the disks that belong to the VM, adds their checksums to `sums`, and describes all
+    /// disks.
+    fn write_disks(
+        &self,
+        folder: &Unfinished,
+        sums: &mut Vec<FileSums>,
+    ) -> Result<Vec<DiskFacts>, SnapshotError> {
         let mut disks = Vec::new();
         for (index, drive) in self.drives.iter().enumerate() {
             let name = disk_file(index);
@@ -170,51 +231,7 @@ impl Contents<'_> {
             };
             disks.push(facts);
         }
-
-        trace::step("disks written");
-        let machine = self.machine.clone();
-        let working_set = self.working_set.map(WorkingSetV1::of);
-        // A stamp says that a file need not be compared. For a file that is not synced, a power cut
-        // may keep the metadata and lose the bytes.
-        let stamps = match progress.options.durability {
-            Durability::Full => folder.stamps(&sums)?,
-            Durability::None => Vec::new(),
-        };
-        let note = Some(self.note.to_vec()).filter(|note| !note.is_empty());
-        let (state, sections) =
-            sections::encode(&Saved { machine, sums, runs, working_set, note, stamps })?;
-        folder.write(STATE, &state)?;
-        let manifest = Manifest {
-            format: manifest::FORMAT.to_owned(),
-            version: manifest::VERSION,
-            id: random_id().map_err(|e| cannot(MANIFEST, e))?,
-            created_by: concat!("pvmm ", env!("CARGO_PKG_VERSION")).to_owned(),
-            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
-            machine: self.facts.clone(),
-            memory: MemoryFacts {
-                size,
-                regions: self.image.regions().iter().map(|r| (r.address, r.len)).collect(),
-                base: base
-                    .map(|base| BaseFacts { id: base.id.clone(), path: canonical(&base.dir) }),
-            },
-            disks,
-            taps: self.taps.to_vec(),
-            vsock_path: self.vsock_path.map(|path| path.display().to_string()),
-            sections,
-            checksum: 0,
-        };
-        let text = manifest.encode()?;
-        folder.write(MANIFEST, &text)?;
-        if let Some(key) = progress.options.key {
-            folder.sign(key, &manifest, &[(MANIFEST, &text), (STATE, &state)])?;
-        }
-        trace::step("state written");
-        if progress.options.durability == Durability::Full {
-            folder.sync(&manifest)?;
-            trace::step("synced");
-        }
-        progress.add(u64::MAX);
-        Ok(manifest)
+        Ok(disks)
     }
 
     fn data_bytes(&self, from_layer: usize) -> u64 {
@@ -423,7 +440,10 @@ pub(super) fn sweep(parent: &Path) {
 
 /// Returns the names and sizes of the files of a snapshot that have checksums.
 pub fn large_files(manifest: &Manifest) -> Vec<(String, u64)> {
-    let mut files = vec![(MEMORY.to_owned(), manifest.memory.size)];
+    let mut files = match manifest.kind() {
+        SnapshotKind::Memory => vec![(MEMORY.to_owned(), manifest.memory.size)],
+        SnapshotKind::Disk => Vec::new(),
+    };
     for disk in &manifest.disks {
         if let DiskFacts::Inside { file, size, .. } = disk {
             files.push((file.clone(), *size));

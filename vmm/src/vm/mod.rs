@@ -107,6 +107,13 @@ impl Vm {
         freeze::begin_freeze(&mut self.machine).map(UnfinishedTemplate::new)
     }
 
+    /// Makes a template of the VM's disks as they are now, without memory, for a snapshot with
+    /// [`crate::snapshot::WriteOptions::disk_only`]. A VM that ran runs on. The guest's own caches
+    /// are not on its disks: call [`Agent::freeze_with`] with `sync` before.
+    pub fn freeze_disks(&mut self) -> Result<Template, Error> {
+        freeze::freeze_disks(&mut self.machine).map(Template::new)
+    }
+
     /// Copies the drives that are written in place and cannot share blocks with a copy, while the
     /// guest runs. [`Self::freeze`] does this too. A caller that freezes the guest's workload calls
     /// it before that: copying takes as long as the file is large.
@@ -116,7 +123,22 @@ impl Vm {
 
     /// Keeps the present of the VM, in place of an earlier checkpoint. A VM that ran runs on.
     pub fn checkpoint(&mut self) -> Result<(), Error> {
-        rollback::checkpoint(&mut self.machine)
+        let frozen = rollback::take_checkpoint(&mut self.machine)?;
+        self.machine.checkpoint = Some(frozen);
+        Ok(())
+    }
+
+    /// Makes a template of the VM as it is now, to which [`Self::checkout`] can take this VM back
+    /// later. Any number of them can be kept, and forked like every other template. A VM that ran
+    /// runs on. Fails if a drive is written in place.
+    pub fn take_checkpoint(&mut self) -> Result<Template, Error> {
+        rollback::take_checkpoint(&mut self.machine).map(Template::new)
+    }
+
+    /// Takes the VM to a checkpoint that [`Self::take_checkpoint`] made of it, before or after the
+    /// present one and on any branch of its history, in all else like [`Self::rollback`].
+    pub fn checkout(&mut self, to: &Template) -> Result<(), Error> {
+        rollback::checkout(&mut self.machine, to.frozen())
     }
 
     /// Takes the VM back to its checkpoint. A VM that ran runs on from there.

@@ -76,6 +76,14 @@ pub struct Touched {
 }
 
 impl Template {
+    pub(crate) fn new(frozen: Frozen) -> Self {
+        Self { frozen }
+    }
+
+    pub(crate) fn frozen(&self) -> &Frozen {
+        &self.frozen
+    }
+
     /// Reads the snapshot in the folder `dir`.
     pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Self, Error> {
         snapshot::load(kvm, dir, options).map(|frozen| Self { frozen })

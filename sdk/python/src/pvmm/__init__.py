@@ -28,7 +28,19 @@ from .errors import (
     ServiceNotFound,
 )
 from .filesystem import AsyncFilesystem, Filesystem
-from .results import ExecResult, Execution, FileInfo, Lifecycle, Promotion, Result, Snapshot
+from .results import (
+    Checkpoint,
+    ExecResult,
+    Execution,
+    FileChange,
+    FileDiff,
+    FileInfo,
+    Lifecycle,
+    Preview,
+    Promotion,
+    Result,
+    Snapshot,
+)
 from .sandbox import Sandbox
 from .volume import AsyncVolume, Mount, Volume
 
@@ -39,6 +51,7 @@ __all__ = [
     "AsyncSandbox",
     "AsyncVolume",
     "AuthError",
+    "Checkpoint",
     "Client",
     "CodeContext",
     "CommandFailed",
@@ -47,6 +60,8 @@ __all__ = [
     "ConnectionLost",
     "ExecResult",
     "Execution",
+    "FileChange",
+    "FileDiff",
     "FileInfo",
     "Filesystem",
     "InvalidRequest",
@@ -57,6 +72,7 @@ __all__ = [
     "NotSupported",
     "OutOfCapacity",
     "OutcomeUnknown",
+    "Preview",
     "Promotion",
     "PvmmError",
     "Result",

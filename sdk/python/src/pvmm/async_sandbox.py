@@ -24,7 +24,16 @@ from .client import AsyncClient, shared_async
 from .code import AsyncCodeContext
 from .errors import NotFound
 from .filesystem import AsyncFilesystem
-from .results import ExecResult, Execution, Lifecycle, Promotion, Snapshot
+from .results import (
+    Checkpoint,
+    ExecResult,
+    Execution,
+    FileDiff,
+    Lifecycle,
+    Preview,
+    Promotion,
+    Snapshot,
+)
 from .sandbox import checked
 from .state import (
     DEFAULT_TEMPLATE,
@@ -34,6 +43,7 @@ from .state import (
     State,
     VolumeLike,
     create_body,
+    diff_params,
     fork_body,
 )
 
@@ -257,10 +267,15 @@ class AsyncSandbox(Described):
         """Brings a hibernated sandbox back at once."""
         await self._client.send(calls.act(self.id, "wake"))
 
-    async def checkpoint(self) -> None:
-        """Keeps the present of the sandbox, memory and disk, for `rollback()`."""
-        await self._client.send(calls.act(self.id, "checkpoint"))
-        self._state.session_at_checkpoint = self._state.session
+    async def checkpoint(self, name: Optional[str] = None) -> Checkpoint:
+        """Keeps the present of the sandbox, memory and disk, for `rollback()` and `checkout()`.
+
+        Without a name it gets the next number. It is below the checkpoint that the sandbox stands
+        on, so that the next one after a `checkout()` is a branch.
+        """
+        taken = await self._client.send(calls.checkpoint(self.id, name))
+        self._state.took_checkpoint(taken.name)
+        return taken
 
     async def rollback(self) -> None:
         """Goes back to the last checkpoint: what happened since then has not happened.
@@ -268,7 +283,34 @@ class AsyncSandbox(Described):
         Raises `Conflict` if there is no checkpoint.
         """
         await self._client.send(calls.act(self.id, "rollback"))
-        self._state.session = self._state.session_at_checkpoint
+        self._state.went_to(None)
+
+    async def checkout(self, name: str) -> None:
+        """Goes to any checkpoint, older, newer or of another branch.
+
+        What happened since the last checkpoint is lost. Raises `NotFound` if there is none of this
+        name.
+        """
+        await self._client.send(calls.act(self.id, "checkout", {"name": name}))
+        self._state.went_to(name)
+
+    async def log(self) -> List[Checkpoint]:
+        """Returns the checkpoints, oldest first; their parents make them a tree."""
+        return await self._client.send(calls.checkpoints(self.id))
+
+    async def delete_checkpoint(self, name: str) -> None:
+        """Deletes a checkpoint; those below it stay."""
+        await self._client.send(calls.delete_checkpoint(self.id, name))
+
+    async def diff(
+        self, old: str, new: Optional[str] = None, *, path: str = "/", patch: bool = False
+    ) -> FileDiff:
+        """Returns the files that differ between two checkpoints, or a checkpoint and the present.
+
+        The sandbox is not touched. `path` is the directory to compare; with `patch` text files have
+        the lines that differ.
+        """
+        return await self._client.send(calls.diff(self.id, diff_params(old, new, path, patch)))
 
     async def fork(
         self,
@@ -305,9 +347,13 @@ class AsyncSandbox(Described):
         """Makes a child of a fork tree a sandbox of its own, and can end its siblings."""
         return await self._client.send(calls.promote(self.id, cleanup_siblings, tree_id))
 
-    async def snapshot(self) -> Snapshot:
-        """Writes the sandbox to disk as a snapshot, and lets it go on."""
-        return await self._client.send(calls.snapshot(self.id))
+    async def snapshot(self, *, disk_only: bool = False) -> Snapshot:
+        """Writes the sandbox to disk as a snapshot, and lets it go on.
+
+        With `disk_only` the snapshot has the files and no memory: it is small, and a sandbox that
+        is made from it boots.
+        """
+        return await self._client.send(calls.snapshot(self.id, disk_only))
 
     # Life
 
@@ -328,6 +374,13 @@ class AsyncSandbox(Described):
     async def ports(self) -> List[int]:
         """Returns the TCP ports on which something listens in the sandbox."""
         return await self._client.send(calls.ports(self.id))
+
+    async def preview(self, port: int, *, public: Optional[bool] = None) -> Preview:
+        """Returns the address of a port and the token that opens it.
+
+        With `public`, the port is opened to everyone, or closed again.
+        """
+        return await self._client.send(calls.preview(self.id, port, public))
 
     async def close(self) -> None:
         """Ends the sandbox at once and removes it; does nothing if it has ended."""

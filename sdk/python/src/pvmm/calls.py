@@ -14,10 +14,13 @@ from urllib.parse import quote
 import httpx
 
 from .results import (
+    Checkpoint,
     ExecResult,
     Execution,
+    FileDiff,
     FileInfo,
     Lifecycle,
+    Preview,
     Promotion,
     Snapshot,
 )
@@ -106,9 +109,42 @@ def delete(sandbox_id: str) -> Call[None]:
 
 
 def act(sandbox_id: str, verb: str, body: Optional[Json] = None) -> Call[None]:
-    """Pause, resume, hibernate, wake, checkpoint, rollback: a verb that returns nothing."""
+    """Pause, resume, hibernate, wake, checkout, rollback: a verb that returns nothing."""
     return Call(
         "POST", sandbox_path(sandbox_id, f"/{verb}"), nothing, json=body, timeout=SNAPSHOT_SECONDS
+    )
+
+
+def checkpoint(sandbox_id: str, name: Optional[str]) -> Call[Checkpoint]:
+    return Call(
+        "POST",
+        sandbox_path(sandbox_id, "/checkpoint"),
+        lambda answer: Checkpoint.from_json(fields(answer)),
+        json=without_none(name=name),
+        timeout=SNAPSHOT_SECONDS,
+    )
+
+
+def checkpoints(sandbox_id: str) -> Call[List[Checkpoint]]:
+    read = items("items")
+    return Call(
+        "GET",
+        sandbox_path(sandbox_id, "/checkpoints"),
+        lambda answer: [Checkpoint.from_json(item) for item in read(answer)],
+    )
+
+
+def delete_checkpoint(sandbox_id: str, name: str) -> Call[None]:
+    return Call("DELETE", sandbox_path(sandbox_id, f"/checkpoints/{quote(name, safe='')}"), nothing)
+
+
+def diff(sandbox_id: str, params: Mapping[str, str]) -> Call[FileDiff]:
+    return Call(
+        "GET",
+        sandbox_path(sandbox_id, "/diff"),
+        lambda answer: FileDiff.from_json(fields(answer)),
+        params=params,
+        timeout=SNAPSHOT_SECONDS,
     )
 
 
@@ -134,11 +170,12 @@ def promote(sandbox_id: str, cleanup_siblings: bool, tree_id: Optional[str]) -> 
     )
 
 
-def snapshot(sandbox_id: str) -> Call[Snapshot]:
+def snapshot(sandbox_id: str, disk_only: bool) -> Call[Snapshot]:
     return Call(
         "POST",
         sandbox_path(sandbox_id, "/snapshots"),
         lambda answer: Snapshot.from_json(fields(answer)),
+        json={"disk_only": True} if disk_only else None,
         timeout=SNAPSHOT_SECONDS,
     )
 
@@ -159,6 +196,15 @@ def ports(sandbox_id: str) -> Call[List[int]]:
         return [int(item["port"] if isinstance(item, dict) else item) for item in found or []]
 
     return Call("GET", sandbox_path(sandbox_id, "/ports"), read)
+
+
+def preview(sandbox_id: str, port: int, public: Optional[bool]) -> Call[Preview]:
+    return Call(
+        "GET" if public is None else "PUT",
+        sandbox_path(sandbox_id, f"/ports/{int(port)}"),
+        lambda answer: Preview.from_json(fields(answer)),
+        json=None if public is None else {"public": public},
+    )
 
 
 def logs(sandbox_id: str, stream: str, follow: bool) -> Call[List[str]]:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional
 
-from .errors import CommandTimeout
+from .errors import CommandTimeout, ServiceError
 
 
 @dataclass(frozen=True)
@@ -164,6 +164,7 @@ class Snapshot:
     template: str
     size_bytes: int
     created_at: str
+    disk_only: bool = False
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Snapshot:
@@ -173,6 +174,88 @@ class Snapshot:
             template=str(data.get("template") or ""),
             size_bytes=int(data.get("size_bytes") or 0),
             created_at=str(data.get("created_at") or ""),
+            disk_only=bool(data.get("disk_only")),
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A kept moment of a sandbox, to which `checkout(name)` goes back.
+
+    `parent` is the name of the checkpoint that the sandbox stood on when this one was taken.
+    `current` tells whether the sandbox goes on from here.
+    """
+
+    name: str
+    parent: Optional[str] = None
+    created_at: str = ""
+    current: bool = False
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Checkpoint:
+        parent = data.get("parent")
+        return cls(
+            name=str(data["name"]),
+            parent=None if parent is None else str(parent),
+            created_at=str(data.get("created_at") or ""),
+            current=bool(data.get("current")),
+        )
+
+
+@dataclass(frozen=True)
+class FileChange:
+    """A file that differs between two moments.
+
+    `change` is "added", "changed" or "removed". `what` names what differs of a changed file:
+    "kind", "content", "target", "mode", "owner". A size is None where there is no file.
+    """
+
+    change: str
+    path: str
+    kind: str
+    old_size: Optional[int] = None
+    new_size: Optional[int] = None
+    what: List[str] = field(default_factory=list)
+    patch: Optional[str] = None
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FileChange:
+        old, new = data.get("old"), data.get("new")
+        return cls(
+            change=str(data["change"]),
+            path=str(data["path"]),
+            kind=str((new or old or {}).get("kind", "")),
+            old_size=int(old["size"]) if old else None,
+            new_size=int(new["size"]) if new else None,
+            what=[str(word) for word in data.get("what") or []],
+            patch=None if data.get("patch") is None else str(data["patch"]),
+        )
+
+
+@dataclass(frozen=True)
+class FileDiff:
+    """The files that differ between two moments, in the order of their paths.
+
+    The three counts are complete; `left_out` changes beyond the first 10,000 are not listed.
+    """
+
+    added: int
+    changed: int
+    removed: int
+    changes: List[FileChange] = field(default_factory=list)
+    left_out: int = 0
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FileDiff:
+        if "changes" not in data:
+            # The service had begun to answer before it failed.
+            raise ServiceError(str(data.get("error") or "the service sent no diff"))
+        return cls(
+            added=int(data.get("added") or 0),
+            changed=int(data.get("changed") or 0),
+            removed=int(data.get("removed") or 0),
+            changes=[FileChange.from_json(item) for item in data["changes"]],
+            left_out=int(data.get("left_out") or 0),
         )
 
 
@@ -190,6 +273,28 @@ class Lifecycle:
             ttl_seconds=int(data.get("ttl_seconds") or 0),
             persistent=bool(data.get("persistent")),
             idle_seconds=int(data.get("idle_seconds") or 0),
+        )
+
+
+@dataclass(frozen=True)
+class Preview:
+    """The address of a port. A browser opens `open_url` first; programs send `token` in the header
+    `X-Pvmm-Token`."""
+
+    port: int
+    public: bool
+    url: Optional[str]
+    open_url: Optional[str]
+    token: str
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Preview:
+        return cls(
+            port=int(data["port"]),
+            public=bool(data.get("public")),
+            url=data.get("url"),
+            open_url=data.get("open_url"),
+            token=str(data.get("token") or ""),
         )
 
 

@@ -13,7 +13,16 @@ from .client import Client, shared
 from .code import CodeContext
 from .errors import CommandFailed, NotFound
 from .filesystem import Filesystem
-from .results import ExecResult, Execution, Lifecycle, Promotion, Snapshot
+from .results import (
+    Checkpoint,
+    ExecResult,
+    Execution,
+    FileDiff,
+    Lifecycle,
+    Preview,
+    Promotion,
+    Snapshot,
+)
 from .state import (
     DEFAULT_TEMPLATE,
     Constructor,
@@ -22,6 +31,7 @@ from .state import (
     State,
     VolumeLike,
     create_body,
+    diff_params,
     fork_body,
 )
 
@@ -240,10 +250,15 @@ class Sandbox(Described):
         """Brings a hibernated sandbox back at once."""
         self._client.send(calls.act(self.id, "wake"))
 
-    def checkpoint(self) -> None:
-        """Keeps the present of the sandbox, memory and disk, for `rollback()`."""
-        self._client.send(calls.act(self.id, "checkpoint"))
-        self._state.session_at_checkpoint = self._state.session
+    def checkpoint(self, name: Optional[str] = None) -> Checkpoint:
+        """Keeps the present of the sandbox, memory and disk, for `rollback()` and `checkout()`.
+
+        Without a name it gets the next number. It is below the checkpoint that the sandbox stands
+        on, so that the next one after a `checkout()` is a branch.
+        """
+        taken = self._client.send(calls.checkpoint(self.id, name))
+        self._state.took_checkpoint(taken.name)
+        return taken
 
     def rollback(self) -> None:
         """Goes back to the last checkpoint: what happened since then has not happened.
@@ -251,7 +266,34 @@ class Sandbox(Described):
         Raises `Conflict` if there is no checkpoint.
         """
         self._client.send(calls.act(self.id, "rollback"))
-        self._state.session = self._state.session_at_checkpoint
+        self._state.went_to(None)
+
+    def checkout(self, name: str) -> None:
+        """Goes to any checkpoint, older, newer or of another branch.
+
+        What happened since the last checkpoint is lost. Raises `NotFound` if there is none of this
+        name.
+        """
+        self._client.send(calls.act(self.id, "checkout", {"name": name}))
+        self._state.went_to(name)
+
+    def log(self) -> List[Checkpoint]:
+        """Returns the checkpoints, oldest first; their parents make them a tree."""
+        return self._client.send(calls.checkpoints(self.id))
+
+    def delete_checkpoint(self, name: str) -> None:
+        """Deletes a checkpoint; those below it stay."""
+        self._client.send(calls.delete_checkpoint(self.id, name))
+
+    def diff(
+        self, old: str, new: Optional[str] = None, *, path: str = "/", patch: bool = False
+    ) -> FileDiff:
+        """Returns the files that differ between two checkpoints, or a checkpoint and the present.
+
+        The sandbox is not touched. `path` is the directory to compare; with `patch` text files have
+        the lines that differ.
+        """
+        return self._client.send(calls.diff(self.id, diff_params(old, new, path, patch)))
 
     def fork(
         self,
@@ -287,9 +329,13 @@ class Sandbox(Described):
         """Makes a child of a fork tree a sandbox of its own, and can end its siblings."""
         return self._client.send(calls.promote(self.id, cleanup_siblings, tree_id))
 
-    def snapshot(self) -> Snapshot:
-        """Writes the sandbox to disk as a snapshot, and lets it go on."""
-        return self._client.send(calls.snapshot(self.id))
+    def snapshot(self, *, disk_only: bool = False) -> Snapshot:
+        """Writes the sandbox to disk as a snapshot, and lets it go on.
+
+        With `disk_only` the snapshot has the files and no memory: it is small, and a sandbox that
+        is made from it boots.
+        """
+        return self._client.send(calls.snapshot(self.id, disk_only))
 
     # Life
 
@@ -310,6 +356,13 @@ class Sandbox(Described):
     def ports(self) -> List[int]:
         """Returns the TCP ports on which something listens in the sandbox."""
         return self._client.send(calls.ports(self.id))
+
+    def preview(self, port: int, *, public: Optional[bool] = None) -> Preview:
+        """Returns the address of a port and the token that opens it.
+
+        With `public`, the port is opened to everyone, or closed again.
+        """
+        return self._client.send(calls.preview(self.id, port, public))
 
     def close(self) -> None:
         """Ends the sandbox at once and removes it; does nothing if it has ended."""

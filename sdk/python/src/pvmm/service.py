@@ -76,6 +76,9 @@ def announced() -> Optional[Address]:
 
 
 def _announcements() -> Iterator[Path]:
+    if os.environ.get("PVMM_RUNTIME_DIR"):
+        yield Path(os.environ["PVMM_RUNTIME_DIR"], "serve.json")
+        return
     if os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(os.environ["XDG_RUNTIME_DIR"], "pvmm", "serve.json")
     yield Path("/run/pvmm/serve.json")

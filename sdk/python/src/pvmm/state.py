@@ -81,14 +81,35 @@ def fork_body(
     )
 
 
+def diff_params(old: str, new: Optional[str], path: str, patch: bool) -> Dict[str, str]:
+    """Returns the query of a diff."""
+    params = {"from": old, "path": path, "patch": "true" if patch else "false"}
+    return params if new is None else {**params, "to": new}
+
+
 class State:
     """The last known description of a sandbox, and the session in which its code runs."""
 
     def __init__(self, data: Mapping[str, Any], session: Optional[str] = None) -> None:
         self.session = session
-        self.session_at_checkpoint: Optional[str] = None
+        # The sessions that there were at the checkpoints, and at the one that the sandbox stands on.
+        self.session_at: Dict[str, Optional[str]] = {}
+        self.session_at_current: Optional[str] = None
         self.closed = False
         self.update(data)
+
+    def took_checkpoint(self, name: str) -> None:
+        """Remembers the session that a checkpoint has."""
+        self.session_at[name] = self.session_at_current = self.session
+
+    def went_to(self, name: Optional[str]) -> None:
+        """Uses the session of a checkpoint again; of the current one without a name.
+
+        A checkpoint that others have taken has a session that nobody here knows.
+        """
+        if name is not None:
+            self.session_at_current = self.session_at.get(name)
+        self.session = self.session_at_current
 
     def update(self, data: Mapping[str, Any]) -> None:
         self.id = str(data["id"])
@@ -170,8 +191,8 @@ class Described:
     def preview_url(self, port: int, *, host: Optional[str] = None) -> str:
         """Returns the URL of a web server in the sandbox.
 
-        Who knows the URL can use it. `host` is the name, and port, under which others reach the
-        service.
+        The port needs its token unless it is public: `preview` has both. `host` is the name, and
+        port, under which others reach the service.
         """
         return preview_url(self._address, self.id, port, host)
 

@@ -119,6 +119,7 @@ fn file() -> Metadata {
         nlink: 1,
         mtime_s: 0,
         mtime_ns: 0,
+        ctime: None,
         target: None,
     }
 }

@@ -77,6 +77,33 @@ fn rewind_goes_back_to_the_freeze_as_often_as_it_is_asked() {
 }
 
 #[test]
+fn rewind_goes_to_any_freeze_of_any_branch() {
+    let disk = disk();
+    let mut kept = Vec::new();
+    let mut keep = |value: u8| {
+        write(&disk, u64::from(value) * 1000, &[value; 3000]);
+        disk.freeze(file).unwrap();
+        kept.push((disk.fork(file().unwrap()).unwrap(), read(&disk)));
+    };
+    (1..4).for_each(&mut keep);
+    disk.rewind(&kept[0].0).unwrap();
+    let mut keep = |value: u8| {
+        write(&disk, u64::from(value) * 500, &[value; 2000]);
+        disk.freeze(file).unwrap();
+        kept.push((disk.fork(file().unwrap()).unwrap(), read(&disk)));
+    };
+    // So many that layers are merged.
+    (4..30).for_each(&mut keep);
+    for step in 0..2 * kept.len() {
+        let (then, bytes) = &kept[step * 7 % kept.len()];
+        write(&disk, 0, &[99; 5000]);
+        assert!(disk.can_rewind(then));
+        disk.rewind(then).unwrap();
+        assert_eq!(read(&disk), *bytes, "step {step}");
+    }
+}
+
+#[test]
 fn frozen_image_under_a_disk_is_never_written() {
     let base = file().unwrap();
     base.write_all_at(&[7; SIZE as usize], 0).unwrap();
