@@ -1,12 +1,14 @@
 // Best of N: one warm environment, a fork for each attempt, the tests decide.
 
 import assert from "node:assert/strict";
-import { Sandbox } from "@pandastack/sdk";
+import { Client, Sandbox } from "@pandastack/sdk";
 import { fixes } from "./scripted_model.mjs";
 
 const CHECK = "from stats import mean\nassert mean([2, 4, 6]) == 4\nassert mean([1, 2]) == 1.5\n";
 
-const base = await Sandbox.create({ template: "code-interpreter", ttlSeconds: 600 });
+// Five attempts at once may take longer than the 30 s that a client waits by default.
+const client = new Client({ timeoutMs: 120_000 });
+const base = await Sandbox.create({ template: "code-interpreter", ttlSeconds: 600 }, client);
 try {
   await base.filesystem.write("/workspace/repo/stats.py", "def mean(values):\n    return 0\n");
   await base.filesystem.write("/workspace/repo/check.py", CHECK);

@@ -11,7 +11,8 @@ df.loc[::10, "x"] = float("nan")
 print(len(df), int(df.x.isna().sum()))
 `;
 
-const client = new Client();
+// An import of pandas may take longer than the 30 s that a client waits by default.
+const client = new Client({ timeoutMs: 120_000 });
 const parent = await client.sandboxes.create({ template: "python-data", ttlSeconds: 600 });
 try {
   const context = await parent.createCodeContext();

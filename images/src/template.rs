@@ -56,7 +56,7 @@ const BASE_PACKAGES: [&str; 20] = [
 ];
 
 /// The recipes that pvmm brings along, with their packages beside those of `base`, sorted.
-const BUILT_IN: [(&str, &[&str]); 4] = [
+const BUILT_IN: [(&str, &[&str]); 5] = [
     (BASE, &[]),
     (
         "code-interpreter",
@@ -104,6 +104,7 @@ const BUILT_IN: [(&str, &[&str]); 4] = [
             "ripgrep",
         ],
     ),
+    ("container", &["crun"]),
 ];
 
 #[derive(Debug, thiserror::Error)]

@@ -88,13 +88,17 @@ pub fn prepare_registry() -> Result<(), Box<dyn Error>> {
 
 /// Prepares the templates that pvmm brings recipes for.
 pub fn prepare_built_in() -> Result<(), ArtifactError> {
-    for recipe in Recipe::built_in_names().filter_map(Recipe::built_in) {
-        Cache::open()
-            .map_err(TemplateError::from)
-            .and_then(|cache| Template::ensure(&cache, &recipe, &mut lines()))
-            .map_err(ArtifactError::Template)?;
-    }
-    Ok(())
+    Recipe::built_in_names().try_for_each(prepare_template)
+}
+
+/// Prepares a template that pvmm brings a recipe for.
+pub fn prepare_template(name: &str) -> Result<(), ArtifactError> {
+    let Some(recipe) = Recipe::built_in(name) else { return Ok(()) };
+    Cache::open()
+        .map_err(TemplateError::from)
+        .and_then(|cache| Template::ensure(&cache, &recipe, &mut lines()))
+        .map(drop)
+        .map_err(ArtifactError::Template)
 }
 
 impl Artifacts {

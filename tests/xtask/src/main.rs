@@ -32,6 +32,7 @@ mod progress;
 mod report;
 mod sbom;
 mod serve;
+mod shim_test;
 mod site;
 mod stock;
 mod suite;
@@ -75,6 +76,8 @@ enum Verb {
     },
     /// Run examples, published clients and many clients at once against `pvmm serve`
     TestServe(serve::Options),
+    /// Run containers in VMs by containerd's own client
+    TestShim(shim_test::Options),
     /// Look at the page of `pvmm serve` in a headless browser, with real sandboxes
     TestPage,
     /// Build the documentation as a site: target/site/index.html
@@ -150,6 +153,7 @@ fn main() -> ExitCode {
         Verb::Soak { filter } => suite::soak(filter),
         Verb::TestSecurity { long } => suite::security(long),
         Verb::TestServe(options) => serve::run(&options),
+        Verb::TestShim(options) => shim_test::run(&options),
         Verb::TestPage => page::run(),
         Verb::Site => site::run(),
         Verb::Clocks => clocks::run(),
