@@ -1,6 +1,7 @@
 //! A pod: one VM, made with its first container, and the containers in it.
 
 use std::collections::HashMap;
+use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use pvmm_sandbox::{CreateOptions, Sandbox, Sandboxes};
@@ -16,6 +17,8 @@ use crate::stdio::Paths;
 
 /// The template of a pod's VM unless an annotation names one.
 const TEMPLATE: &str = "container";
+/// The folder of a checkpoint that has the VM's snapshot.
+const SNAPSHOT: &str = "snapshot";
 /// The annotation with the template of a pod's VM, which must have crun in it.
 const TEMPLATE_ANNOTATION: &str = "pvmm/template";
 
@@ -102,11 +105,11 @@ impl Pod {
         lock(&self.vm).as_ref().and_then(|vm| vm.record().pid).unwrap_or(0)
     }
 
-    /// Writes a snapshot of the whole VM.
-    pub fn checkpoint(&self, folder: &std::path::Path) -> Result<(), ShimError> {
+    /// Writes a snapshot of the whole VM into a folder, which containerd packs into an image.
+    pub fn checkpoint(&self, folder: &Path) -> Result<(), ShimError> {
         let vm = lock(&self.vm).clone();
         let vm = vm.ok_or_else(|| ShimError::NotFound("VM".to_owned()))?;
-        Ok(vm.snapshot(folder).map(drop)?)
+        Ok(vm.snapshot(&folder.join(SNAPSHOT)).map(drop)?)
     }
 
     /// Ends the VM.

@@ -6,6 +6,7 @@ The template `container` must be built; it is baked first.
 """
 
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -145,6 +146,19 @@ def flow_exec_pause_kill(containerd):
     expect(containerd.ctr("task", "exec", "--exec-id", "e3", "long", "echo", "on"), 0, "on")
 
     end(containerd, "long")
+    nothing_left()
+
+
+def flow_terminal(containerd):
+    ours, theirs = pty.openpty()
+    words = ["ctr", "--address", f"{containerd.place}/containerd.sock", "run", "--rm", "--tty"]
+    words += ["--runtime", RUNTIME, "--snapshotter", "native", IMAGE, "terminal"]
+    line = "test -t 0 && test -t 1 && echo a terminal; exit 5"
+    process = subprocess.Popen([*words, "sh", "-c", line], env=containerd.env,
+                               stdin=theirs, stdout=theirs, stderr=theirs)
+    assert process.wait(timeout=180) == 5
+    os.set_blocking(ours, False)
+    assert b"a terminal" in os.read(ours, 4096)
     nothing_left()
 
 
