@@ -197,6 +197,10 @@ impl Container {
         }
         let exit = process.cancel().unwrap_or_else(|| process.wait());
         lock(&self.added).remove(exec_id);
+        // Another process may get the name, and must not be taken for this one.
+        for kind in ["json", "pid"] {
+            let _ = self.agent.remove(self.file_of(exec_id, kind), false);
+        }
         Ok(exit)
     }
 

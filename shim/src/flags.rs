@@ -19,12 +19,21 @@ pub struct Flags {
 /// A call of the program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
+    Help,
     Version,
     Start(Flags),
     Delete(Flags),
     /// Serve the socket that is open as the standard input.
     Serve(Flags),
 }
+
+pub const HELP: &str = "\
+containerd's runtime io.containerd.pvmm.v1: the containers of a pod in a VM of their own.
+
+containerd starts this program, which must be in its PATH:
+  containerd-shim-pvmm-v1 -namespace NAME -address SOCKET -id ID [-bundle FOLDER] start|delete
+By hand: ctr run --runtime io.containerd.pvmm.v1 IMAGE NAME COMMAND
+Once before, as containerd's user: pvmm template build container && pvmm template bake container";
 
 /// The last word of the daemon that `start` leaves behind.
 pub const SERVE: &str = "serve";
@@ -53,6 +62,7 @@ impl Flags {
                 None => (flag, None),
             };
             match name {
+                "h" | "help" => return Ok(Action::Help),
                 "v" | "version" => return Ok(Action::Version),
                 "debug" | "info" => continue,
                 _ => (),
@@ -98,6 +108,7 @@ mod tests {
         let deleted = Flags { bundle: Some("/b".into()), ..flags };
         assert_eq!(parse(line).unwrap(), Action::Delete(deleted));
         assert_eq!(parse("-v").unwrap(), Action::Version);
+        assert_eq!(parse("--help").unwrap(), Action::Help);
     }
 
     #[test]

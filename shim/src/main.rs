@@ -25,16 +25,16 @@ use std::process::ExitCode;
 
 use pvmm_sandbox::vmm_process;
 
+use crate::error::ShimError;
 use crate::flags::{Action, Flags};
 
 fn main() -> ExitCode {
-    pvmm_sandbox::sys::process::keep_one_heap();
-    let mut words = std::env::args_os();
-    let name = words.next().unwrap_or_default();
-    if name == vmm_process::copy::NAME {
-        vmm_process::copy::run();
-    }
-    let done = match Flags::parse(words) {
+    let begun = vmm_process::begin().map_err(ShimError::io("cannot forbid core dumps"));
+    let done = match begun.and_then(|()| Flags::parse(std::env::args_os().skip(1))) {
+        Ok(Action::Help) => {
+            println!("{}", flags::HELP);
+            Ok(())
+        }
         Ok(Action::Version) => {
             println!("containerd-shim-pvmm-v1 {}", env!("CARGO_PKG_VERSION"));
             Ok(())

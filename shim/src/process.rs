@@ -104,7 +104,10 @@ impl Process {
             ended(exit);
         };
         let thread = thread::Builder::new().name("process".to_owned()).spawn(follow);
-        thread.map(drop).map_err(ShimError::io("thread"))
+        thread.map(drop).map_err(|error| {
+            self.end(Exit::now(KILLED, false));
+            ShimError::io("thread")(error)
+        })
     }
 
     /// Ends a process that was never started.

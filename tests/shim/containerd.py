@@ -134,6 +134,10 @@ def flow_exec_pause_kill(containerd):
     expect(containerd.run("long", "sleep", "1000", flags=("--detach",)), 0)
     assert has_state(containerd, "long", "RUNNING")
     assert len(vms()) == 1
+    # What a shim knows of its containers is in no core dump.
+    for pid in shims():
+        with open(f"/proc/{pid}/limits") as file:
+            assert re.search(r"Max core file size\s+0\s+0", file.read())
     said = containerd.ctr("task", "exec", "--exec-id", "e1", "long", "sh", "-c", "hostname; exit 3")
     assert said.returncode == 3 and said.stdout.strip(), said
     said = containerd.ctr("task", "exec", "--exec-id", "e2", "--user", "1000", "long", "id", "-u")

@@ -28,8 +28,8 @@ use crate::sys::process::Child;
 use crate::sys::{passing, poll, process};
 use crate::vm_dir::{Claim, Record};
 
-/// The name of the process; `main` recognizes it by this.
-pub const NAME: &str = "pvmm-vmm";
+/// The name of the process; [`super::begin`] recognizes it by this.
+pub(super) const NAME: &str = "pvmm-vmm";
 
 /// The longest order without the template, and the largest template without its files.
 const MAX_ORDERS: usize = 1 << 20;
@@ -189,7 +189,7 @@ fn send(
 }
 
 /// The main function of a process that [`spawn`] has started.
-pub fn run() -> ! {
+pub(super) fn run() -> ! {
     // Without an order there is nobody to report to; the launcher notices that this process ended.
     if let Ok(received) = Received::read() {
         received.carry_out();

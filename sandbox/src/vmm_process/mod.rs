@@ -35,6 +35,7 @@ use crate::machine::Extras;
 use crate::overrides::CopyParts;
 use crate::ports::BoundPort;
 use crate::prepare::Parts;
+use crate::sys::dumps;
 use crate::sys::poll;
 use crate::sys::process::{self, Child, Side};
 use crate::sys::signals::Signals;
@@ -46,6 +47,27 @@ const MAX_REPORT: usize = 64 << 10;
 const CONSOLE_LINES: usize = 10;
 /// How long a killed process may take to end; only a stuck kernel needs more.
 const END_PATIENCE: Duration = Duration::from_secs(10);
+
+/// Prepares a program that makes VMs; it must be the first call of its `main`. Does not return in a
+/// process that such a program has started for a VM.
+pub fn begin() -> io::Result<()> {
+    end_on_panic();
+    process::keep_one_heap();
+    dumps::forbid()?;
+    if std::env::args_os().next().is_some_and(|name| name == copy::NAME) {
+        copy::run();
+    }
+    Ok(())
+}
+
+/// Aborts on panic: a panic is a bug, and a VM that has lost a thread must not continue.
+fn end_on_panic() {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        print(info);
+        std::process::abort();
+    }));
+}
 
 /// A VM that the monitor process makes and runs.
 pub struct Plan {
