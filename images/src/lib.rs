@@ -15,6 +15,7 @@
 //! | [`Import`], [`compression`] | root filesystems from archives, folders and guests |
 //! | [`oci`] | container images |
 //! | [`part`] | the files of a template or snapshot that is sent to another host |
+//! | [`store`] | the images of templates, by digest, until nothing needs them |
 //! | [`overlay`] | the writable disk of one VM |
 //! | [`progress`] | events of long work, for a caller that shows them |
 
@@ -31,6 +32,7 @@ pub mod part;
 pub mod progress;
 mod rootfs;
 mod source;
+pub mod store;
 mod sys;
 pub mod template;
 mod tool;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use crate::cache::{self, Cache};
 use crate::progress::Progress;
+use crate::store;
 use crate::template::{self, IMAGE, KIND, MANIFEST, Template, TemplateError};
 
 /// One file to be sent, by its path below the template or snapshot.
@@ -58,7 +59,7 @@ impl Template {
     /// Opens the files of the template.
     pub fn parts(&self) -> Result<Vec<Part>, TemplateError> {
         let open = |name: &str| {
-            let path = self.rootfs.with_file_name(name);
+            let path = self.folder.join(name);
             Part::open(name, &path).map_err(|source| TemplateError::Read { path, source })
         };
         [MANIFEST, IMAGE].into_iter().map(open).collect()
@@ -75,7 +76,7 @@ impl Template {
         template::check_name(name)?;
         progress.step("Comparing the image with its digest");
         let refused = || TemplateError::Adopt { name: name.to_owned() };
-        let manifest = template::load(folder).ok_or_else(refused)?.manifest;
+        let manifest = template::load(cache, folder).ok_or_else(refused)?.manifest;
         let digest = cache::file_digest(&folder.join(IMAGE))
             .map_err(|source| TemplateError::Read { path: folder.join(IMAGE), source })?;
         if manifest.name != name || manifest.digest != digest {
@@ -87,14 +88,19 @@ impl Template {
             progress,
             |_| false,
             |dir, _| {
-                [MANIFEST, IMAGE].into_iter().try_for_each(|file| {
+                let moved = [MANIFEST, IMAGE].into_iter().try_for_each(|file| {
                     let path: PathBuf = dir.join(file);
                     fs::rename(folder.join(file), &path)
+                        .map_err(|source| TemplateError::Write { path, source })
+                });
+                let path = dir.join(IMAGE);
+                moved.and_then(|()| {
+                    store::keep(cache, &path, &digest)
                         .map_err(|source| TemplateError::Write { path, source })
                 })
             },
         )?;
         progress.done();
-        template::load(&path).ok_or_else(|| TemplateError::Damaged { name: name.to_owned() })
+        template::load(cache, &path).ok_or_else(|| TemplateError::Damaged { name: name.to_owned() })
     }
 }

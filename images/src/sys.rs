@@ -1,13 +1,14 @@
 //! System calls that the standard library does not offer.
 //!
 //! Kept together so that the rest of the crate needs no unsafe code.
-#![allow(unsafe_code)] // flock, renameat2, FICLONE, SEEK_DATA and statvfs have no safe form in std.
+#![allow(unsafe_code)] // flock, leases, renameat2, FICLONE, SEEK_DATA and statvfs have no safe form in std.
 
 use std::ffi::CString;
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 /// Takes an exclusive lock if it is free; it is released when the file is closed in any way.
@@ -19,6 +20,27 @@ pub(crate) fn try_lock(file: &File) -> io::Result<bool> {
             err if err.kind() == io::ErrorKind::WouldBlock => Ok(false),
             err => Err(err),
         },
+    }
+}
+
+/// `F_SETSIG` of `fcntl.h`, which the libc crate lacks.
+const F_SETSIG: libc::c_int = 10;
+
+/// Opens a file that no process has open, this one included; `None` if one has. Whoever opens the
+/// file after that waits until the returned file is closed.
+pub(crate) fn claim_unused(path: &Path) -> io::Result<Option<File>> {
+    let mut options = File::options();
+    let file = options.read(true).custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path)?;
+    // An ignored signal in the place of SIGIO, which would end the process when another one waits.
+    // SAFETY: these calls take no pointer; the descriptor is open.
+    let done = unsafe {
+        libc::fcntl(file.as_raw_fd(), F_SETSIG, libc::SIGURG) == 0
+            && libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_WRLCK) == 0
+    };
+    match io::Error::last_os_error() {
+        _ if done => Ok(Some(file)),
+        error if error.kind() == io::ErrorKind::WouldBlock => Ok(None),
+        error => Err(error),
     }
 }
 

@@ -15,6 +15,7 @@ use crate::packages::{self, Apt, Package, PackagesError};
 use crate::progress::Progress;
 use crate::rootfs::{self, Import, ImportError, RootfsError};
 use crate::source::{Origin, Settings, Source, SourceKind};
+use crate::store;
 
 /// The default template of `pvmm run`.
 pub const BASE: &str = "base";
@@ -233,9 +234,13 @@ pub struct Manifest {
 /// A template that has been built.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Template {
+    /// The image, by its name in the store: it stays when the template is built again.
     pub rootfs: PathBuf,
     #[serde(flatten)]
     pub manifest: Manifest,
+    /// The folder of the template.
+    #[serde(skip)]
+    pub(crate) folder: PathBuf,
 }
 
 impl Template {
@@ -251,7 +256,8 @@ impl Template {
         progress: &mut dyn Progress,
     ) -> Result<Template, TemplateError> {
         let key = recipe.key();
-        let fits = |path: &Path| load(path).is_some_and(|template| template.manifest.key == key);
+        let fits =
+            |path: &Path| load(cache, path).is_some_and(|template| template.manifest.key == key);
         // No lock is needed: while a template is replaced it is never missing.
         if fits(&cache.path(KIND, &recipe.name)) {
             return Template::find(cache, &recipe.name);
@@ -283,9 +289,9 @@ impl Template {
                 })?;
             let path = dir.join(PACKAGES);
             fs::remove_dir_all(&path).map_err(|source| TemplateError::Write { path, source })?;
-            write_manifest(dir, recipe, rootfs.release, packages, None)
+            write_manifest(cache, dir, recipe, rootfs.release, packages, None)
         })?;
-        load(&path).ok_or_else(|| TemplateError::Damaged { name: recipe.name.clone() })
+        load(cache, &path).ok_or_else(|| TemplateError::Damaged { name: recipe.name.clone() })
     }
 
     /// Makes a template of the archive of a root filesystem: plain, gzip or zstd.
@@ -360,16 +366,16 @@ impl Template {
             let recipe = Recipe { name: name.to_owned(), packages: Vec::new() };
             let Origin { kind, build_key, settings } = origin;
             let source = Source { kind, digest, build_key, settings };
-            write_manifest(dir, &recipe, system, Vec::new(), Some(source))
+            write_manifest(cache, dir, &recipe, system, Vec::new(), Some(source))
         })?;
-        load(&path).ok_or_else(|| TemplateError::Damaged { name: name.to_owned() })
+        load(cache, &path).ok_or_else(|| TemplateError::Damaged { name: name.to_owned() })
     }
 
     /// Returns the template `name`.
     pub fn find(cache: &Cache, name: &str) -> Result<Template, TemplateError> {
         check_name(name)?;
         let path = cache.path(KIND, name);
-        if let Some(template) = load(&path) {
+        if let Some(template) = load(cache, &path) {
             return Ok(template);
         }
         if path.exists() {
@@ -396,12 +402,12 @@ impl Template {
             path.file_name().and_then(|n| n.to_str()).is_some_and(|n| check_name(n).is_ok())
         };
         let paths = entries.flatten().map(|entry| entry.path()).filter(named);
-        let mut templates: Vec<_> = paths.filter_map(|path| load(&path)).collect();
+        let mut templates: Vec<_> = paths.filter_map(|path| load(cache, &path)).collect();
         templates.sort_by(|a, b| a.name().cmp(b.name()));
         Ok(templates)
     }
 
-    /// Removes a template; VMs that run from it keep its image until they end.
+    /// Removes a template. Its image stays in the store for VMs and snapshots that need it.
     pub fn remove(
         cache: &Cache,
         name: &str,
@@ -450,14 +456,17 @@ fn fetch(
     Ok((packages, debs))
 }
 
-pub(crate) fn load(dir: &Path) -> Option<Template> {
-    let manifest: Manifest = serde_json::from_slice(&fs::read(dir.join(MANIFEST)).ok()?).ok()?;
-    let rootfs = dir.join(IMAGE);
-    let whole = fs::metadata(&rootfs).ok()?.len() == manifest.image_bytes;
-    whole.then_some(Template { rootfs, manifest })
+pub(crate) fn load(cache: &Cache, folder: &Path) -> Option<Template> {
+    let manifest: Manifest = serde_json::from_slice(&fs::read(folder.join(MANIFEST)).ok()?).ok()?;
+    let image = folder.join(IMAGE);
+    let whole = fs::metadata(&image).ok()?.len() == manifest.image_bytes;
+    let rootfs = store::kept(cache, &image, &manifest.digest).unwrap_or(image);
+    whole.then(|| Template { rootfs, manifest, folder: folder.to_owned() })
 }
 
+/// Writes `template.json` beside the image in `dir`, and puts the image into the store.
 fn write_manifest(
+    cache: &Cache,
     dir: &Path,
     recipe: &Recipe,
     system: String,
@@ -479,6 +488,8 @@ fn write_manifest(
         packages,
         source: source.map(Box::new),
     };
+    store::keep(cache, &image, &manifest.digest)
+        .map_err(|source| TemplateError::Write { path: image.clone(), source })?;
     let path = dir.join(MANIFEST);
     serde_json::to_vec_pretty(&manifest)
         .map_err(io::Error::from)

@@ -20,7 +20,7 @@ fn put(cache: &Cache, recipe: &Recipe) {
         |_| false,
         |dir, _| {
             fs::write(dir.join(IMAGE), "image").unwrap();
-            write_manifest(dir, recipe, "Debian".into(), Vec::new(), None)
+            write_manifest(cache, dir, recipe, "Debian".into(), Vec::new(), None)
         },
     );
     put.unwrap();
@@ -103,6 +103,21 @@ fn ensure_of_current_template_does_no_work() {
 }
 
 #[test]
+fn image_of_a_template_that_is_built_again_stays_under_its_name() {
+    let (_dir, cache) = cache();
+    put(&cache, &Recipe::base());
+    let old = Template::find(&cache, BASE).unwrap().rootfs;
+    let folder = cache.root().join("came");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join(IMAGE), "another image").unwrap();
+    write_manifest(&cache, &folder, &Recipe::base(), "Other".into(), Vec::new(), None).unwrap();
+    let new = Template::adopt(&cache, BASE, &folder, &mut Silent).unwrap().rootfs;
+    assert_eq!(fs::read_to_string(&old).unwrap(), "image");
+    assert_eq!(fs::read_to_string(&new).unwrap(), "another image");
+    assert_eq!(store::without_template(&cache), [old]);
+}
+
+#[test]
 fn remove_of_template_takes_it_from_the_list() {
     let (_dir, cache) = cache();
     put(&cache, &Recipe::base());
@@ -132,7 +147,9 @@ fn files_from_elsewhere_that_do_not_fit_together_leave_the_old_template() {
         let folder = cache.root().join("came");
         fs::create_dir(&folder).unwrap();
         fs::write(folder.join(IMAGE), "image").unwrap();
-        write_manifest(&folder, &recipe(name), "Other".into(), Vec::new(), None).unwrap();
+        write_manifest(&cache, &folder, &recipe(name), "Other".into(), Vec::new(), None).unwrap();
+        // Not written in place: the store has the same file.
+        fs::remove_file(folder.join(IMAGE)).unwrap();
         fs::write(folder.join(IMAGE), image).unwrap();
         let refused = Template::adopt(&cache, "x", &folder, &mut Silent).unwrap_err();
         assert!(matches!(refused, TemplateError::Adopt { .. }), "{refused}");

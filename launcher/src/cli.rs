@@ -12,6 +12,7 @@ mod keep;
 mod look;
 mod mcp;
 mod net;
+mod prune;
 mod run;
 mod serve;
 pub mod start;
@@ -39,6 +40,7 @@ pub use keep::{Hibernate, Ttl, Volume, VolumeVerb, Wake};
 pub use look::{Events, Kill, KillSignal, Logs, Ps, Rm, Stats};
 pub use mcp::Mcp;
 pub use net::NetArgs;
+pub use prune::Prune;
 pub use run::{Attach, CommandFlags, Exec, Run};
 pub use serve::{Env, LogFormat, Serve};
 pub use top::Top;
@@ -142,6 +144,7 @@ Examples:
     Kill(Kill),
     Rm(Rm),
     Template(Template),
+    Prune(Prune),
     Serve(Box<Serve>),
     Env(Env),
     Mcp(Mcp),

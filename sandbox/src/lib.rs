@@ -29,6 +29,7 @@ pub mod net_card;
 pub mod overrides;
 pub mod ports;
 pub mod prepare;
+pub mod prune;
 pub mod rootfs;
 pub mod sandboxes;
 pub mod scratch;

@@ -431,7 +431,9 @@ fn start_options(jailed: bool, ttl: Option<Duration>) -> Result<StartOptions, Fa
 }
 
 fn write(template: &Template, folder: &Path, disk_only: bool) -> Result<Manifest, Failure> {
-    template.write(folder, WriteOptions { disk_only, ..WriteOptions::default() }).map_err(|error| {
+    let options = WriteOptions { disk_only, ..WriteOptions::default() };
+    let written = template.write(folder, options).inspect(|_| snapshots::remember(folder));
+    written.map_err(|error| {
         let failure = Failure::fault(format!("{error:#}"));
         let full = error_chain(&error).any(|error| {
             error

@@ -6,9 +6,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use pvmm::snapshot::Manifest;
-use pvmm_images::Cache;
+use pvmm_images::{Cache, cache};
 
 use crate::failure::{Failure, io_text};
+
+/// The folder of links to snapshots outside of the data directory.
+const ELSEWHERE: &str = "snapshots-elsewhere";
 
 /// Returns the folder of a snapshot by name or path.
 pub fn place(name: &str) -> Result<PathBuf, Failure> {
@@ -71,6 +74,52 @@ pub fn roots(allowed: Vec<PathBuf>) -> Vec<PathBuf> {
 
 fn folder() -> Result<PathBuf, Failure> {
     Ok(data_dir()?.join("snapshots"))
+}
+
+/// Notes that snapshots are in `folder` or below, outside of the data directory, so that
+/// [`crate::prune`] finds the files that they name. A failure is logged: the snapshot is whole.
+pub fn remember(folder: &Path) {
+    if let Err(why) = try_remember(folder) {
+        log::warn!("{}: what it needs may be pruned: {why}", folder.display());
+    }
+}
+
+fn try_remember(folder: &Path) -> Result<(), String> {
+    let known = everywhere().map_err(|failure| failure.message)?;
+    let folder = fs::canonicalize(folder).map_err(|error| error.to_string())?;
+    if known.iter().any(|root| folder.starts_with(root)) {
+        return Ok(());
+    }
+    let roots = data_dir().map_err(|failure| failure.message)?.join(ELSEWHERE);
+    let name = cache::key([folder.as_os_str().as_encoded_bytes()]);
+    let made = fs::create_dir_all(&roots)
+        .and_then(|()| std::os::unix::fs::symlink(&folder, roots.join(name)));
+    match made {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(error.to_string()),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the folders in or below which all known snapshots are. Forgets those that are gone.
+pub(crate) fn everywhere() -> Result<Vec<PathBuf>, Failure> {
+    let data = data_dir()?;
+    let mut folders = Vec::new();
+    for entry in fs::read_dir(data.join(ELSEWHERE)).into_iter().flatten().flatten() {
+        match fs::canonicalize(entry.path()) {
+            Ok(folder) => folders.push(folder),
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                let _ = fs::remove_file(entry.path());
+            }
+            // What cannot be looked at now may be there later.
+            Err(error) => {
+                let why = io_text(&error);
+                let path = entry.path();
+                return Err(Failure::fault(format!("cannot look into {}: {why}", path.display())));
+            }
+        }
+    }
+    folders.push(fs::canonicalize(&data).unwrap_or(data));
+    Ok(folders)
 }
 
 /// Returns the folder of all that pvmm keeps for its user.

@@ -35,6 +35,10 @@ use crate::vm_dir::Record;
 const KIND: &str = "warm";
 /// The file with the kernel's name for display.
 const LABEL: &str = "kernel-label";
+/// The file with the program, kernel and image that a warm template was baked with.
+const SOURCES: &str = "sources";
+/// The hexadecimal digits of a key.
+const KEY_DIGITS: usize = 64;
 /// Increased when the bake itself changes.
 const VERSION: &str = "7";
 /// The size of a drive that no volume has replaced yet.
@@ -171,9 +175,12 @@ pub fn bake(
     let note = watch()?;
     let room = tempdir()?;
     note(&room);
+    let sources = baked_from(&kernel.vmlinux, &rootfs).unwrap_or_default();
     let baked = bake_in(&kvm, &room, shape, parts, &place, &note);
     let _ = fs::remove_dir_all(&room);
     baked?;
+    // Without it the template works too, and is taken for an outdated one by `prune`.
+    let _ = fs::write(place.join(SOURCES), sources);
     // Only for display; a template without it works too.
     let _ = fs::write(place.join(LABEL), kernel.label);
     Ok(place)
@@ -288,8 +295,42 @@ fn idle_card(far_ends: &mut Vec<OwnedFd>) -> Result<Net, Failure> {
     Ok(card)
 }
 
-/// Returns the folder of a shape's warm template.
-fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<PathBuf> {
+/// Lists the folders of all warm templates.
+pub(crate) fn folders(cache: &Cache) -> Vec<PathBuf> {
+    let entries = fs::read_dir(cache.root().join(KIND)).into_iter().flatten().flatten();
+    let is_one = |path: &PathBuf| template_of(path).is_some() && path.is_dir();
+    entries.map(|entry| entry.path()).filter(is_one).collect()
+}
+
+/// Returns the template's name in the name of a warm template's folder, NAME-KEY.
+fn template_of(folder: &Path) -> Option<&str> {
+    let (template, key) = folder.file_name()?.to_str()?.rsplit_once('-')?;
+    let is_whole = !template.starts_with('.') && key.len() == KEY_DIGITS;
+    is_whole.then_some(template)
+}
+
+/// Waits until nobody bakes the template of `folder`, and keeps others from it.
+pub(crate) fn lock(
+    cache: &Cache,
+    folder: &Path,
+    progress: &mut dyn Progress,
+) -> Result<cache::Lock, Failure> {
+    cache.lock(KIND, template_of(folder).unwrap_or_default(), progress).map_err(prepare::refuse)
+}
+
+/// Whether a warm template was baked with the program, kernel and image of today. Any other is
+/// never used again.
+pub(crate) fn is_current(cache: &Cache, folder: &Path) -> bool {
+    let current = || {
+        let template = pvmm_images::Template::find(cache, template_of(folder)?).ok()?;
+        let sources = baked_from(&Kernel::default_file(cache)?, &template.rootfs)?;
+        Some(fs::read_to_string(folder.join(SOURCES)).ok()? == sources)
+    };
+    current().unwrap_or(false)
+}
+
+/// Describes what a warm template is baked with, beside its shape.
+fn baked_from(kernel: &Path, rootfs: &Path) -> Option<String> {
     let looks = |path: &Path| {
         let facts = fs::metadata(path).ok()?;
         Some(format!(
@@ -300,19 +341,17 @@ fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<Pat
             facts.mtime_nsec()
         ))
     };
+    let parts = [VERSION, env!("CARGO_PKG_VERSION"), AGENT_KEY, &looks(kernel)?, &looks(rootfs)?];
+    Some(parts.join("\n"))
+}
+
+/// Returns the folder of a shape's warm template.
+fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<PathBuf> {
     let mut size = format!("{} {} {}", shape.cpus, shape.memory_mib, shape.disk_mib);
     if shape.net || !shape.spare_drives.is_empty() {
         size += &format!(" net {} drives {:?}", shape.net, shape.spare_drives);
     }
-    let parts = [
-        VERSION.to_owned(),
-        env!("CARGO_PKG_VERSION").to_owned(),
-        AGENT_KEY.to_owned(),
-        looks(kernel)?,
-        looks(rootfs)?,
-        size,
-    ];
-    let key = cache::key(parts.iter().map(|part| part.as_bytes()));
+    let key = cache::key([baked_from(kernel, rootfs)?.as_bytes(), size.as_bytes()]);
     Some(cache.path(KIND, &format!("{}-{key}", shape.template)))
 }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use pvmm_sandbox::{Failure, Sandboxes};
+use pvmm_sandbox::{Failure, Sandboxes, snapshots};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
@@ -49,6 +49,7 @@ pub fn serve(options: ServeOptions) -> Result<(), Failure> {
     private_dir(&options.data_dir)?;
     let mut options = options;
     let (store, own_dir) = data_dir::claim(&mut options)?;
+    snapshots::remember(&options.data_dir);
     let (token, kept_at) = match &options.token {
         Some(token) => (token.clone(), None),
         None => kept_token(&options.data_dir).map(|(token, path)| (token, Some(path)))?,

@@ -44,6 +44,7 @@ mod outliving;
 mod page_server;
 mod pause;
 mod ports;
+mod prune;
 mod reboot;
 mod refresh;
 mod run;

@@ -18,24 +18,16 @@ use tempfile::TempDir;
 const START: Duration = Duration::from_secs(120);
 
 /// A host with nothing of the other's but the guest kernel.
-struct Host {
-    user: User,
-    home: TempDir,
-}
+struct Host(User);
 
 impl Host {
     fn new() -> Self {
-        // On a disk, so that the disks of its VMs are there too.
-        let home = TempDir::new_in("/var/tmp").unwrap();
-        fs::create_dir_all(home.path().join("pvmm")).unwrap();
-        symlink(cli::cached("kernels"), home.path().join("pvmm/kernels")).unwrap();
-        Self { user: User::new(), home }
+        Self(User::with_home())
     }
 
     /// Runs a command with the variables of a client of the server.
     fn pvmm(&self, store: &Server, words: &[&str]) -> (Option<i32>, String, String) {
-        let mut command = self.user.command(words);
-        command.env("XDG_CACHE_HOME", self.home.path()).env("XDG_DATA_HOME", self.home.path());
+        let mut command = self.0.command(words);
         command.env("AWS_ENDPOINT_URL", &store.url).env("AWS_REGION", "here");
         command.env("AWS_ACCESS_KEY_ID", KEY.0).env("AWS_SECRET_ACCESS_KEY", KEY.1);
         let output = command.output().unwrap();
@@ -112,7 +104,7 @@ impl Drop for Server {
 }
 
 /// Makes a root filesystem that is a shell and little more.
-fn make_system(dir: &Path) {
+pub fn make_system(dir: &Path) {
     for folder in ["bin", "etc", "run", "root", "tmp"] {
         fs::create_dir_all(dir.join(folder)).unwrap();
     }
@@ -157,7 +149,7 @@ fn template_and_hibernated_vm_go_on_at_another_host() {
     assert_eq!(other.shell(s3, "web", ASK), "remembered\nin-memory");
     other.ok(s3, "kill web");
 
-    let pulls = fs::read_dir(other.home.path().join("pvmm/pulls")).unwrap();
+    let pulls = fs::read_dir(other.0.home().join("pulls")).unwrap();
     assert_eq!(pulls.count(), 0, "nothing unfinished is left");
 
     let (code, _, said) = other.pvmm(s3, &["template", "pull", &format!("{bucket}/none")]);

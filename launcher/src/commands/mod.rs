@@ -25,6 +25,7 @@ mod migrate_templates;
 mod net;
 mod pause;
 mod port;
+mod prune;
 mod ps;
 mod ps_commands;
 mod run;
@@ -78,6 +79,7 @@ pub fn dispatch(cli: Cli) -> Outcome {
         Verb::Wake(args) => hibernate::wake(args),
         Verb::Ttl(args) => hibernate::ttl(args),
         Verb::Volume(args) => volume::volume(args),
+        Verb::Prune(args) => prune::prune(&args, cli.quiet),
         Verb::Ps(args) => ps::ps(args, cli.quiet),
         Verb::Stats(args) => stats::stats(args),
         Verb::Top(args) => top::top(args),

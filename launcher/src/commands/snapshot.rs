@@ -43,6 +43,7 @@ pub fn snapshot(args: Snapshot, quiet: bool) -> Outcome {
         begun: Some(&mut begun),
     };
     let manifest = template.write(&dir, options).map_err(refuse)?;
+    snapshots::remember(&dir);
     if args.json {
         output::json(&row(&args.name, &dir, &manifest))?
     } else {

@@ -36,10 +36,18 @@ pub fn prepare(cache: &Cache) -> std::io::Result<()> {
 
 /// Removes snapshots that are old or too many, oldest first; never those of `needed`.
 pub fn prune(cache: &Cache, needed: &[String]) {
-    prune_in(&cache.root().join(KIND), needed, SystemTime::now());
+    for path in unneeded(&cache.root().join(KIND), needed, SystemTime::now()) {
+        let _ = fs::remove_dir_all(path);
+    }
 }
 
-fn prune_in(folder: &Path, needed: &[String], now: SystemTime) {
+/// Lists the snapshots that are old or too many, or all of them.
+pub fn unneeded_steps(cache: &Cache, all: bool) -> Vec<PathBuf> {
+    let now = if all { SystemTime::now() + MAX_AGE * 2 } else { SystemTime::now() };
+    unneeded(&cache.root().join(KIND), &[], now)
+}
+
+fn unneeded(folder: &Path, needed: &[String], now: SystemTime) -> Vec<PathBuf> {
     let mut found = Vec::new();
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -50,12 +58,10 @@ fn prune_in(folder: &Path, needed: &[String], now: SystemTime) {
     }
     found.sort_unstable();
     let excess = found.len().saturating_sub(MAX_KEPT);
-    for (number, (used, path)) in found.into_iter().enumerate() {
-        let age = now.duration_since(used).unwrap_or_default();
-        if number < excess || age > MAX_AGE {
-            let _ = fs::remove_dir_all(path);
-        }
-    }
+    let is_unneeded = |(number, (used, _)): &(usize, (SystemTime, PathBuf))| {
+        *number < excess || now.duration_since(*used).unwrap_or_default() > MAX_AGE
+    };
+    found.into_iter().enumerate().filter(is_unneeded).map(|(_, (_, path))| path).collect()
 }
 
 #[cfg(test)]
@@ -73,10 +79,15 @@ mod tests {
             let times = FileTimes::new().set_modified(used);
             File::open(&path).unwrap().set_times(times).unwrap();
         }
-        prune_in(dir.path(), &["0".to_owned()], now);
+        let prune_at = |now| {
+            for path in unneeded(dir.path(), &["0".to_owned()], now) {
+                fs::remove_dir_all(path).unwrap();
+            }
+        };
+        prune_at(now);
         let left = |name: &str| dir.path().join(name).exists();
         assert!(left("0") && !left("1") && !left("2") && left("3") && left("18"));
-        prune_in(dir.path(), &["0".to_owned()], now + MAX_AGE * 2);
+        prune_at(now + MAX_AGE * 2);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
     }
 }

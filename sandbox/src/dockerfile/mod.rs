@@ -16,4 +16,5 @@ mod plan;
 mod words;
 
 pub use build::{BuildOptions, build};
+pub(crate) use kept::unneeded_steps;
 pub use log::Log;

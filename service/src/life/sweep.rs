@@ -7,6 +7,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use pvmm_images::{Cache, Silent};
+use pvmm_sandbox::prepare;
+use pvmm_sandbox::prune::{self, PruneOptions};
 use pvmm_sandbox::vm_dir::VmStatus;
 
 use crate::app::{App, Entry};
@@ -23,6 +26,9 @@ use super::hibernate::{hibernate_idle, keep_state};
 const TICK: Duration = Duration::from_secs(1);
 /// How many ticks pass between two looks at all VMs.
 const TICKS_PER_LOOK: u32 = 5;
+/// How many ticks pass before the cache is pruned, and between two times: a day.
+const TICKS_BEFORE_PRUNE: u32 = 600;
+const TICKS_PER_PRUNE: u32 = 24 * 3600;
 /// The time without a request after which the state of a persistent sandbox is written to disk.
 const KEEP_AFTER: Duration = Duration::from_secs(30);
 
@@ -77,6 +83,24 @@ pub async fn sweep(app: Arc<App>) {
         {
             log::warn!("cannot count denied attempts: {}", error.message);
         }
+        if ticks % TICKS_PER_PRUNE == TICKS_BEFORE_PRUNE {
+            tokio::spawn(prune_cache(Arc::clone(&app)));
+        }
+    }
+}
+
+/// Removes from the cache what nothing needs any more.
+async fn prune_cache(app: Arc<App>) {
+    let sweep = || {
+        let cache = Cache::open().map_err(prepare::refuse)?;
+        Ok(prune::prune(&cache, PruneOptions::default(), &mut Silent)?)
+    };
+    match app.blocking.run(Work::Long, sweep).await {
+        Ok(pruned) => {
+            let bytes: u64 = pruned.iter().map(|one| one.bytes).sum();
+            log::info!("{} entries of the cache were not needed: {bytes} bytes", pruned.len());
+        }
+        Err(error) => log::warn!("cannot prune the cache: {}", error.message),
     }
 }
 
