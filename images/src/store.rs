@@ -3,7 +3,7 @@
 //! A VM or snapshot names the image that it was made from. The store keeps that image when the
 //! template of its name is built again or removed, until nothing needs it.
 
-use std::fs;
+use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -21,11 +21,13 @@ pub(crate) fn place(cache: &Cache, digest: &str) -> PathBuf {
 /// Keeps the file `image`, whose contents have this digest, and makes `image` a link to the one
 /// kept file of these contents, so that equal images are one file.
 pub(crate) fn keep(cache: &Cache, image: &Path, digest: &str) -> io::Result<()> {
-    let kept = place(cache, digest);
-    fs::create_dir_all(cache.root().join(KIND))?;
+    let (kept, folder) = (place(cache, digest), cache.root().join(KIND));
+    fs::create_dir_all(&folder)?;
+    // After a power cut, a file of this name has these contents.
+    File::open(image)?.sync_all()?;
     match fs::hard_link(image, &kept) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
-        linked => return linked,
+        linked => return linked.and_then(|()| File::open(folder)?.sync_all()),
     }
     if fs::metadata(&kept)?.len() == fs::metadata(image)?.len() {
         return replace_by_link(&kept, image);
