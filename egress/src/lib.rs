@@ -13,7 +13,8 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `arguments.rs` | the command line |
-//! | `policy.rs`, `ranges.rs` | rules, and judgements of addresses and names |
+//! | `policy.rs`, `policy/rule.rs` | judgements of addresses and names; the rules |
+//! | `ranges.rs` | networks, and the ranges that are closed to all but a rule for them |
 //! | `names.rs` | the names that were resolved, and where they led |
 //! | `hello.rs` | the name in a client's first bytes |
 //! | `frame.rs`, `reply.rs` | frames of the guest, and packets that the gateway writes itself |
