@@ -16,7 +16,7 @@ use crate::frame::{self, Drop, Frame, Segment};
 use crate::inherited::Inherited;
 use crate::link::{Link, MESSAGE_MAX, Received};
 use crate::names::Names;
-use crate::policy::{Denial, Policy, Verdict};
+use crate::policy::{Denial, Policy, Port, Verdict};
 use crate::rate::Bucket;
 use crate::reply;
 use crate::resolver::Resolver;
@@ -227,57 +227,51 @@ impl Gateway {
             return;
         }
         let opens = segment.syn && !segment.ack;
-        let judged = if opens { self.judge_segment(segment, now) } else { Err(None) };
-        match judged {
-            Ok(basis) => {
+        match opens.then(|| self.judge_segment(segment, now)) {
+            Some(Ok(basis)) => {
                 let rules = (&self.policy, &self.secrets);
                 self.connections.accept(segment, basis, &mut self.link, rules, now);
             }
-            Err(denial) => {
+            refused => {
                 if let Some(packet) = reply::reset(&self.link.ends, segment) {
                     self.link.answer(&packet);
                 }
-                if let Some(denial) = denial {
+                if let Some(Err(denial)) = refused {
                     self.deny(attempt_of(segment), denial, now);
                 }
             }
         }
     }
 
-    /// Judges a handshake's first segment by its address, then by the names that led there.
-    fn judge_segment(
-        &mut self,
-        segment: &Segment<'_>,
-        now: Instant,
-    ) -> Result<Basis, Option<Denial>> {
+    /// Judges a handshake's first segment.
+    fn judge_segment(&mut self, segment: &Segment<'_>, now: Instant) -> Result<Basis, Denial> {
         let (to, port) = (*segment.destination.ip(), segment.destination.port());
         if to == self.link.ends.gateway_ip || to == self.link.ends.guest_ip {
-            return Err(Some(Denial::Protocol));
+            return Err(Denial::Protocol);
         }
-        let denial = match self.policy.judge_address(to.into(), port) {
-            Verdict::Allowed(rule) => return self.with_room(Basis::Address { rule }),
-            Verdict::Denied(Denial::DeniedByRule) => return Err(Some(Denial::DeniedByRule)),
-            Verdict::Denied(denial) => denial,
-        };
-        let names = self.names.names_of(to, now);
-        let by_name =
-            names.iter().find_map(|name| match self.policy.judge_name(name, Some(port)) {
-                Verdict::Allowed(rule) => Some(Basis::Name { name: (*name).to_owned(), rule }),
-                Verdict::Denied(_) => None,
-            });
-        let is_named = !names.is_empty();
-        match by_name {
-            Some(basis) => match self.policy.judge_resolved(to.into(), Some(port)) {
-                Ok(()) => self.with_room(basis),
-                Err(denial) => Err(Some(denial)),
-            },
-            None if is_named => Err(Some(Denial::NameNotAllowed)),
-            None => Err(Some(denial)),
-        }
+        let basis = self.judge_target(to, Port::tcp(port), now)?;
+        if self.connections.has_room() { Ok(basis) } else { Err(Denial::TooMany) }
     }
 
-    fn with_room(&mut self, basis: Basis) -> Result<Basis, Option<Denial>> {
-        if self.connections.has_room() { Ok(basis) } else { Err(Some(Denial::TooMany)) }
+    /// Judges a target by its address, then by the names that led there.
+    fn judge_target(&self, to: Ipv4Addr, port: Port, now: Instant) -> Result<Basis, Denial> {
+        let mut denial = match self.policy.judge_address(to.into(), port) {
+            Verdict::Allowed(rule) => return Ok(Basis::Address { rule }),
+            Verdict::Denied(Denial::DeniedByRule) => return Err(Denial::DeniedByRule),
+            Verdict::Denied(denial) => denial,
+        };
+        for (at, name) in self.names.names_of(to, now).into_iter().enumerate() {
+            match self.policy.judge_name(name, Some(port)) {
+                Verdict::Allowed(rule) => {
+                    self.policy.judge_resolved(to.into(), Some(port))?;
+                    return Ok(Basis::Name { name: name.to_owned(), rule });
+                }
+                // The name that was resolved last says most about what the guest wants.
+                Verdict::Denied(by_name) if at == 0 => denial = by_name,
+                Verdict::Denied(_) => {}
+            }
+        }
+        Err(denial)
     }
 
     fn take_question(&mut self, source_port: u16, message: &[u8], now: Instant) {
