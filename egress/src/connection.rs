@@ -35,7 +35,7 @@ const REFUSAL_TIME: Duration = Duration::from_secs(10);
 /// The most bytes that one turn copies in one direction, so that others get theirs.
 const TURN_BYTES: u64 = 256 << 10;
 
-/// The identity of a connection: one guest, so no source address.
+/// The identity of a connection, or of an association over UDP: one guest, so no source address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ConnectionKey {
@@ -520,13 +520,15 @@ impl Connection {
 }
 
 /// Returns whether an address is one of this host: the kernel would send to it from itself.
-fn is_own(address: IpAddr) -> bool {
+pub fn is_own(address: IpAddr) -> bool {
     let source = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
         // Connecting a datagram socket sends nothing.
         socket.connect((address, 9))?;
         socket.local_addr()
     });
-    source.is_ok_and(|source| source.ip() == address) || address.is_loopback()
+    let is_source = source.is_ok_and(|source| source.ip() == address);
+    // The kernel takes 0.0.0.0 for this host.
+    is_source || address.is_loopback() || address.is_unspecified()
 }
 
 #[cfg(test)]
@@ -537,6 +539,7 @@ mod tests {
     fn own_address_is_recognised() {
         assert!(is_own("127.0.0.1".parse().unwrap()));
         assert!(is_own("127.9.9.9".parse().unwrap()));
+        assert!(is_own("0.0.0.0".parse().unwrap()));
         assert!(!is_own("192.0.2.1".parse().unwrap()));
     }
 }

@@ -5,8 +5,8 @@
 //! | `{"set": {"allow": [], "allow_host": [], …}}`: the whole policy | `{"ok": true}` |
 //! | `{"allow": "192.0.2.0/24:443"}`, `{"allow_host": "*.example.com"}`, `{"deny": "…"}` | `{"ok": true}` |
 //! | `{"check": "example.com:443"}`, `{"check": "192.0.2.1:53/udp"}` | `{"allowed": true, "rule": "…"}`, or `false`, `reason`, `message` |
-//! | `{"status": {}}` | `rules`, `secrets`, `denied`, `dropped`, `totals`, `open_connections` |
-//! | `{"connections": {}}` | `connections`: `guest_port` and `destination` of each |
+//! | `{"status": {}}` | `rules`, `secrets`, `denied`, `dropped`, `totals`, `open_connections`, `open_associations` (UDP) |
+//! | `{"connections": {}}` | `connections` over TCP: `guest_port` and `destination` of each |
 //! | any other | `{"error": "…"}` |
 //!
 //! A request is carried out whole or not at all. `control_server.rs` has the sockets.
@@ -37,7 +37,7 @@ pub enum Request {
     Check(String),
     /// Asks for rules, counters and denied attempts.
     Status {},
-    /// Asks for the guest's open connections.
+    /// Asks for the guest's open connections over TCP.
     Connections {},
 }
 
@@ -71,6 +71,7 @@ fn carry_out(request: Request, gateway: &mut Gateway) -> Result<Value, String> {
             let report = gateway.counters.report(&gateway.policy);
             let mut report = serde_json::to_value(report).map_err(|error| error.to_string())?;
             report["open_connections"] = open.into();
+            report["open_associations"] = gateway.open_associations().into();
             report["secrets"] = serde_json::to_value(gateway.secrets.report())
                 .map_err(|error| error.to_string())?;
             return Ok(report);
