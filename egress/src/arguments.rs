@@ -26,9 +26,11 @@ Link:
                         was copied from; it is reset in the guest
 
 Policy (nothing is allowed without a rule):
-  --allow RULE          CIDR[:port[/tcp]], or 'all' for every public address and name
-  --allow-host RULE     name[:port], or '*.name[:port]' for the names below it
-  --deny RULE           either form; comes before every rule that allows
+  --allow RULE          CIDR[:port[/tcp|/udp]], or 'all' for every public address and name; without
+                        a port it is for TCP and UDP, and a port without a protocol is one of TCP
+  --allow-host RULE     name[:port[/udp]], or '*.name[:port[/udp]]' for the names below it; UDP
+                        shows no name, so it takes /udp, and is never for ports 80 and 443
+  --deny RULE           either form, for TCP and UDP; comes before every rule that allows
   --names-into CIDR     a private range that allowed names may lead to
   --named-port PORT     a port beside 80 and 443 at which clients show a name first (TLS, HTTP)
   --allow-ech           judge an encrypted TLS hello by its outer name; browsers send one
@@ -46,6 +48,7 @@ Host:
 Examples:
   pvmm-egress --frames-fd 3 --allow-host pypi.org:443 --allow-host '*.pythonhosted.org:443'
   pvmm-egress --frames-fd 3 --control-fd 4 --allow all --deny 203.0.113.0/24
+  pvmm-egress --frames-fd 3 --allow 192.0.2.1:53/udp --allow-host ntp.example.com:123/udp
 
 Exit status: 0 when the guest's card is gone, 1 on a failure of the host, 2 on a wrong command line
 or policy.

@@ -5,11 +5,13 @@
 
 use std::io;
 
+use crate::associations::ASSOCIATIONS_MAX;
 use crate::connections::CONNECTIONS_MAX;
 use crate::resolver::QUESTIONS_MAX;
 use crate::sys;
 
-/// The descriptors beside those of connections and questions: link, listener, clients, log.
+/// The descriptors beside those of connections, associations and questions: link, listener,
+/// clients, log, and one to find out the host's own addresses.
 const OTHER_FILES: usize = 48;
 /// More than all capped buffers together; a net under them.
 const ADDRESS_SPACE: u64 = 1 << 30;
@@ -30,7 +32,7 @@ pub fn confine() -> Result<(), ConfineError> {
     step("drop capabilities", sys::drop_capabilities())?;
     step("forbid core dumps", sys::limit(libc::RLIMIT_CORE, 0))?;
     step("forbid processes", sys::limit(libc::RLIMIT_NPROC, 0))?;
-    let files = (CONNECTIONS_MAX + QUESTIONS_MAX + OTHER_FILES) as u64;
+    let files = (CONNECTIONS_MAX + ASSOCIATIONS_MAX + QUESTIONS_MAX + OTHER_FILES) as u64;
     step("limit open files", sys::limit(libc::RLIMIT_NOFILE, files))?;
     step("limit memory", sys::limit(libc::RLIMIT_AS, ADDRESS_SPACE))?;
     step("forbid inspection", sys::forbid_dumps())?;

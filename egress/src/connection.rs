@@ -19,7 +19,7 @@ use smoltcp::socket::tcp::{Socket, State};
 use crate::counters::{Attempt, Counters};
 use crate::hello::{self, Hello};
 use crate::interception::{Far, Interception};
-use crate::policy::{Denial, Policy, Verdict};
+use crate::policy::{Denial, Policy, Port, Verdict};
 use crate::requests::Requests;
 use crate::secrets::Secrets;
 use crate::sys::{self, Interest, Poller};
@@ -35,7 +35,7 @@ const REFUSAL_TIME: Duration = Duration::from_secs(10);
 /// The most bytes that one turn copies in one direction, so that others get theirs.
 const TURN_BYTES: u64 = 256 << 10;
 
-/// The identity of a connection: one guest, so no source address.
+/// The identity of a connection, or of an association over UDP: one guest, so no source address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ConnectionKey {
@@ -165,6 +165,10 @@ impl Connection {
         self.deadline
     }
 
+    fn port(&self) -> Port {
+        Port::tcp(self.key.destination.port())
+    }
+
     /// Describes the connection in a record.
     pub fn attempt(&self) -> Attempt {
         let name = match &self.basis {
@@ -194,7 +198,7 @@ impl Connection {
         if matches!(self.stage, Stage::Over) {
             return Ok(());
         }
-        let (address, port) = (IpAddr::V4(*self.key.destination.ip()), self.key.destination.port());
+        let (address, port) = (IpAddr::V4(*self.key.destination.ip()), self.port());
         let verdict = match &self.basis {
             Basis::Address { .. } => policy.judge_address(address, port),
             Basis::Name { name, .. } => policy.judge_name(name, Some(port)),
@@ -296,17 +300,17 @@ impl Connection {
             Hello::Other if self.must_show_name => return Err(Denial::NoName),
             Hello::Other | Hello::Partial => return Ok(true),
         };
+        let port = self.port();
         match (name, &mut self.basis) {
             (None, Basis::Name { .. }) => Err(Denial::NoName),
             (None, Basis::Address { .. }) => Ok(true),
             (Some(name), basis) => {
-                let verdict = policy.judge_name(&name, Some(self.key.destination.port()));
+                let verdict = policy.judge_name(&name, Some(port));
                 let secrets = context.secrets.of_host(&name);
-                let port = self.key.destination.port();
-                let opens = is_tls && !secrets.is_empty() && policy.is_named_port(port);
+                let opens = is_tls && !secrets.is_empty() && policy.is_named_port(port.number);
                 match (verdict, &mut *basis) {
                     (Verdict::Allowed(rule), _) if opens => {
-                        let requests = Requests::new(name.clone(), port, secrets);
+                        let requests = Requests::new(name.clone(), port.number, secrets);
                         let sides = context.secrets.tls.as_ref().ok_or(Denial::ServerTls)?;
                         let tls = Interception::new(sides, &name, requests);
                         self.tls = Some(Box::new(tls.map_err(|_| Denial::ServerTls)?));
@@ -386,9 +390,9 @@ impl Connection {
     fn judge_dial(&self, address: Ipv4Addr, policy: &Policy) -> Result<(), Denial> {
         let address = IpAddr::V4(address);
         if let Basis::Name { .. } = self.basis {
-            policy.judge_resolved(address, Some(self.key.destination.port()))?;
+            policy.judge_resolved(address, Some(self.port()))?;
         }
-        if is_own(address) && !policy.opens_own_address(address) {
+        if is_own(address) && !policy.opens_own_address(address, self.port()) {
             return Err(Denial::OwnAddress);
         }
         Ok(())
@@ -516,13 +520,15 @@ impl Connection {
 }
 
 /// Returns whether an address is one of this host: the kernel would send to it from itself.
-fn is_own(address: IpAddr) -> bool {
+pub fn is_own(address: IpAddr) -> bool {
     let source = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
         // Connecting a datagram socket sends nothing.
         socket.connect((address, 9))?;
         socket.local_addr()
     });
-    source.is_ok_and(|source| source.ip() == address) || address.is_loopback()
+    let is_source = source.is_ok_and(|source| source.ip() == address);
+    // The kernel takes 0.0.0.0 for this host.
+    is_source || address.is_loopback() || address.is_unspecified()
 }
 
 #[cfg(test)]
@@ -533,6 +539,7 @@ mod tests {
     fn own_address_is_recognised() {
         assert!(is_own("127.0.0.1".parse().unwrap()));
         assert!(is_own("127.9.9.9".parse().unwrap()));
+        assert!(is_own("0.0.0.0".parse().unwrap()));
         assert!(!is_own("192.0.2.1".parse().unwrap()));
     }
 }

@@ -4,9 +4,9 @@
 //! | --- | --- |
 //! | `{"set": {"allow": [], "allow_host": [], …}}`: the whole policy | `{"ok": true}` |
 //! | `{"allow": "192.0.2.0/24:443"}`, `{"allow_host": "*.example.com"}`, `{"deny": "…"}` | `{"ok": true}` |
-//! | `{"check": "example.com:443"}` | `{"allowed": true, "rule": "…"}`, or `false`, `reason`, `message` |
-//! | `{"status": {}}` | `rules`, `secrets`, `denied`, `dropped`, `totals`, `open_connections` |
-//! | `{"connections": {}}` | `connections`: `guest_port` and `destination` of each |
+//! | `{"check": "example.com:443"}`, `{"check": "192.0.2.1:53/udp"}` | `{"allowed": true, "rule": "…"}`, or `false`, `reason`, `message` |
+//! | `{"status": {}}` | `rules`, `secrets`, `denied`, `dropped`, `totals`, `open_connections`, `open_associations` (UDP) |
+//! | `{"connections": {}}` | `connections` over TCP: `guest_port` and `destination` of each |
 //! | any other | `{"error": "…"}` |
 //!
 //! A request is carried out whole or not at all. `control_server.rs` has the sockets.
@@ -17,7 +17,9 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::gateway::Gateway;
-use crate::policy::{Denial, Policy, PolicyDocument, PolicyError, Rule, Verdict, normal_name};
+use crate::policy::{
+    Denial, Policy, PolicyDocument, PolicyError, Port, Protocol, Rule, Verdict, normal_name,
+};
 
 /// A request of a control client.
 #[derive(Debug, Deserialize, Serialize)]
@@ -31,11 +33,11 @@ pub enum Request {
     AllowHost(String),
     /// Adds a rule that denies a network or a name.
     Deny(String),
-    /// Asks whether `name[:port]` or `address[:port]` is allowed, and by which rule.
+    /// Asks whether `name[:port[/udp]]` or `address:port[/udp]` is allowed, and by which rule.
     Check(String),
     /// Asks for rules, counters and denied attempts.
     Status {},
-    /// Asks for the guest's open connections.
+    /// Asks for the guest's open connections over TCP.
     Connections {},
 }
 
@@ -69,6 +71,7 @@ fn carry_out(request: Request, gateway: &mut Gateway) -> Result<Value, String> {
             let report = gateway.counters.report(&gateway.policy);
             let mut report = serde_json::to_value(report).map_err(|error| error.to_string())?;
             report["open_connections"] = open.into();
+            report["open_associations"] = gateway.open_associations().into();
             report["secrets"] = serde_json::to_value(gateway.secrets.report())
                 .map_err(|error| error.to_string())?;
             return Ok(report);
@@ -82,7 +85,7 @@ fn carry_out(request: Request, gateway: &mut Gateway) -> Result<Value, String> {
 fn check(target: &str, policy: &Policy) -> Result<Value, String> {
     let usage = || format!("{target:?}: write a name or address and a port, as in example.com:443");
     let (host, port) = match target.rsplit_once(':') {
-        Some((host, port)) => (host, Some(port.parse::<u16>().map_err(|_| usage())?)),
+        Some((host, port)) => (host, Some(parse_port(port).ok_or_else(usage)?)),
         None => (target, None),
     };
     let host = host.trim_start_matches('[').trim_end_matches(']');
@@ -95,6 +98,15 @@ fn check(target: &str, policy: &Policy) -> Result<Value, String> {
         Verdict::Allowed(rule) => json!({ "allowed": true, "rule": &*rule }),
         Verdict::Denied(denial) => refusal(denial),
     })
+}
+
+/// Reads a port, of TCP unless it says otherwise.
+fn parse_port(text: &str) -> Option<Port> {
+    let (number, protocol) = match text.split_once('/') {
+        Some((number, word)) => (number, Protocol::from_word(word)?),
+        None => (text, Protocol::Tcp),
+    };
+    Some(Port { number: number.parse().ok()?, protocol })
 }
 
 fn refusal(denial: Denial) -> Value {
@@ -119,11 +131,15 @@ mod tests {
         assert_eq!(check("169.254.169.254:80")["reason"], "special-range");
         assert_eq!(check("[::ffff:127.0.0.1]:80")["reason"], "special-range");
         assert_eq!(check("example.com:443")["reason"], "name-not-allowed");
+        assert_eq!(check("1.1.1.1:443/tcp")["rule"], "1.1.1.0/24:443");
+        assert_eq!(check("1.1.1.1:443/udp")["reason"], "protocol");
+        assert_eq!(check("a.example.com:443/udp")["reason"], "quic");
     }
 
     #[test]
     fn check_of_nonsense_says_how_to_write_it() {
-        for target in ["", "1.1.1.1", "a b:1", "a:99999", ":"] {
+        for target in ["", "1.1.1.1", "a b:1", "a:99999", ":", "a.example:1/sctp", "a.example:/udp"]
+        {
             assert!(check(target, &policy()).unwrap_err().contains("example.com:443"), "{target}");
         }
     }

@@ -18,6 +18,7 @@ pub const DENIED_MAX: usize = 100;
 /// The use of one rule.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RuleCount {
+    /// Connections over TCP, and associations over UDP.
     pub connections: u64,
     /// Bytes from the guest.
     pub bytes_out: u64,
@@ -68,6 +69,8 @@ pub struct Totals {
     pub frames_in: u64,
     /// Frames for the guest that found its queue full.
     pub frames_lost: u64,
+    /// Datagrams that found a queue of the host full, or were too long.
+    pub datagrams_lost: u64,
 }
 
 /// The counters as a control client sees them.

@@ -47,6 +47,7 @@ pub fn run(parts: Parts) -> io::Result<()> {
                 Token::Connection(number) => {
                     gateway.note_connection(number, ready.readable, ready.writable);
                 }
+                Token::Association(number) => gateway.note_association(number),
                 Token::Control | Token::Client(_) => {
                     if let Some(control) = &mut control {
                         control.serve(ready.token, &mut gateway, now);

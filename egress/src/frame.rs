@@ -47,11 +47,8 @@ pub enum Frame<'a> {
         message: &'a [u8],
     },
     Tcp(Segment<'a>),
-    /// A datagram that is not carried, with the IP packet that it came in.
-    Udp {
-        destination: SocketAddrV4,
-        packet: &'a [u8],
-    },
+    /// A datagram to an address other than the gateway's DNS server.
+    Udp(Datagram<'a>),
     /// A frame that every host sends and that needs no answer.
     Ignored,
     Dropped(Drop),
@@ -69,6 +66,15 @@ pub struct Segment<'a> {
     pub acknowledged: i32,
     /// The length in sequence numbers.
     pub len: usize,
+    pub packet: &'a [u8],
+}
+
+/// A UDP datagram, and its IP packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Datagram<'a> {
+    pub source_port: u16,
+    pub destination: SocketAddrV4,
+    pub payload: &'a [u8],
     pub packet: &'a [u8],
 }
 
@@ -202,14 +208,15 @@ fn read_udp<'a>(
     let (source_port, port) = (datagram.src_port(), datagram.dst_port());
     let sum = datagram.verify_checksum(&IpAddress::Ipv4(ends.guest_ip), &IpAddress::Ipv4(to));
     let end = usize::from(datagram.len());
-    let message = body.get(8..end).ok_or(Drop::Malformed)?;
+    let payload = body.get(8..end).ok_or(Drop::Malformed)?;
     if source_port == 0 || port == 0 || !sum {
         return Err(Drop::Malformed);
     }
     if to == ends.gateway_ip && port == DNS_PORT {
-        return Ok(Frame::Dns { source_port, message });
+        return Ok(Frame::Dns { source_port, message: payload });
     }
-    Ok(Frame::Udp { destination: SocketAddrV4::new(to, port), packet })
+    let destination = SocketAddrV4::new(to, port);
+    Ok(Frame::Udp(Datagram { source_port, destination, payload, packet }))
 }
 
 fn read_echo(body: &[u8]) -> Result<Frame<'_>, Drop> {

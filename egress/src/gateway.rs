@@ -2,11 +2,14 @@
 //!
 //! One thread owns everything, and no call waits; `event_loop.rs` does.
 
+mod datagrams;
+
 use std::fs::File;
 use std::io;
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 
+use crate::associations::Associations;
 use crate::audit::AuditLog;
 use crate::connection::{Basis, ConnectionKey, Context, Need};
 use crate::connections::{Connections, key_of};
@@ -16,7 +19,7 @@ use crate::frame::{self, Drop, Frame, Segment};
 use crate::inherited::Inherited;
 use crate::link::{Link, MESSAGE_MAX, Received};
 use crate::names::Names;
-use crate::policy::{Denial, Policy, Verdict};
+use crate::policy::{Denial, Policy, Port, Verdict};
 use crate::rate::Bucket;
 use crate::reply;
 use crate::resolver::Resolver;
@@ -30,6 +33,9 @@ const TURN_FRAMES: usize = 256;
 const QUESTIONS_MAX: usize = 256;
 const QUESTIONS_PER_SECOND: u32 = 100;
 const QUESTIONS_BURST: u32 = 300;
+// New associations over UDP, each of which costs the host a socket.
+const ASSOCIATIONS_PER_SECOND: u32 = 100;
+const ASSOCIATIONS_BURST: u32 = 300;
 // Refusals of datagrams.
 const REFUSALS_PER_SECOND: u32 = 100;
 const IDLE: Duration = Duration::from_secs(30);
@@ -40,11 +46,13 @@ pub struct Gateway {
     link: Link,
     link_interest: Interest,
     connections: Connections,
+    associations: Associations,
     inherited: Inherited,
     resolver: Resolver,
     names: Names,
     questions: Vec<(u16, Question)>,
     question_rate: Bucket,
+    association_rate: Bucket,
     refusal_rate: Bucket,
     audit: AuditLog,
     pub policy: Policy,
@@ -67,11 +75,13 @@ impl Gateway {
             link,
             link_interest: Interest::default(),
             connections,
+            associations: Associations::default(),
             inherited,
             resolver,
             names: Names::default(),
             questions: Vec::new(),
             question_rate: Bucket::new(QUESTIONS_PER_SECOND, QUESTIONS_BURST, now),
+            association_rate: Bucket::new(ASSOCIATIONS_PER_SECOND, ASSOCIATIONS_BURST, now),
             refusal_rate: Bucket::new(REFUSALS_PER_SECOND, REFUSALS_PER_SECOND, now),
             audit: AuditLog::new(log, now),
             policy,
@@ -90,8 +100,12 @@ impl Gateway {
         self.connections.count()
     }
 
-    /// Returns the connections that are open in the guest, those included that it has inherited and
-    /// not given up yet.
+    pub fn open_associations(&self) -> usize {
+        self.associations.count()
+    }
+
+    /// Returns the connections over TCP that are open in the guest, those included that it has
+    /// inherited and not given up yet.
     pub fn connection_keys(&self) -> Vec<ConnectionKey> {
         let inherited = self.inherited.keys().filter(|key| !self.connections.contains(key));
         self.connections.keys().chain(inherited).copied().collect()
@@ -102,7 +116,8 @@ impl Gateway {
         self.connections.with(number, |connection, _| connection.note(readable, writable));
     }
 
-    /// Puts a new policy in place of the old one. Connections that it denies are reset.
+    /// Puts a new policy in place of the old one. Connections that it denies are reset, and
+    /// associations end.
     pub fn set_policy(&mut self, policy: Policy) {
         self.policy = policy;
         self.counters.keep_rules_of(&self.policy);
@@ -114,11 +129,13 @@ impl Gateway {
         });
         let now = Instant::now();
         denied.into_iter().for_each(|(attempt, denial)| self.deny(attempt, denial, now));
+        self.judge_associations(now);
     }
 
     /// Returns how long nothing happens without an event. `clients` is the deadline of others.
     pub fn timeout(&mut self, clients: Option<Instant>, now: Instant) -> Duration {
-        if self.connections.has_more() && !self.link.is_blocked() {
+        let has_more = self.connections.has_more() || self.associations.has_more();
+        if has_more && !self.link.is_blocked() {
             return Duration::ZERO;
         }
         // The stack cannot send while the guest takes no frames; the link's event ends that.
@@ -127,7 +144,8 @@ impl Gateway {
         } else {
             (self.connections.deadline(now), self.inherited.deadline())
         };
-        let next = [connections, inherited, self.resolver.deadline(), clients];
+        let associations = self.associations.deadline();
+        let next = [connections, associations, inherited, self.resolver.deadline(), clients];
         let next = next.into_iter().flatten().min();
         next.map_or(IDLE, |next| next.saturating_duration_since(now).min(IDLE))
     }
@@ -141,6 +159,7 @@ impl Gateway {
             self.resolved(&name, &outcome, now);
         }
         self.advance_connections(now);
+        self.advance_associations(now);
         self.connections.send(&mut self.link, now);
         self.probe_inherited(now);
         self.connections.reap();
@@ -202,17 +221,7 @@ impl Gateway {
             }
             Frame::Dns { source_port, message } => self.take_question(source_port, message, now),
             Frame::Tcp(segment) => self.take_segment(&segment, now),
-            Frame::Udp { destination, packet } => {
-                let address = Some(IpAddr::V4(*destination.ip()));
-                let port = Some(destination.port());
-                let attempt = Attempt { name: None, address, port, protocol: "udp" };
-                self.deny(attempt, Denial::Protocol, now);
-                if self.refusal_rate.take(now)
-                    && let Some(packet) = reply::prohibited(&ends, packet)
-                {
-                    self.link.answer(&packet);
-                }
-            }
+            Frame::Udp(datagram) => self.take_datagram(&datagram, now),
             Frame::Ignored => {}
             Frame::Dropped(why) => self.counters.add_dropped(why),
         }
@@ -227,57 +236,54 @@ impl Gateway {
             return;
         }
         let opens = segment.syn && !segment.ack;
-        let judged = if opens { self.judge_segment(segment, now) } else { Err(None) };
-        match judged {
-            Ok(basis) => {
+        match opens.then(|| self.judge_segment(segment, now)) {
+            Some(Ok(basis)) => {
                 let rules = (&self.policy, &self.secrets);
                 self.connections.accept(segment, basis, &mut self.link, rules, now);
             }
-            Err(denial) => {
+            refused => {
                 if let Some(packet) = reply::reset(&self.link.ends, segment) {
                     self.link.answer(&packet);
                 }
-                if let Some(denial) = denial {
+                if let Some(Err(denial)) = refused {
                     self.deny(attempt_of(segment), denial, now);
                 }
             }
         }
     }
 
-    /// Judges a handshake's first segment by its address, then by the names that led there.
-    fn judge_segment(
-        &mut self,
-        segment: &Segment<'_>,
-        now: Instant,
-    ) -> Result<Basis, Option<Denial>> {
+    /// Judges a handshake's first segment.
+    fn judge_segment(&mut self, segment: &Segment<'_>, now: Instant) -> Result<Basis, Denial> {
         let (to, port) = (*segment.destination.ip(), segment.destination.port());
         if to == self.link.ends.gateway_ip || to == self.link.ends.guest_ip {
-            return Err(Some(Denial::Protocol));
+            return Err(Denial::Protocol);
         }
-        let denial = match self.policy.judge_address(to.into(), port) {
-            Verdict::Allowed(rule) => return self.with_room(Basis::Address { rule }),
-            Verdict::Denied(Denial::DeniedByRule) => return Err(Some(Denial::DeniedByRule)),
-            Verdict::Denied(denial) => denial,
-        };
-        let names = self.names.names_of(to, now);
-        let by_name =
-            names.iter().find_map(|name| match self.policy.judge_name(name, Some(port)) {
-                Verdict::Allowed(rule) => Some(Basis::Name { name: (*name).to_owned(), rule }),
-                Verdict::Denied(_) => None,
-            });
-        let is_named = !names.is_empty();
-        match by_name {
-            Some(basis) => match self.policy.judge_resolved(to.into(), Some(port)) {
-                Ok(()) => self.with_room(basis),
-                Err(denial) => Err(Some(denial)),
-            },
-            None if is_named => Err(Some(Denial::NameNotAllowed)),
-            None => Err(Some(denial)),
-        }
+        let basis = self.judge_target(to, Port::tcp(port), now)?;
+        if self.connections.has_room() { Ok(basis) } else { Err(Denial::TooMany) }
     }
 
-    fn with_room(&mut self, basis: Basis) -> Result<Basis, Option<Denial>> {
-        if self.connections.has_room() { Ok(basis) } else { Err(Some(Denial::TooMany)) }
+    /// Judges a target by its address, then by the names that led there.
+    fn judge_target(&self, to: Ipv4Addr, port: Port, now: Instant) -> Result<Basis, Denial> {
+        let mut denial = match self.policy.judge_address(to.into(), port) {
+            Verdict::Allowed(rule) => return Ok(Basis::Address { rule }),
+            // No name can allow these.
+            Verdict::Denied(denial @ (Denial::DeniedByRule | Denial::Quic)) => return Err(denial),
+            Verdict::Denied(denial) => denial,
+        };
+        let has_rule = denial == Denial::Protocol;
+        for (at, name) in self.names.names_of(to, now).into_iter().enumerate() {
+            match self.policy.judge_name(name, Some(port)) {
+                Verdict::Allowed(rule) => {
+                    self.policy.judge_resolved(to.into(), Some(port))?;
+                    return Ok(Basis::Name { name: name.to_owned(), rule });
+                }
+                // The name that was resolved last says most about what the guest wants, unless a
+                // rule is for the address itself.
+                Verdict::Denied(by_name) if at == 0 && !has_rule => denial = by_name,
+                Verdict::Denied(_) => {}
+            }
+        }
+        Err(denial)
     }
 
     fn take_question(&mut self, source_port: u16, message: &[u8], now: Instant) {

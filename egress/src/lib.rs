@@ -3,7 +3,8 @@
 //! The guest's network card is one end of a packet socket, this process is the other: the guest's
 //! gateway, its DNS server, and the far end of each of its TCP connections. No root, no tap and no
 //! rule in the host's kernel is needed. Nothing of the guest's frames reaches the network: a
-//! connection that the policy allows is made again by this process.
+//! connection that the policy allows is made again by this process, and the payload of a datagram
+//! over UDP leaves from a socket of this process.
 //!
 //! A name is judged twice, when it is asked for and when the client shows it (SNI, Host), and the
 //! process dials an address that its own resolver returned for the name. A forged name or a forged
@@ -13,12 +14,14 @@
 //! | file | contents |
 //! | --- | --- |
 //! | `arguments.rs` | the command line |
-//! | `policy.rs`, `ranges.rs` | rules, and judgements of addresses and names |
+//! | `policy.rs`, `policy/rule.rs` | judgements of addresses and names; the rules |
+//! | `ranges.rs` | networks, and the ranges that are closed to all but a rule for them |
 //! | `names.rs` | the names that were resolved, and where they led |
 //! | `hello.rs` | the name in a client's first bytes |
 //! | `frame.rs`, `reply.rs` | frames of the guest, and packets that the gateway writes itself |
 //! | `link.rs` | the packet socket to the guest's card |
 //! | `connection.rs`, `connections.rs` | TCP connections: stages, table, stack |
+//! | `associations.rs` | UDP: table of associations and their sockets |
 //! | `inherited.rs` | connections of the VM that the guest was copied from, and their end |
 //! | `secrets.rs`, `tls.rs` | placeholders and values; certificates of hosts with secrets |
 //! | `interception.rs`, `requests.rs` | connections and requests to such hosts |
@@ -26,11 +29,13 @@
 //! | `counters.rs`, `audit.rs`, `rate.rs` | what was used and denied, the log, and its rate |
 //! | `control.rs`, `control_server.rs` | the control protocol and its sockets |
 //! | `gateway.rs` | what happens to each frame, question and connection |
+//! | `gateway/datagrams.rs` | what happens to each datagram |
 //! | `event_loop.rs` | the wait for the next event |
 //! | `confine.rs`, `seccomp.rs` | what the process gives up before its first frame |
 //! | `token.rs`, `sys.rs` | names of watched descriptors; system calls |
 
 pub mod arguments;
+mod associations;
 mod audit;
 mod confine;
 mod connection;

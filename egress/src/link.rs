@@ -20,8 +20,10 @@ const ETHERTYPE_IPV4: u16 = 0x0800;
 const ETHERTYPE_ARP: u16 = 0x0806;
 // smoltcp holds data back when this many frames wait for the guest.
 const WAITING_MAX: usize = 256;
+// Datagrams have room of their own: neither TCP nor UDP can keep the other from the guest.
+const DATAGRAMS_MAX: usize = 64;
 // Answers of the gateway itself may exceed that, and are then dropped.
-const ANSWERS_MAX: usize = WAITING_MAX + 128;
+const ANSWERS_MAX: usize = WAITING_MAX + DATAGRAMS_MAX + 128;
 const SEND_ROOM: i32 = 1 << 20;
 
 /// The host's end of the link.
@@ -30,9 +32,17 @@ pub struct Link {
     socket: OwnedFd,
     pub ends: Ends,
     incoming: Option<Vec<u8>>,
-    waiting: VecDeque<Vec<u8>>,
+    waiting: VecDeque<Waiting>,
+    waiting_datagrams: usize,
     /// Frames for the guest that were dropped.
     pub lost: u64,
+}
+
+/// A message on its way to the guest.
+#[derive(Debug)]
+struct Waiting {
+    message: Vec<u8>,
+    is_datagram: bool,
 }
 
 /// The result of reading from the link.
@@ -49,7 +59,8 @@ pub enum Received<'a> {
 impl Link {
     pub fn new(socket: OwnedFd, ends: Ends) -> Self {
         sys::set_send_room(socket.as_fd(), SEND_ROOM);
-        Self { socket, ends, incoming: None, waiting: VecDeque::new(), lost: 0 }
+        let waiting = VecDeque::new();
+        Self { socket, ends, incoming: None, waiting, waiting_datagrams: 0, lost: 0 }
     }
 
     pub fn fd(&self) -> BorrowedFd<'_> {
@@ -75,6 +86,13 @@ impl Link {
         self.queue_answer(ETHERTYPE_IPV4, packet);
     }
 
+    /// Queues a datagram of a remote end, in an IP packet.
+    pub fn queue_datagram(&mut self, packet: &[u8]) {
+        self.waiting_datagrams += 1;
+        let fill = |bytes: &mut [u8]| bytes.copy_from_slice(packet);
+        self.queue(ETHERTYPE_IPV4, packet.len(), true, fill);
+    }
+
     /// Queues an ARP packet.
     pub fn answer_arp(&mut self, packet: &[u8]) {
         self.queue_answer(ETHERTYPE_ARP, packet);
@@ -90,10 +108,16 @@ impl Link {
             self.lost += 1;
             return;
         }
-        self.queue(kind, packet.len(), |bytes| bytes.copy_from_slice(packet));
+        self.queue(kind, packet.len(), false, |bytes| bytes.copy_from_slice(packet));
     }
 
-    fn queue<R>(&mut self, kind: u16, len: usize, fill: impl FnOnce(&mut [u8]) -> R) -> R {
+    fn queue<R>(
+        &mut self,
+        kind: u16,
+        len: usize,
+        is_datagram: bool,
+        fill: impl FnOnce(&mut [u8]) -> R,
+    ) -> R {
         const START: usize = HEADER_LEN + ETHERNET_LEN;
         let mut message = vec![0; START + len];
         let guest = self.ends.guest_mac.unwrap_or(smoltcp::wire::EthernetAddress::BROADCAST);
@@ -101,23 +125,30 @@ impl Link {
         message[HEADER_LEN + 6..HEADER_LEN + 12].copy_from_slice(&self.ends.gateway_mac.0);
         message[HEADER_LEN + 12..START].copy_from_slice(&kind.to_be_bytes());
         let filled = fill(&mut message[START..]);
-        self.waiting.push_back(message);
+        self.waiting.push_back(Waiting { message, is_datagram });
         filled
     }
 
     /// Gives the waiting frames to the guest, as many as it takes. Returns false if the link is
     /// gone.
     pub fn flush(&mut self) -> bool {
-        while let Some(message) = self.waiting.front() {
+        while let Some(Waiting { message, is_datagram }) = self.waiting.front() {
+            let datagrams = usize::from(*is_datagram);
             match sys::send(self.socket.as_fd(), message) {
                 Err(error) if is_temporary(&error) => break,
                 Err(error) if error.raw_os_error() == Some(libc::EMSGSIZE) => self.lost += 1,
                 Err(_) => return false,
                 Ok(_) => {}
             }
+            self.waiting_datagrams -= datagrams;
             self.waiting.pop_front();
         }
         true
+    }
+
+    /// Returns whether a datagram for the guest is queued, and not better left in its socket.
+    pub fn takes_datagrams(&self) -> bool {
+        self.waiting_datagrams < DATAGRAMS_MAX
     }
 
     /// Returns whether frames wait for the guest.
@@ -152,7 +183,8 @@ impl Device for Link {
     }
 
     fn transmit(&mut self, _now: Instant) -> Option<Outgoing<'_>> {
-        (self.waiting.len() < WAITING_MAX).then_some(Outgoing(self))
+        let others = self.waiting.len() - self.waiting_datagrams;
+        (others < WAITING_MAX).then_some(Outgoing(self))
     }
 
     fn capabilities(&self) -> DeviceCapabilities {
@@ -171,6 +203,6 @@ impl RxToken for Incoming {
 
 impl TxToken for Outgoing<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, fill: F) -> R {
-        self.0.queue(ETHERTYPE_IPV4, len, fill)
+        self.0.queue(ETHERTYPE_IPV4, len, false, fill)
     }
 }

@@ -4,12 +4,16 @@
 //! denies comes before all that allow. Special ranges (`ranges.rs`) stay closed unless a rule names
 //! them.
 
+mod rule;
+
 use std::net::IpAddr;
 use std::rc::Rc;
 
 use serde::{Deserialize, Serialize};
 
 use crate::ranges::{self, Cidr, CidrError};
+pub use rule::{Port, Protocol, Rule, normal_name};
+use rule::{RulePort, Target, cidr};
 
 /// The most rules that one policy has.
 pub const RULES_MAX: usize = 1024;
@@ -20,11 +24,11 @@ const NAMED_PORTS: [u16; 2] = [80, 443];
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PolicyDocument {
-    /// `CIDR[:port[/tcp]]`, or `all`.
+    /// `CIDR[:port[/tcp|/udp]]`, or `all`. A port without a protocol is one of TCP.
     pub allow: Vec<String>,
-    /// `name[:port]`, or `*.name[:port]` for the names below it.
+    /// `name[:port[/tcp|/udp]]`, or `*.name…` for the names below it. UDP is allowed by `/udp` only.
     pub allow_host: Vec<String>,
-    /// Either of the two forms above.
+    /// Either of the two forms above. Without a protocol it is for both.
     pub deny: Vec<String>,
     /// Special ranges that an allowed name may lead to.
     pub names_into: Vec<String>,
@@ -41,7 +45,9 @@ pub enum PolicyError {
     Network { rule: String, network: String, source: CidrError },
     #[error("rule {rule:?}: port {port:?} is not a number from 1 to 65535")]
     Port { rule: String, port: String },
-    #[error("rule {rule:?}: protocol {protocol:?} is not carried; write tcp, or leave it out")]
+    #[error(
+        "rule {rule:?}: protocol {protocol:?} is not carried; write tcp or udp, or leave it out"
+    )]
     Protocol { rule: String, protocol: String },
     #[error("rule {rule:?}: IPv6 is not carried; write an IPv4 network")]
     Ipv6 { rule: String },
@@ -51,23 +57,13 @@ pub enum PolicyError {
     AddressAsHost { rule: String },
     #[error("rule {rule:?}: a star stands first and before two labels, as in *.example.com")]
     Star { rule: String },
+    #[error(
+        "rule {rule:?}: UDP at port {port} (QUIC) hides the name it is for; allow its network, as in \
+         192.0.2.0/24:{port}/udp"
+    )]
+    Quic { rule: String, port: u16 },
     #[error("{count} rules; the most is {RULES_MAX}")]
     TooMany { count: usize },
-}
-
-/// Where a rule applies.
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Target {
-    All,
-    Network { cidr: Cidr, port: Option<u16> },
-    Host { suffix: String, wildcard: bool, port: Option<u16> },
-}
-
-/// A checked rule and its text in one normal form, by which it is counted.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rule {
-    target: Target,
-    text: Rc<str>,
 }
 
 /// A checked policy.
@@ -98,7 +94,9 @@ pub enum Denial {
     NoName,
     /// The client's TLS hello has an encrypted part, which hides the name.
     EncryptedHello,
-    /// The protocol is not carried.
+    /// UDP at a port where clients show a name over TCP: it would hide the name.
+    Quic,
+    /// A rule is for the other of TCP and UDP, or this is for the gateway and not DNS or echo.
     Protocol,
     /// As many connections or queries as allowed are open.
     TooMany,
@@ -133,6 +131,7 @@ impl Denial {
             Self::NameNotAllowed => "name-not-allowed",
             Self::NoName => "no-name",
             Self::EncryptedHello => "encrypted-hello",
+            Self::Quic => "quic",
             Self::Protocol => "protocol",
             Self::TooMany => "too-many",
             Self::RequestRefused => "request-refused",
@@ -155,7 +154,12 @@ impl Denial {
             Self::NameNotAllowed => "no rule allows this name at this port",
             Self::NoName => "the client showed no name (SNI or Host), and rules are by name",
             Self::EncryptedHello => "the TLS hello hides its name, and rules are by name",
-            Self::Protocol => "only TCP, DNS to the gateway and echo to the gateway are carried",
+            Self::Quic => {
+                "UDP at this port (QUIC) hides its name, and rules are by name; TCP is judged"
+            }
+            Self::Protocol => {
+                "a rule allows the other of TCP and UDP only; a port without a protocol is for TCP"
+            }
             Self::TooMany => "too many are open at once",
             Self::RequestRefused => "the request to a host with secrets was refused",
             Self::ServerTls => "TLS with the server failed",
@@ -185,11 +189,13 @@ impl Policy {
         }
         policy.names_into =
             names_into.iter().map(|text| cidr(text, text)).collect::<Result<_, _>>()?;
+        policy.allow.iter().try_for_each(|rule| policy.check_shows_name(rule))?;
         Ok(policy)
     }
 
     /// Adds a rule that allows, in place of the same rule that denies.
     pub fn allow(&mut self, rule: Rule) -> Result<(), PolicyError> {
+        self.check_shows_name(&rule)?;
         self.deny.retain(|other| other.target != rule.target);
         add(&mut self.allow, rule);
         self.check_count()
@@ -207,6 +213,18 @@ impl Policy {
         if count > RULES_MAX { Err(PolicyError::TooMany { count }) } else { Ok(()) }
     }
 
+    /// Refuses a rule that allows a name where the name cannot be seen.
+    fn check_shows_name(&self, rule: &Rule) -> Result<(), PolicyError> {
+        match &rule.target {
+            Target::Host {
+                port: Some(RulePort { number, protocol: Some(Protocol::Udp) }), ..
+            } if self.is_named_port(*number) => {
+                Err(PolicyError::Quic { rule: rule.text.to_string(), port: *number })
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Returns the texts of the rules that allow, and of those that deny.
     pub fn rules(&self) -> (impl Iterator<Item = &Rc<str>>, impl Iterator<Item = &Rc<str>>) {
         (self.allow.iter().map(|rule| &rule.text), self.deny.iter().map(|rule| &rule.text))
@@ -222,41 +240,61 @@ impl Policy {
         self.deny.iter().any(|rule| matches!(rule.target, Target::Host { .. }))
     }
 
+    /// Returns whether UDP to an address would hide a name that is judged over TCP, and no rule
+    /// allows that in so many words.
+    pub fn hides_name(&self, address: IpAddr, port: Port) -> bool {
+        self.is_quic(port) && !self.allow.iter().any(|rule| rule.names_udp(address, port.number))
+    }
+
     /// Judges a connection to an address of which no name is known.
-    pub fn judge_address(&self, address: IpAddr, port: u16) -> Verdict {
+    pub fn judge_address(&self, address: IpAddr, port: Port) -> Verdict {
         if let Some(denial) = self.denied_address(address, port) {
             return Verdict::Denied(denial);
         }
         let special = ranges::special_range(address);
-        let found = self.allow.iter().find(|rule| match &rule.target {
-            Target::All => special.is_none(),
-            Target::Network { cidr, .. } => {
-                rule.has_address(address, port) && (special.is_none() || cidr.is_special())
+        let find = |port: Port| {
+            self.allow.iter().find(|rule| match &rule.target {
+                Target::All => special.is_none(),
+                Target::Network { cidr, .. } => {
+                    rule.allows_address(address, port) && (special.is_none() || cidr.is_special())
+                }
+                Target::Host { .. } => false,
+            })
+        };
+        match find(port) {
+            Some(_) if self.denies_names() && self.hides_name(address, port) => {
+                Verdict::Denied(Denial::Quic)
             }
-            Target::Host { .. } => false,
-        });
-        match (found, special) {
-            (Some(rule), _) => Verdict::Allowed(rule.text.clone()),
-            (None, Some(_)) => Verdict::Denied(Denial::SpecialRange),
-            (None, None) => Verdict::Denied(Denial::NoRule),
+            Some(rule) => Verdict::Allowed(rule.text.clone()),
+            None if find(port.of_other_protocol()).is_some() => Verdict::Denied(Denial::Protocol),
+            None if special.is_some() => Verdict::Denied(Denial::SpecialRange),
+            None => Verdict::Denied(Denial::NoRule),
         }
     }
 
     /// Judges a name, at one port or, for a DNS question, at any.
-    pub fn judge_name(&self, name: &str, port: Option<u16>) -> Verdict {
-        let matches = |rule: &&Rule| rule.has_name(name, port);
-        // A question is refused only by a denial of all ports.
+    pub fn judge_name(&self, name: &str, port: Option<Port>) -> Verdict {
         if self.deny.iter().any(|rule| rule.denies_name(name, port)) {
             return Verdict::Denied(Denial::DeniedByRule);
         }
-        match self.allow.iter().find(matches) {
-            Some(rule) => Verdict::Allowed(rule.text.clone()),
-            None => Verdict::Denied(Denial::NameNotAllowed),
+        let find = |port: Option<Port>| self.allow.iter().find(|rule| rule.allows_name(name, port));
+        let other = port.map(Port::of_other_protocol);
+        match (find(port), other.and_then(|other| find(Some(other)))) {
+            (Some(rule), _) => Verdict::Allowed(rule.text.clone()),
+            (None, Some(_)) if port.is_some_and(|port| self.is_quic(port)) => {
+                Verdict::Denied(Denial::Quic)
+            }
+            (None, Some(_)) => Verdict::Denied(Denial::Protocol),
+            (None, None) => Verdict::Denied(Denial::NameNotAllowed),
         }
     }
 
+    fn is_quic(&self, port: Port) -> bool {
+        port.protocol == Protocol::Udp && self.is_named_port(port.number)
+    }
+
     /// Judges an address that an allowed name was resolved to, at one port or at any.
-    pub fn judge_resolved(&self, address: IpAddr, port: Option<u16>) -> Result<(), Denial> {
+    pub fn judge_resolved(&self, address: IpAddr, port: Option<Port>) -> Result<(), Denial> {
         if let Some(denial) = port.and_then(|port| self.denied_address(address, port)) {
             return Err(denial);
         }
@@ -266,166 +304,34 @@ impl Policy {
         let named = self.names_into.iter().any(|cidr| cidr.contains(address) && cidr.is_special());
         let allowed = self.allow.iter().any(|rule| match &rule.target {
             Target::Network { cidr, port: at } => {
-                cidr.contains(address) && cidr.is_special() && port_fits(*at, port)
+                let fits = match (at, port) {
+                    (Some(at), Some(port)) => at.allows(port),
+                    _ => true,
+                };
+                cidr.contains(address) && cidr.is_special() && fits
             }
             _ => false,
         });
         if named || allowed { Ok(()) } else { Err(Denial::SpecialRange) }
     }
 
-    /// Returns whether rules open an address of the host itself: a rule for that address alone, or
-    /// one for loopback.
-    pub fn opens_own_address(&self, address: IpAddr) -> bool {
-        let opens = |cidr: Cidr| {
+    /// Returns whether rules open an address of the host itself at a port: a rule for that address
+    /// alone, or one for loopback.
+    pub fn opens_own_address(&self, address: IpAddr, port: Port) -> bool {
+        let names = |cidr: Cidr| {
             cidr.contains(address) && (cidr.is_host() || address.to_canonical().is_loopback())
         };
         let by_rule = self.allow.iter().any(|rule| match rule.target {
-            Target::Network { cidr, .. } => opens(cidr),
+            Target::Network { cidr, .. } => names(cidr) && rule.allows_address(address, port),
             _ => false,
         });
-        by_rule || self.names_into.iter().any(|cidr| opens(*cidr))
+        by_rule || self.names_into.iter().any(|cidr| names(*cidr))
     }
 
-    fn denied_address(&self, address: IpAddr, port: u16) -> Option<Denial> {
-        let denied = |rule: &Rule| rule.has_address(address, port);
+    fn denied_address(&self, address: IpAddr, port: Port) -> Option<Denial> {
+        let denied = |rule: &Rule| rule.denies_address(address, port);
         self.deny.iter().any(denied).then_some(Denial::DeniedByRule)
     }
-}
-
-impl Rule {
-    /// Parses `CIDR[:port[/tcp]]` or `all`.
-    pub fn network(text: &str) -> Result<Self, PolicyError> {
-        if text == "all" {
-            return Ok(Self { target: Target::All, text: text.into() });
-        }
-        let rule = || text.to_owned();
-        // An IPv6 network has colons of its own, and is refused by name.
-        let v6 = text.matches(':').count() > 1;
-        let (network, port) = match text.split_once(':') {
-            Some((network, port)) if !v6 => (network, Some(port)),
-            _ => (text, None),
-        };
-        let cidr = cidr(text, network)?;
-        let port = match port.map(|port| port.split_once('/').unwrap_or((port, "tcp"))) {
-            Some((_, protocol)) if protocol != "tcp" => {
-                return Err(PolicyError::Protocol { rule: rule(), protocol: protocol.to_owned() });
-            }
-            Some((port, _)) => Some(parse_port(text, port)?),
-            None => None,
-        };
-        let normal = port.map_or_else(|| cidr.to_string(), |port| format!("{cidr}:{port}"));
-        Ok(Self { target: Target::Network { cidr, port }, text: normal.into() })
-    }
-
-    /// Parses `name[:port]` or `*.name[:port]`.
-    pub fn host(text: &str) -> Result<Self, PolicyError> {
-        let rule = || text.to_owned();
-        if text.parse::<IpAddr>().is_ok() || text.parse::<Cidr>().is_ok() {
-            return Err(PolicyError::AddressAsHost { rule: rule() });
-        }
-        let (name, port) = match text.split_once(':') {
-            Some((name, port)) => (name, Some(parse_port(text, port)?)),
-            None => (text, None),
-        };
-        let (suffix, wildcard) = match name.strip_prefix("*.") {
-            Some(suffix) => (suffix, true),
-            None => (name, false),
-        };
-        if suffix.contains('*') || wildcard && !suffix.trim_end_matches('.').contains('.') {
-            return Err(PolicyError::Star { rule: rule() });
-        }
-        if suffix.parse::<IpAddr>().is_ok() {
-            return Err(PolicyError::AddressAsHost { rule: rule() });
-        }
-        let suffix = normal_name(suffix).ok_or_else(|| PolicyError::Host { rule: rule() })?;
-        let star = if wildcard { "*." } else { "" };
-        let at = port.map(|port| format!(":{port}")).unwrap_or_default();
-        let normal = format!("{star}{suffix}{at}");
-        Ok(Self { target: Target::Host { suffix, wildcard, port }, text: normal.into() })
-    }
-
-    /// Parses either form: what begins with an address is a network.
-    pub fn any(text: &str) -> Result<Self, PolicyError> {
-        let first = text.split([':', '/']).next().unwrap_or_default();
-        let is_network = text == "all" || first.parse::<IpAddr>().is_ok() || text.contains("::");
-        if is_network { Self::network(text) } else { Self::host(text) }
-    }
-
-    pub fn text(&self) -> &Rc<str> {
-        &self.text
-    }
-
-    fn has_address(&self, address: IpAddr, port: u16) -> bool {
-        match &self.target {
-            Target::All => true,
-            Target::Network { cidr, port: at } => {
-                cidr.contains(address) && port_fits(*at, Some(port))
-            }
-            Target::Host { .. } => false,
-        }
-    }
-
-    fn has_name(&self, name: &str, port: Option<u16>) -> bool {
-        match &self.target {
-            Target::All => true,
-            Target::Network { .. } => false,
-            Target::Host { suffix, wildcard, port: at } => {
-                is_below(name, suffix, *wildcard) && port_fits(*at, port)
-            }
-        }
-    }
-
-    fn denies_name(&self, name: &str, port: Option<u16>) -> bool {
-        match &self.target {
-            Target::Host { port: Some(_), .. } if port.is_none() => false,
-            _ => self.has_name(name, port),
-        }
-    }
-}
-
-/// Returns a name in lower case and without its last dot, if it is one that a rule can have.
-pub fn normal_name(text: &str) -> Option<String> {
-    let text = text.strip_suffix('.').unwrap_or(text);
-    let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_');
-    let label = |label: &str| (1..=63).contains(&label.len()) && label.bytes().all(plain);
-    let good = text.len() <= 253 && text.split('.').all(label);
-    // The last label of an address in any notation is a number, and no top-level domain is.
-    let last = text.rsplit('.').next().unwrap_or_default();
-    let number = last.starts_with(|first: char| first.is_ascii_digit())
-        && (last.bytes().all(|byte| byte.is_ascii_digit()) || last.starts_with("0x"));
-    (good && !number).then(|| text.to_ascii_lowercase())
-}
-
-fn is_below(name: &str, suffix: &str, wildcard: bool) -> bool {
-    if !wildcard {
-        return name == suffix;
-    }
-    name.strip_suffix(suffix).is_some_and(|rest| rest.len() > 1 && rest.ends_with('.'))
-}
-
-fn port_fits(rule: Option<u16>, port: Option<u16>) -> bool {
-    match (rule, port) {
-        (Some(rule), Some(port)) => rule == port,
-        _ => true,
-    }
-}
-
-fn parse_port(rule: &str, port: &str) -> Result<u16, PolicyError> {
-    let digits = port.bytes().all(|byte| byte.is_ascii_digit());
-    match port.parse() {
-        Ok(number) if digits && number > 0 => Ok(number),
-        _ => Err(PolicyError::Port { rule: rule.to_owned(), port: port.to_owned() }),
-    }
-}
-
-fn cidr(rule: &str, network: &str) -> Result<Cidr, PolicyError> {
-    let named = |source| PolicyError::Network {
-        rule: rule.to_owned(),
-        network: format!("{network:?}"),
-        source,
-    };
-    let cidr: Cidr = network.parse().map_err(named)?;
-    if cidr.is_ipv4() { Ok(cidr) } else { Err(PolicyError::Ipv6 { rule: rule.to_owned() }) }
 }
 
 fn add(rules: &mut Vec<Rule>, rule: Rule) {

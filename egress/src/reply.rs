@@ -1,4 +1,5 @@
-//! The packets that the gateway writes itself: answers to ARP, echo and DNS, refusals and probes.
+//! The packets that the gateway writes itself: answers to ARP, echo and DNS, datagrams, refusals
+//! and probes.
 //!
 //! The functions are pure: fields in, bytes out. TCP of accepted connections is smoltcp's work.
 
@@ -48,15 +49,38 @@ pub fn prohibited(ends: &Ends, packet: &[u8]) -> Option<Vec<u8>> {
     Some(icmp(ends, ends.gateway_ip, &Icmpv4Repr::DstUnreachable { reason, header, data }))
 }
 
+/// Tells the guest that the datagrams of an association do not arrive. Its kernel finds the socket
+/// by the ends of the datagram that the message repeats, so the rest of it need not be true.
+pub fn unreachable(ends: &Ends, key: &ConnectionKey, reason: Icmpv4DstUnreachable) -> Vec<u8> {
+    let (to, port) = (*key.destination.ip(), key.destination.port());
+    let header = Ipv4Repr {
+        src_addr: ends.guest_ip,
+        dst_addr: to,
+        next_header: IpProtocol::Udp,
+        payload_len: REPEATED,
+        hop_limit: HOP_LIMIT,
+    };
+    let [from, to, len] = [key.guest_port, port, REPEATED as u16].map(u16::to_be_bytes);
+    let data = [from[0], from[1], to[0], to[1], len[0], len[1], 0, 0];
+    let repr = Icmpv4Repr::DstUnreachable { reason, header, data: &data };
+    icmp(ends, ends.gateway_ip, &repr)
+}
+
 /// Wraps an answer to a DNS question.
 pub fn dns(ends: &Ends, guest_port: u16, message: &[u8]) -> Vec<u8> {
-    let repr = UdpRepr { src_port: 53, dst_port: guest_port };
-    let len = repr.header_len() + message.len();
-    let (from, to) = (IpAddress::Ipv4(ends.gateway_ip), IpAddress::Ipv4(ends.guest_ip));
-    ipv4(ends.gateway_ip, ends.guest_ip, IpProtocol::Udp, len, |body| {
+    datagram(ends, SocketAddrV4::new(ends.gateway_ip, 53), guest_port, message)
+}
+
+/// Wraps what a remote end sends to a port of the guest.
+pub fn datagram(ends: &Ends, from: SocketAddrV4, guest_port: u16, payload: &[u8]) -> Vec<u8> {
+    let repr = UdpRepr { src_port: from.port(), dst_port: guest_port };
+    let len = repr.header_len() + payload.len();
+    let ends_of = (IpAddress::Ipv4(*from.ip()), IpAddress::Ipv4(ends.guest_ip));
+    ipv4(*from.ip(), ends.guest_ip, IpProtocol::Udp, len, |body| {
         let mut datagram = UdpPacket::new_unchecked(body);
-        let fill = |payload: &mut [u8]| payload.copy_from_slice(message);
-        repr.emit(&mut datagram, &from, &to, message.len(), fill, &ChecksumCapabilities::default());
+        let fill = |room: &mut [u8]| room.copy_from_slice(payload);
+        let sums = ChecksumCapabilities::default();
+        repr.emit(&mut datagram, &ends_of.0, &ends_of.1, payload.len(), fill, &sums);
     })
 }
 

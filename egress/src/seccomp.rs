@@ -25,7 +25,8 @@ const ALLOWED: &[libc::c_long] = &[
     libc::SYS_epoll_pwait,
     libc::SYS_epoll_ctl,
     libc::SYS_restart_syscall,
-    // The link, questions, connections and control clients.
+    // The link, questions, connections, associations over UDP and control clients. Those of UDP
+    // need no call of their own: questions are datagrams on connected sockets too.
     libc::SYS_recvfrom,
     libc::SYS_sendto,
     libc::SYS_read,

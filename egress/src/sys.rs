@@ -143,12 +143,21 @@ fn option(fd: BorrowedFd, name: c_int) -> io::Result<c_int> {
 
 /// Asks for room for `bytes` of frames on their way to the peer. The kernel may give less.
 pub fn set_send_room(fd: BorrowedFd, bytes: c_int) {
+    set_room(fd, libc::SO_SNDBUF, bytes);
+}
+
+/// Asks for room for `bytes` that have arrived and were not read. The kernel may give less.
+pub fn set_receive_room(fd: BorrowedFd, bytes: c_int) {
+    set_room(fd, libc::SO_RCVBUF, bytes);
+}
+
+fn set_room(fd: BorrowedFd, name: c_int, bytes: c_int) {
     // SAFETY: the kernel reads one integer, which outlives the call.
     unsafe {
         libc::setsockopt(
             fd.as_raw_fd(),
             libc::SOL_SOCKET,
-            libc::SO_SNDBUF,
+            name,
             (&raw const bytes).cast(),
             size_of::<c_int>() as libc::socklen_t,
         )

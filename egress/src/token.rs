@@ -12,6 +12,8 @@ pub enum Token {
     Question(u32),
     /// The host's socket of a connection.
     Connection(u32),
+    /// The host's socket of an association over UDP.
+    Association(u32),
 }
 
 impl From<Token> for u64 {
@@ -22,6 +24,7 @@ impl From<Token> for u64 {
             Token::Client(number) => (2, number),
             Token::Question(number) => (3, number),
             Token::Connection(number) => (4, number),
+            Token::Association(number) => (5, number),
         };
         kind << 32 | Self::from(number)
     }
@@ -35,7 +38,8 @@ impl From<u64> for Token {
             1 => Self::Control,
             2 => Self::Client(number),
             3 => Self::Question(number),
-            _ => Self::Connection(number),
+            4 => Self::Connection(number),
+            _ => Self::Association(number),
         }
     }
 }

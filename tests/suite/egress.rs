@@ -93,6 +93,46 @@ fn guest_is_not_led_into_closed_ranges_by_a_name_nor_past_the_policy_by_a_header
     });
 }
 
+/// Sends a datagram in the guest and prints the answer, or the error and whether it came at once.
+const DATAGRAM: &str = r#"
+import errno, socket, sys, time
+begun = time.time()
+udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+udp.settimeout(20)
+udp.connect((sys.argv[1], 7))
+udp.send(b"hello")
+try:
+    print(udp.recv(100).decode())
+except OSError as error:
+    print(errno.errorcode.get(error.errno, error), time.time() - begun < 1)
+"#;
+
+#[test]
+fn datagram_reaches_the_address_that_a_rule_names_for_udp_and_no_other() {
+    network::isolated(|| {
+        let (internet, user) = (internet(), User::new());
+        let rule = format!("{SERVER}/32:7/udp");
+        let vm = user.detached(&["--allow", &rule, "--resolver", RESOLVER]);
+        let send = |to| {
+            let said = ok(user.pvmm(["exec", &vm, "--", "python3", "-c", DATAGRAM, to]));
+            said.text().trim_end().to_owned()
+        };
+        assert_eq!(send(SERVER), "hello");
+        assert_eq!(send(OTHER), "EHOSTUNREACH True");
+        assert_eq!(send("169.254.169.254"), "EHOSTUNREACH True");
+        let shown = ok(user.pvmm(["net", &vm])).text().to_owned();
+        assert!(
+            [&rule, OTHER, "7/udp", "no-rule"].iter().all(|word| shown.contains(word)),
+            "{shown}"
+        );
+        assert_eq!(status(&user, &vm)["rules"][0]["bytes_in"], 5);
+        assert_eq!(internet.seen(), [format!("udp {SERVER} hello")]);
+        ok(user.pvmm(["net", &vm, "--deny", &format!("{SERVER}:7")]));
+        assert_eq!(send(SERVER), "EHOSTUNREACH True");
+        ok(user.pvmm(["kill", &vm]));
+    });
+}
+
 #[test]
 fn policy_of_a_running_vm_is_asked_and_changed_at_once() {
     network::isolated(|| {

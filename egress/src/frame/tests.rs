@@ -60,14 +60,16 @@ fn dns_to_the_gateway_is_read() {
 }
 
 #[test]
-fn datagram_to_elsewhere_is_not_carried() {
+fn datagram_to_elsewhere_shows_its_ends_and_can_be_refused() {
     let mut packet = dns();
     packet[22..24].copy_from_slice(&443u16.to_be_bytes());
     packet[16..20].copy_from_slice(&[1, 1, 1, 1]);
     sum(&mut packet);
     let destination = SocketAddrV4::new(Ipv4Addr::new(1, 1, 1, 1), 443);
     let bytes = ip(&packet);
-    assert_eq!(read(&bytes, &ENDS), Frame::Udp { destination, packet: &packet });
+    let datagram =
+        Datagram { source_port: 5300, destination, payload: b"question", packet: &packet };
+    assert_eq!(read(&bytes, &ENDS), Frame::Udp(datagram));
     assert!(reply::prohibited(&ENDS, &packet).is_some());
 }
 
@@ -127,6 +129,22 @@ fn packet_with_a_wrong_length_or_checksum_is_dropped() {
         assert_eq!(dropped(&ip(&packet)), Some(Drop::Malformed), "{at} {value}");
     }
     assert_eq!(dropped(&ip(&[0x45; 1501])), Some(Drop::Malformed));
+}
+
+#[test]
+fn datagram_with_a_wrong_length_or_checksum_is_dropped() {
+    let mut good = reply::datagram(&MIRRORED, SocketAddrV4::new(GUEST_IP, 53), 53, b"question");
+    assert!(matches!(read(&ip(&good), &ENDS), Frame::Dns { message: b"question", .. }));
+    // The length: less than a header, more than the packet, and one that leaves a byte out.
+    for (at, value) in [(25, 7), (25, 17), (24, 1), (25, 15), (26, 0xff), (28, b'Q')] {
+        let mut packet = good.clone();
+        packet[at] = value;
+        assert_eq!(dropped(&ip(&packet)), Some(Drop::Malformed), "{at} {value}");
+    }
+    good.truncate(27);
+    good[3] = 27;
+    sum(&mut good);
+    assert_eq!(dropped(&ip(&good)), Some(Drop::Malformed), "half a header");
 }
 
 #[test]

@@ -5,6 +5,7 @@
 
 mod allowed;
 mod control;
+mod datagrams;
 mod denied;
 mod fixture;
 mod hostile;
@@ -61,7 +62,13 @@ fn syn(from: Ipv4Addr, to: SocketAddrV4, source_port: u16) -> Vec<u8> {
 
 /// Returns a datagram of the guest, without a checksum.
 fn udp(to: Ipv4Addr, port: u16) -> Vec<u8> {
-    let datagram = [&[0x13, 0x88][..], &port.to_be_bytes(), &[0, 12, 0, 0], b"quic"].concat();
+    udp_from(5000, to, port)
+}
+
+/// Returns such a datagram from a port of the guest.
+fn udp_from(source_port: u16, to: Ipv4Addr, port: u16) -> Vec<u8> {
+    let ports = [source_port.to_be_bytes(), port.to_be_bytes()].concat();
+    let datagram = [&ports[..], &[0, 12, 0, 0], b"quic"].concat();
     packet(GUEST_IP, to, 17, &datagram)
 }
 

@@ -12,7 +12,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, ServerConfig};
 
-use super::fixture::{DnsServer, End, Guest, Upstream};
+use super::fixture::{DnsServer, End, Guest, UdpServer, Upstream};
 use super::http;
 
 const VALUE: &str = "hunter2-hunter2-hunter2";
@@ -272,4 +272,16 @@ fn open_connection_without_requests_costs_no_processor_time() {
     guest.until(|_| (Instant::now() >= end).then_some(()));
     let ticks = guest.gateway_ticks() - before;
     assert!(ticks < 10, "{ticks} hundredths of a second");
+}
+
+#[test]
+fn quic_is_denied_while_there_are_secrets() {
+    let mut world = World::new(&["api.example"]);
+    let server = UdpServer::start();
+    world.port = server.address.port();
+    let (mut guest, _) = world.guest(&world.authority, &["--allow", "127.0.0.0/8"]);
+    let handle = guest.bind_udp();
+    guest.send_udp(handle, server.address, b"ping");
+    let denied = guest.until(|guest| Some(guest.denials()).filter(|denials| !denials.is_empty()));
+    assert_eq!((denied.unwrap(), server.heard().len()), (vec!["quic".to_owned()], 0));
 }

@@ -58,11 +58,11 @@ pub fn show_missing(missing: &[String], quiet: bool) {
 /// The flags that say what a VM may reach.
 #[derive(Clone, Debug, Default, Args)]
 pub struct EgressFlags {
-    /// Let the guest reach a network, CIDR[:PORT[/tcp]], or 'all' for every public address; implies
-    /// --net
+    /// Let the guest reach a network, CIDR[:PORT[/tcp|/udp]], or 'all' for every public address;
+    /// a port is one of TCP unless it says otherwise; implies --net
     #[arg(long, value_name = "RULE")]
     pub allow: Vec<String>,
-    /// Let the guest reach a name, NAME[:PORT] or '*.NAME[:PORT]'; implies --net
+    /// Let the guest reach a name, NAME[:PORT[/udp]] or '*.NAME[:PORT[/udp]]'; implies --net
     #[arg(long, value_name = "NAME")]
     pub allow_host: Vec<String>,
     /// DNS server that names are looked up at, as ADDRESS:PORT [default: those of this host]

@@ -110,7 +110,7 @@ fn show(vm: &VmEntry, json: bool) -> Outcome {
         denied.row(vec![
             text(&attempt["name"]),
             text(&attempt["address"]),
-            attempt["port"].to_string(),
+            port(attempt),
             attempt["count"].to_string(),
             text(&attempt["reason"]),
         ]);
@@ -120,6 +120,16 @@ fn show(vm: &VmEntry, json: bool) -> Outcome {
         denied.print()?;
     }
     Ok(0)
+}
+
+/// Returns the port of a denied attempt, with its protocol if it is not the usual one. A question
+/// to the resolver has none.
+fn port(attempt: &Value) -> String {
+    match (attempt["port"].as_u64(), attempt["protocol"].as_str()) {
+        (Some(port), Some("udp")) => format!("{port}/udp"),
+        (Some(port), _) => port.to_string(),
+        (None, _) => "-".to_owned(),
+    }
 }
 
 fn rows(value: &Value) -> &[Value] {
