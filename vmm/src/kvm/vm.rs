@@ -25,6 +25,7 @@ use vmm_sys_util::ioctl_io_nr;
 use super::state::StateShape;
 use crate::ablation::Mechanism;
 use crate::arch::x86_64::layout;
+use crate::cpu::{CpuBaseline, CpuError};
 use crate::error::{Error, ErrorKind};
 
 /// How often creating a VM is retried when a signal interrupts it.
@@ -218,6 +219,23 @@ impl KvmHost {
 
     pub fn supported_cpuid(&self) -> &CpuId {
         &self.supported_cpuid
+    }
+
+    /// Returns the CPUID leaves that a guest with this baseline is offered. Fails if this host lacks
+    /// something of the baseline.
+    pub fn offered(&self, cpu: &CpuBaseline) -> Result<Vec<kvm_cpuid_entry2>, CpuError> {
+        let lacks = |number: &&u32| {
+            let number = std::ffi::c_ulong::from(**number);
+            self.kvm.check_extension_raw(number) <= 0
+        };
+        if let Some(number) = cpu.capabilities().iter().find(lacks) {
+            return Err(CpuError::Capability(*number));
+        }
+        let keeps = |address: u32| self.shape.keeps_msr(address);
+        if let Some(unknown) = cpu.msr_modifiers().iter().find(|it| !keeps(it.address)) {
+            return Err(CpuError::Msr(unknown.address));
+        }
+        cpu.offered(self.supported_cpuid.as_slice())
     }
 
     /// Returns the nonzero MSRs of a new vCPU. `ask` reads them for the first vCPU of a kind.
