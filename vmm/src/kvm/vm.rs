@@ -24,7 +24,7 @@ use vmm_sys_util::ioctl_io_nr;
 
 use super::state::StateShape;
 use crate::ablation::Mechanism;
-use crate::arch::x86_64::layout;
+use crate::arch::x86_64::{cpuid, layout};
 use crate::cpu::{CpuBaseline, CpuError};
 use crate::error::{Error, ErrorKind};
 
@@ -101,6 +101,12 @@ impl Kvm {
     /// if it lacks a capability that every VM needs.
     pub fn open() -> Result<Self, Error> {
         Ok(Self(Arc::new(KvmHost::open()?)))
+    }
+
+    /// Returns the vendor of this host's processor, as in CPUID leaf 0: `GenuineIntel`,
+    /// `AuthenticAMD` or another.
+    pub fn cpu_vendor(&self) -> String {
+        cpuid::vendor(self.0.supported_cpuid.as_slice())
     }
 }
 

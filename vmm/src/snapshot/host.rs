@@ -50,7 +50,7 @@ pub fn facts(host: &KvmHost, cpu: &CpuBaseline, vcpus: u32, memory_mib: u64) -> 
     MachineFacts {
         architecture: ARCHITECTURE.to_owned(),
         backend: backend().to_owned(),
-        cpu_vendor: vendor(host),
+        cpu_vendor: cpuid::vendor(host.supported_cpuid().as_slice()),
         cpu_signature: leaf(host.supported_cpuid().as_slice(), 1, 0).map_or(0, |leaf| leaf.eax),
         cpu_baseline: baseline(cpu),
         vcpus,
@@ -223,13 +223,6 @@ fn leaf(cpuid: &[kvm_cpuid_entry2], function: u32, index: u32) -> Option<&kvm_cp
 
 fn registers(entry: &kvm_cpuid_entry2) -> [u32; 4] {
     [entry.eax, entry.ebx, entry.ecx, entry.edx]
-}
-
-fn vendor(host: &KvmHost) -> String {
-    let Some(leaf) = leaf(host.supported_cpuid().as_slice(), 0, 0) else { return String::new() };
-    let words = [leaf.ebx, leaf.edx, leaf.ecx];
-    let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
-    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 #[cfg(test)]

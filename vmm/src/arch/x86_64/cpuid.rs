@@ -185,6 +185,15 @@ pub fn for_vcpu(
     CpuId::from_entries(&entries)
 }
 
+/// Returns the processor's vendor; empty if there is no leaf with it.
+pub fn vendor(cpuid: &[kvm_cpuid_entry2]) -> String {
+    let Some(leaf) = cpuid.iter().find(|leaf| leaf.function == VENDOR) else {
+        return String::new();
+    };
+    let words = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+    String::from_utf8_lossy(words.as_flattened()).into_owned()
+}
+
 /// Returns whether the processor is from AMD, or from Hygon, which kernels treat alike.
 fn is_amd(entry: &kvm_cpuid_entry2) -> bool {
     let words = [entry.ebx, entry.edx, entry.ecx].map(u32::to_le_bytes);
