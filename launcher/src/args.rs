@@ -1,16 +1,21 @@
 //! Parsers of flag values: sizes, durations, environment variables, names, `VM:PATH`.
 //!
-//! All are pure functions from text to value, so that every error can be tested and is reported
-//! before anything is created.
+//! All are functions from text to value, which at most read a file, so that every error can be tested
+//! and is reported before anything is created.
 
 use std::ffi::{OsStr, OsString};
+use std::io::{self, Read};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pvmm::config::{MAX_MEMORY_MIB, MAX_VCPUS, MIN_MEMORY_MIB};
+use pvmm::cpu::{CpuModifiers, TEMPLATE_FILE_MAX};
+use pvmm::{CpuBaseline, open};
 use pvmm_images::{overlay, volume};
 use pvmm_registry::Reference;
+
+use crate::exit;
 
 /// Parses `--name`.
 pub use pvmm_sandbox::vm_dir::check_name as vm_name;
@@ -139,6 +144,24 @@ pub fn cpus(text: &str) -> Result<u32, String> {
         Ok(count) if (1..=MAX_VCPUS).contains(&count) => Ok(count),
         _ => Err(format!("use a number from 1 to {MAX_VCPUS}")),
     }
+}
+
+/// Parses `--cpu`: the name of a processor baseline, or a file with a CPU template.
+pub fn cpu(text: &str) -> Result<CpuBaseline, String> {
+    if let Some(named) = CpuBaseline::named(text) {
+        return Ok(named);
+    }
+    let read = || {
+        let mut bytes = Vec::new();
+        let file = open::file(Path::new(text), open::Access::Read)?;
+        file.take(TEMPLATE_FILE_MAX as u64 + 1).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    let bytes = read().map_err(|error: io::Error| {
+        let names = "use host, x86-64-v2, x86-64-v3, x86-64-v4, or a CPU template's file";
+        format!("{}; {names}", exit::io_text(&error))
+    })?;
+    CpuModifiers::from_json(&bytes).map(CpuBaseline::from).map_err(|error| error.to_string())
 }
 
 /// Parses a duration: `30s`, `500ms`, `1.5m`, `2h`, or `30` (seconds).
@@ -305,6 +328,22 @@ mod tests {
         for text in wrong.into_iter().chain(["18446744073709551615T", "0x10", "１G"]) {
             assert!(memory_mib(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn cpu_is_a_baseline_by_name_or_a_template_file() {
+        for name in ["host", "x86-64-v2", "x86-64-v3", "x86-64-v4"] {
+            assert_eq!(cpu(name).map(|cpu| cpu.name()), Ok(name));
+        }
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), r#"{"msr_modifiers": [{"addr": "1", "bitmap": "0b1"}]}"#)
+            .unwrap();
+        let path = file.path().to_str().unwrap();
+        assert_eq!(cpu(path).map(|cpu| cpu.name()), Ok(CpuBaseline::CUSTOM));
+        std::fs::write(file.path(), r#"{"leaves": []}"#).unwrap();
+        assert!(cpu(path).unwrap_err().starts_with("leaves: is not known"));
+        assert!(cpu("x86-64-v1").unwrap_err().contains("use host, x86-64-v2"));
+        assert!(cpu("/dev").is_err());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pvmm::snapshot::{Disk, Disks, LoadOptions};
-use pvmm::{Drive, DriveSource};
+use pvmm::{CpuBaseline, Drive, DriveSource};
 use pvmm_agent_image::AGENT;
 use pvmm_images::{Kernel, overlay};
 use serde::{Deserialize, Serialize};
@@ -37,6 +37,7 @@ pub struct DiskSnapshot {
     pub taps: Vec<String>,
     /// How long a VM may take until its agent answers.
     pub boot_patience: Duration,
+    cpu: CpuBaseline,
     kernel: Kernel,
     rootfs_type: String,
     disks: Vec<Disk>,
@@ -45,7 +46,7 @@ pub struct DiskSnapshot {
 impl DiskSnapshot {
     /// Opens the snapshot in the folder `dir`, and its kernel or the one at the path `kernel`.
     pub fn open(dir: &Path, options: &LoadOptions, kernel: Option<&Path>) -> Result<Self, Failure> {
-        let Disks { manifest, note, disks } = Disks::load(dir, options).map_err(|error| {
+        let Disks { manifest, cpu, note, disks } = Disks::load(dir, options).map_err(|error| {
             // A damaged snapshot is the fault of whoever gave it.
             Failure::usage(format!("{error:#}"))
         })?;
@@ -68,6 +69,7 @@ impl DiskSnapshot {
             memory_mib: manifest.machine.memory_mib,
             taps: manifest.taps,
             boot_patience: BOOT_PATIENCE,
+            cpu,
             kernel,
             rootfs_type: rootfs_type.to_owned(),
             disks,
@@ -125,7 +127,8 @@ impl DiskSnapshot {
             });
         }
         let (kernel, rootfs_type) = (self.kernel.clone(), self.rootfs_type.clone());
-        Ok((BootOrder { kernel, rootfs_type, disks, taps: self.taps.clone() }, files))
+        let (cpu, taps) = (self.cpu.clone(), self.taps.clone());
+        Ok((BootOrder { cpu, kernel, rootfs_type, disks, taps }, files))
     }
 }
 
@@ -140,6 +143,8 @@ fn missing(what: &str, path: &Path) -> Failure {
 /// The disks and the kernel that a VM's process boots.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct BootOrder {
+    /// The processor features that the VM was offered before.
+    pub cpu: CpuBaseline,
     kernel: Kernel,
     rootfs_type: String,
     /// The disks in the guest's order; each has one file, unless it is replaced.

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use pvmm::{Balloon, Initrd, VmConfig};
+use pvmm::{Balloon, CpuBaseline, Initrd, VmConfig};
 
 use crate::drive::DriveFlag;
 use crate::net_card::NetCard;
@@ -35,9 +35,11 @@ pub fn config(parts: Parts, record: &Record, loud: bool) -> VmConfig {
     config
 }
 
-/// Optional devices of a VM that is booted.
+/// Optional devices of a VM that is booted, and its processor.
 #[derive(Default)]
 pub struct Extras {
+    /// The processor features that the guest is offered.
+    pub cpu: CpuBaseline,
     pub drives: Vec<DriveFlag>,
     pub net: Option<NetCard>,
     /// Add a balloon device: the guest gives back the memory that it frees, and more on request.
@@ -46,6 +48,7 @@ pub struct Extras {
 
 impl Extras {
     pub fn add_to(&self, config: &mut VmConfig) {
+        config.cpu = self.cpu.clone();
         config.drives.extend(self.drives.iter().cloned().map(DriveFlag::into_drive));
         config.nets.extend(self.net.as_ref().map(|card| card.config("")));
         config.balloon = self.balloon.then(|| Balloon {

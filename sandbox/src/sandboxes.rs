@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use pvmm::agent::Agent;
 use pvmm::snapshot::{LoadOptions, Manifest, SnapshotKind, WriteOptions};
-use pvmm::{Kvm, Template};
+use pvmm::{CpuBaseline, Kvm, Template};
 use pvmm_egress::policy::PolicyDocument;
 
 use crate::checkpoint_tree::Checkpoint;
@@ -111,6 +111,7 @@ impl CreateOptions {
             cpus: self.cpus,
             memory_mib: self.memory_mib,
             disk_mib: self.disk_mib,
+            cpu: CpuBaseline::Host,
             net: self.egress.is_some(),
             spare_drives: self.volumes.iter().map(|volume| volume.read_only).collect(),
         }

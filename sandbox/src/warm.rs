@@ -16,8 +16,8 @@ use pvmm::agent::{Agent, FreezeOptions, Language, Refresh};
 use pvmm::exec::ExecRequest;
 use pvmm::snapshot::{Durability, LoadOptions, WriteOptions};
 use pvmm::{
-    Console, Drive, ErrorKind, HostOptions, Kvm, Net, Overrides, TapSource, Template, Vm, Vsock,
-    next_trim,
+    Console, CpuBaseline, Drive, ErrorKind, HostOptions, Kvm, Net, Overrides, TapSource, Template,
+    Vm, Vsock, next_trim,
 };
 use pvmm_agent_image::AGENT_KEY;
 use pvmm_images::{Cache, Event, Kernel, Progress, Recipe, Silent, cache};
@@ -62,6 +62,8 @@ pub struct Shape {
     pub cpus: u32,
     pub memory_mib: u64,
     pub disk_mib: u64,
+    /// The processor features that the guest is offered.
+    pub cpu: CpuBaseline,
     /// Has a network card behind an egress process.
     pub net: bool,
     /// Drives that are given an image when a VM is made, and whether the guest only reads them.
@@ -76,18 +78,22 @@ impl Shape {
             cpus: 1,
             memory_mib: 512,
             disk_mib: 8 << 10,
+            cpu: CpuBaseline::Host,
             net: false,
             spare_drives: Vec::new(),
         }
     }
 
     /// Returns the arguments of the `pvmm` command that bakes this shape, for programs that do not
-    /// boot a VM in their own process.
+    /// boot a VM in their own process. The processor baseline must be one that has a name.
     pub fn bake_words(&self) -> Vec<String> {
         let mut words: Vec<String> = ["-q", "template", "bake"].map(str::to_owned).into();
         words.extend([self.template.clone(), "--cpus".to_owned(), self.cpus.to_string()]);
         words.extend(["--memory".to_owned(), format!("{}M", self.memory_mib)]);
         words.extend(["--disk-size".to_owned(), format!("{}M", self.disk_mib)]);
+        if !self.cpu.is_host() {
+            words.extend(["--cpu".to_owned(), self.cpu.name().to_owned()]);
+        }
         if self.net {
             words.push("--net".to_owned());
         }
@@ -207,6 +213,7 @@ fn bake_in(
         ..Record::default()
     };
     let mut config = machine::config(parts, &record, false);
+    config.cpu = shape.cpu.clone();
     let uds_path = room.join("v");
     config.vsock = Some(Vsock::new(3, uds_path.clone()));
     config.host.console = Console::Discard;
@@ -351,6 +358,9 @@ fn dir(cache: &Cache, shape: &Shape, kernel: &Path, rootfs: &Path) -> Option<Pat
     if shape.net || !shape.spare_drives.is_empty() {
         size += &format!(" net {} drives {:?}", shape.net, shape.spare_drives);
     }
+    if !shape.cpu.is_host() {
+        size += &format!(" cpu {}", shape.cpu.key());
+    }
     let key = cache::key([baked_from(kernel, rootfs)?.as_bytes(), size.as_bytes()]);
     Some(cache.path(KIND, &format!("{}-{key}", shape.template)))
 }
@@ -374,10 +384,12 @@ mod tests {
 
     #[test]
     fn bake_words_of_a_shape_name_all_of_it() {
-        let shape = Shape { net: true, spare_drives: vec![false, true], ..Shape::of("data") };
+        let cpu = CpuBaseline::named("x86-64-v2").unwrap();
+        let spare_drives = vec![false, true];
+        let shape = Shape { cpu, net: true, spare_drives, ..Shape::of("data") };
         let line = shape.bake_words().join(" ");
         assert!(line.starts_with("-q template bake data --cpus 1 --memory 512M"), "{line}");
-        assert!(line.ends_with("--net --volumes rw,ro"), "{line}");
+        assert!(line.ends_with("--cpu x86-64-v2 --net --volumes rw,ro"), "{line}");
     }
 
     #[test]

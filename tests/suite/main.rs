@@ -12,6 +12,7 @@ mod builds;
 mod code;
 mod compat;
 mod copies;
+mod cpu;
 mod detached;
 mod disk_snapshot;
 mod drives;

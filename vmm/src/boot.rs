@@ -21,6 +21,7 @@ use crate::trace;
 /// Everything the machine will ever open is opened before its threads start.
 pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
     config.validate()?;
+    let offered = kvm.0.offered(&config.cpu)?;
 
     // What the host must supply.
     let socket = config.vsock.as_ref().map(|vsock| vsock.uds_path.as_path());
@@ -73,9 +74,11 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
     trace::step("load kernel");
     let threads_per_core = if config.smt { 2 } else { 1 };
     let topology = cpuid::Topology { vcpus: config.vcpus, threads_per_core };
+    let processor =
+        vcpu::Processor { offered: &offered, topology, msrs: config.cpu.msr_modifiers() };
     for (id, vcpu) in (0..).zip(&vcpus) {
         let entry = (id == 0).then_some(entry);
-        vcpu::configure(vcpu, id, topology, host, entry, guest)?;
+        vcpu::configure(vcpu, id, &processor, entry, guest)?;
     }
 
     let resources = VmResources {
@@ -89,6 +92,7 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
         track_changes,
         memory_sums: None,
         clock_khz: None,
+        cpu: config.cpu,
         vcpu_thread_prefix: config.host.vcpu_thread_prefix,
         thread_filters: config.host.thread_filters,
     };

@@ -10,6 +10,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::PathBuf;
 
+use crate::cpu::{CpuBaseline, PHYSICAL_BITS};
 use crate::error::{Error, ErrorKind};
 pub use host::{Console, HostOptions, Registers};
 pub use pvmm_devices::bus::BusDevice;
@@ -31,6 +32,9 @@ pub const MAX_VCPUS: u32 = 32;
 pub const MIN_MEMORY_MIB: u64 = 32;
 /// The most memory that a machine may have, in MiB (1 TiB).
 pub const MAX_MEMORY_MIB: u64 = 1 << 20;
+/// The most memory of a machine with a level of the x86-64 psABI, in MiB: one GiB of the physical
+/// addresses that its guest has is a hole.
+const MAX_LEVEL_MEMORY_MIB: u64 = (1 << (PHYSICAL_BITS - 20)) - 1024;
 /// The longest kernel command line, devices included.
 pub const MAX_CMDLINE: usize = 2048;
 /// The most drives a machine may have.
@@ -64,6 +68,8 @@ pub struct VmConfig {
     pub vcpus: u32,
     /// Two vCPUs are threads of one core; their number is then even.
     pub smt: bool,
+    /// The processor features that the guest is offered; those of this host by default.
+    pub cpu: CpuBaseline,
     /// Block devices, in order: `/dev/vda`, `/dev/vdb`, …
     pub drives: Vec<Drive>,
     /// Network cards, in order: `eth0`, `eth1`, … None by default.
@@ -248,6 +254,10 @@ pub enum ConfigError {
     /// The memory is too small or too large; the value is in MiB.
     #[error("memory: {0} MiB is not between {MIN_MEMORY_MIB} and {MAX_MEMORY_MIB}")]
     Memory(u64),
+    /// The memory is too large for a level of the x86-64 psABI, whose guests have narrow physical
+    /// addresses; the value is in MiB.
+    #[error("memory: {0} MiB is more than the {MAX_LEVEL_MEMORY_MIB} MiB of a processor baseline")]
+    LevelMemory(u64),
     /// The kernel command line is too long or not ASCII.
     #[error("cmdline: {0}")]
     Cmdline(&'static str),
@@ -306,6 +316,7 @@ impl VmConfig {
             memory_mib: 256,
             vcpus: 1,
             smt: false,
+            cpu: CpuBaseline::Host,
             drives: Vec::new(),
             nets: Vec::new(),
             vsock: None,
@@ -339,6 +350,10 @@ impl VmConfig {
         }
         if !(MIN_MEMORY_MIB..=MAX_MEMORY_MIB).contains(&self.memory_mib) {
             return Err(ConfigError::Memory(self.memory_mib));
+        }
+        let is_level = matches!(self.cpu, CpuBaseline::Level(_));
+        if is_level && self.memory_mib > MAX_LEVEL_MEMORY_MIB {
+            return Err(ConfigError::LevelMemory(self.memory_mib));
         }
         if !self.cmdline.is_ascii() || self.cmdline.contains('\0') {
             return Err(ConfigError::Cmdline("only printable ASCII is accepted"));

@@ -159,10 +159,12 @@ pub fn save_state(machine: &Machine) -> Result<MachineState, Error> {
         // What the guest knows, also where this host has measured a little more or less:
         // differences do not add up from host to host.
         state.tsc_khz = machine.resources.clock_khz.unwrap_or(state.tsc_khz);
+        state.limit_to(&machine.resources.cpu);
         Ok::<_, Error>(Arc::from(state))
     };
     let vcpus = asked.into_iter().map(wait).collect::<Result<_, _>>()?;
     Ok(MachineState {
+        cpu: machine.resources.cpu.clone(),
         clock: state::save_clock(machine.kvm.fd())?,
         vcpus,
         ioapic: machine.ioapic.save(),

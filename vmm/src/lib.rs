@@ -108,6 +108,7 @@
 //! | `refresh.rs` | how a copy gets its own identity, randomness and clock |
 //! | `snapshot/` | a template in a folder, or as two files |
 //! | `config.rs` | what can be asked for |
+//! | `cpu/` | processor baselines: which features a guest is offered |
 //! | `trace.rs` | where the time of a restore goes |
 //! | `agent/`, `exec.rs` | how commands run in the guest |
 //! | `memory/` | guest memory: images, dirty pages, working sets |
@@ -123,6 +124,7 @@ pub mod agent;
 mod arch;
 mod boot;
 pub mod config;
+pub mod cpu;
 pub mod error;
 pub mod exec;
 mod freeze;
@@ -152,6 +154,7 @@ pub use config::{
     HostOptions, Initrd, KernelSource, Mac, MmdsConfig, MmdsVersion, Net, Overrides, Prefault,
     RateLimiterConfig, Registers, TapSource, VmConfig, Vsock,
 };
+pub use cpu::{CpuBaseline, CpuLevel};
 pub use error::{Error, ErrorKind};
 pub use kvm::Kvm;
 pub use machine::Hinting;

@@ -93,6 +93,7 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
     #[rustfmt::skip]
     let resources = VmResources {
         drives, taps, scratch, vsock_path, ready, base, working_set, track_changes, memory_sums, clock_khz,
+        cpu: saved.cpu.clone(),
         vcpu_thread_prefix, thread_filters,
     };
     let mut machine = builder.start(vcpus, kvm, memory, resources)?;

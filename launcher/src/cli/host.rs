@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueHint};
+use pvmm::CpuBaseline;
 
 use super::TEMPLATE;
 use super::start::EgressFlags;
@@ -61,6 +62,9 @@ pub enum TemplateVerb {
         /// Virtual CPUs of the runs that start from it
         #[arg(long, value_name = "N", default_value = "1", value_parser = args::cpus)]
         cpus: u32,
+        /// Processor features of the runs that start from it, as for 'pvmm run --cpu'
+        #[arg(long, value_name = "BASELINE", default_value = "host", value_parser = args::cpu)]
+        cpu: CpuBaseline,
         /// Disk size of the runs that start from it
         #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
         disk_size: u64,

@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, ValueHint};
+use pvmm::CpuBaseline;
 
 use super::TEMPLATE;
 use crate::args::{self, EnvVar, ImageFlag, ProcessName, VolumeFlag};
@@ -55,6 +56,10 @@ pub struct Run {
     /// Virtual CPUs, 1 to 32
     #[arg(long, value_name = "N", default_value = "1", value_parser = args::cpus)]
     pub cpus: u32,
+    /// Processor features that the guest is offered: host, x86-64-v2, x86-64-v3 or x86-64-v4, or a
+    /// file with a CPU template of Firecracker's
+    #[arg(long, value_name = "BASELINE", default_value = "host", value_parser = args::cpu)]
+    pub cpu: CpuBaseline,
     /// How much the guest may write to its disk; grows as it is used
     #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
     pub disk_size: u64,

@@ -111,7 +111,12 @@ pub fn run(mut args: Run, quiet: bool) -> Outcome {
         copy: CopyParts::default(),
         frames: None,
         placeholders,
-        extras: Extras { drives: args.drive.clone(), net, balloon: args.balloon },
+        extras: Extras {
+            cpu: args.cpu.clone(),
+            drives: args.drive.clone(),
+            net,
+            balloon: args.balloon,
+        },
     };
     let process = vmm_process::spawn(plan, &claim)?;
     let mut vm = RunningVm::new(process, claim);
@@ -210,6 +215,7 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
             cpus: args.cpus,
             memory_mib: args.memory,
             disk_mib: args.disk_size,
+            cpu: args.cpu.clone(),
             ..Shape::of(&args.template)
         };
         if let Some(warm) = warm::find(&shape) {

@@ -34,11 +34,12 @@ pub fn template(args: cli::Template, quiet: bool) -> Outcome {
             }
             if json { output::json(&template)? } else { output::line(template.name())? }
         }
-        TemplateVerb::Bake { name, memory, cpus, disk_size, net, volumes } => {
+        TemplateVerb::Bake { name, memory, cpus, cpu, disk_size, net, volumes } => {
             let shape = Shape {
                 cpus,
                 memory_mib: memory,
                 disk_mib: disk_size,
+                cpu,
                 net,
                 spare_drives: volumes.into_iter().map(|mode| mode == VolumeMode::Ro).collect(),
                 ..Shape::of(&name)

@@ -10,9 +10,10 @@ use std::path::{Path, PathBuf};
 use pvmm::config::{
     BucketConfig, MAX_DRIVES, MAX_MEMORY_MIB, MAX_NETS, MAX_UDS_PATH, MAX_VCPUS, MIN_MEMORY_MIB,
 };
+use pvmm::cpu::CpuModifiers;
 use pvmm::{
-    CacheMode, Console, DriveSource, EngineKind, Initrd, Mac, Net, RateLimiterConfig, TapSource,
-    VmConfig, open,
+    CacheMode, Console, CpuBaseline, DriveSource, EngineKind, Initrd, Mac, Net, RateLimiterConfig,
+    TapSource, VmConfig, open,
 };
 
 use super::bodies::{
@@ -20,6 +21,7 @@ use super::bodies::{
     MachineConfig, MmdsConfig, MmdsVersion, NetworkInterface, Serial, TokenBucket, Vsock,
     limits_of,
 };
+use super::cpu_templates;
 use super::http::Refusal;
 use super::logger;
 
@@ -33,6 +35,8 @@ const DEFAULT_BOOT_ARGS: &str = "reboot=k panic=1 nomodule 8250.nr_uarts=0 i8042
 pub struct BeforeBoot {
     pub config: Config,
     pub serial: Serial,
+    /// The bits of `cpu-config`, unless a later request named a CPU template.
+    cpu_config: Option<CpuModifiers>,
     has_kernel: bool,
     /// A request has configured a part of a VM to boot.
     described: bool,
@@ -73,10 +77,42 @@ impl BeforeBoot {
             let what = "Machine config: mem_size_mib is less than the balloon's amount_mib.";
             return Err(Refusal::bad(what));
         }
-        let none = machine.cpu_template == Some(CpuTemplate::None);
-        let cpu_template = machine.cpu_template.filter(|_| !none);
+        // The later one of a named template and `cpu-config` is in force, and a request without a
+        // template changes neither.
+        let cpu_template = match machine.cpu_template {
+            None => self.config.machine_config.cpu_template,
+            Some(named) => {
+                self.cpu_config = None;
+                Some(named).filter(|named| *named != CpuTemplate::None)
+            }
+        };
         self.config.machine_config = MachineConfig { cpu_template, ..machine };
         Ok(())
+    }
+
+    pub fn put_cpu_config(&mut self, modifiers: CpuModifiers) {
+        self.described = true;
+        self.config.machine_config.cpu_template = None;
+        self.cpu_config = Some(modifiers);
+    }
+
+    /// Refuses a CPU template that is for processors of another vendor than this host's.
+    pub fn check_vendor(&self, here: &str) -> Result<(), Refusal> {
+        let named = self.config.machine_config.cpu_template;
+        match named.and_then(|named| Some((named, cpu_templates::facts(named)?.0))) {
+            Some((named, vendor)) if vendor != here => Err(Refusal::bad(format!(
+                "Start microvm error: cpu_template {named:?} is for processors of {vendor}, and \
+                 this host's is of {here}; leave it out, or name one for {here}."
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the processor features that the guest is offered.
+    fn cpu(&self) -> CpuBaseline {
+        let named = self.config.machine_config.cpu_template.and_then(cpu_templates::facts);
+        let modifiers = named.map(|(_, modifiers)| modifiers).or(self.cpu_config.clone());
+        modifiers.unwrap_or_default().into()
     }
 
     pub fn put_drive(&mut self, drive: Drive) -> Result<(), Refusal> {
@@ -205,6 +241,7 @@ impl BeforeBoot {
         machine.cmdline = command_line(config);
         machine.memory_mib = config.machine_config.mem_size_mib;
         machine.vcpus = config.machine_config.vcpu_count.into();
+        machine.cpu = self.cpu();
         // A single vCPU has no sibling thread, whatever the request says.
         machine.smt = config.machine_config.smt && machine.vcpus > 1;
         machine.drives = config
@@ -247,12 +284,11 @@ fn check_machine(machine: &MachineConfig) -> Result<(), Refusal> {
              with huge_pages."
         )));
     }
-    match machine.cpu_template {
-        None | Some(CpuTemplate::None) => Ok(()),
-        Some(template) => Err(Refusal::bad(format!(
-            "Machine config: cpu_template {template:?} is not supported yet; leave it out."
-        ))),
+    if machine.cpu_template == Some(CpuTemplate::V1N1) {
+        let what = "Machine config: cpu_template V1N1 is for aarch64; leave it out.";
+        return Err(Refusal::bad(what));
     }
+    Ok(())
 }
 
 fn check_drive(drive: &Drive) -> Result<(), Refusal> {

@@ -80,16 +80,60 @@ fn i3_machine_of_an_impossible_size_is_refused_and_the_old_one_stays() {
     let odd = MachineConfig { huge_pages: HugePages::Hugetlbfs2M, ..machine(1, 129) };
     bad(before.put_machine(odd));
     bad(before.put_machine(MachineConfig { smt: true, ..machine(3, 128) }));
-    let template = Some(CpuTemplate::T2);
+    let template = Some(CpuTemplate::V1N1);
     let refused =
         bad(before.put_machine(MachineConfig { cpu_template: template, ..machine(1, 128) }));
-    assert!(refused.contains("not supported yet"));
+    assert!(refused.contains("V1N1 is for aarch64"));
     assert_eq!(before.config.machine_config, MachineConfig::default());
     before.put_machine(machine(2, 256)).unwrap();
     // A second request replaces the whole configuration.
     let huge = MachineConfig { huge_pages: HugePages::Hugetlbfs2M, ..machine(2, 512) };
     before.put_machine(huge.clone()).unwrap();
     assert_eq!(before.config.machine_config, huge);
+}
+
+#[test]
+fn later_one_of_cpu_template_and_cpu_config_is_in_force_and_only_the_first_is_shown() {
+    let mut before = BeforeBoot::default();
+    let templated = |cpu_template| MachineConfig { cpu_template, ..machine(1, 128) };
+    let shown = |before: &BeforeBoot| before.config.machine_config.cpu_template;
+    let (_, c3) = cpu_templates::facts(CpuTemplate::C3).unwrap();
+    let custom = CpuModifiers::from_json(br#"{"msr_modifiers":[{"addr":"0x10a","bitmap":"0b0"}]}"#);
+    let custom = custom.unwrap();
+    assert_eq!(before.cpu(), CpuBaseline::Host);
+    before.put_machine(templated(Some(CpuTemplate::C3))).unwrap();
+    // A request without a template changes nothing about it.
+    before.put_machine(templated(None)).unwrap();
+    assert_eq!((shown(&before), before.cpu()), (Some(CpuTemplate::C3), c3.into()));
+    before.put_cpu_config(custom.clone());
+    before.put_machine(templated(None)).unwrap();
+    assert_eq!((shown(&before), before.cpu()), (None, custom.into()));
+    before.put_machine(templated(Some(CpuTemplate::T2A))).unwrap();
+    assert_eq!(shown(&before), Some(CpuTemplate::T2A));
+    before.put_machine(templated(Some(CpuTemplate::None))).unwrap();
+    assert_eq!((shown(&before), before.cpu()), (None, CpuBaseline::Host));
+    assert!(before.is_described());
+}
+
+#[test]
+fn cpu_template_of_another_vendor_is_refused_by_its_name() {
+    let (intel, amd) = ("GenuineIntel", "AuthenticAMD");
+    for (template, there, elsewhere) in [
+        (CpuTemplate::T2, intel, amd),
+        (CpuTemplate::T2S, intel, amd),
+        (CpuTemplate::T2CL, intel, amd),
+        (CpuTemplate::C3, intel, amd),
+        (CpuTemplate::T2A, amd, intel),
+    ] {
+        let mut before = BeforeBoot::default();
+        let named = MachineConfig { cpu_template: Some(template), ..machine(1, 128) };
+        before.put_machine(named).unwrap();
+        before.check_vendor(there).unwrap();
+        let message = bad(before.check_vendor(elsewhere));
+        assert!(message.contains(&format!("cpu_template {template:?} is for")), "{message}");
+        assert!(message.starts_with("Start microvm error: ") && message.contains(there));
+    }
+    BeforeBoot::default().check_vendor(amd).unwrap();
 }
 
 #[test]

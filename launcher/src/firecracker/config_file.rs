@@ -3,6 +3,7 @@
 use std::io::Read;
 use std::path::Path;
 
+use pvmm::cpu::CpuModifiers;
 use pvmm::open;
 use serde_json::Value;
 
@@ -50,9 +51,6 @@ pub fn apply(text: &str, metrics: &mut Metrics) -> Result<BeforeBoot, Refusal> {
     for name in config.unknown.keys() {
         log::warn!("The configuration's {name:?} is unknown and has no effect.");
     }
-    if config.cpu_config.is_some() {
-        return Err(Unsupported::CpuConfig.refusal());
-    }
     if !config.pmem.is_empty() {
         return Err(Unsupported::Pmem.refusal());
     }
@@ -61,6 +59,9 @@ pub fn apply(text: &str, metrics: &mut Metrics) -> Result<BeforeBoot, Refusal> {
     }
     let mut before = BeforeBoot::default();
     before.put_machine(config.machine_config)?;
+    if let Some(template) = &config.cpu_config {
+        before.put_cpu_config(cpu_config(template)?);
+    }
     before.put_boot_source(config.boot_source)?;
     for drive in config.drives {
         before.put_drive(drive)?;
@@ -73,6 +74,18 @@ pub fn apply(text: &str, metrics: &mut Metrics) -> Result<BeforeBoot, Refusal> {
     config.mmds_config.map_or(Ok(()), |mmds| before.put_mmds_config(mmds))?;
     config.entropy.map_or(Ok(()), |entropy| before.put_entropy(entropy))?;
     Ok(before)
+}
+
+/// Reads a CPU template, which is a JSON object or the path of a file with one.
+fn cpu_config(template: &Value) -> Result<CpuModifiers, Refusal> {
+    let refuse = |error: String| Refusal::bad(format!("cpu-config: {error}"));
+    let read = match template {
+        Value::String(path) => {
+            CpuModifiers::from_json(read(Path::new(path)).map_err(refuse)?.as_bytes())
+        }
+        object => CpuModifiers::from_value(object),
+    };
+    read.map_err(|error| refuse(error.to_string()))
 }
 
 #[cfg(test)]
@@ -117,7 +130,9 @@ mod tests {
             (r#"{"machine-config":{"vcpu_count":0,"mem_size_mib":128}}"#, "vcpu_count"),
             (r#"{"drives":[{"drive_id":"a","is_root_device":true,"colour":1}]}"#, "colour"),
             (r#"{"pmem":[{}]}"#, "pmem"),
-            (r#"{"cpu-config":{}}"#, "cpu-config"),
+            (r#"{"cpu-config":{"leaf":1}}"#, "cpu-config: leaf: is not known"),
+            (r#"{"cpu-config":"/no/template"}"#, "cpu-config: \"/no/template\""),
+            (r#"{"cpu-config":[]}"#, "cpu-config: CPU template: must be an object"),
         ] {
             let message = applied(text).unwrap_err().message;
             assert!(message.contains(name), "{message}");

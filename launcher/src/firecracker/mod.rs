@@ -7,6 +7,7 @@
 //! | `http.rs`, `http_server.rs` | HTTP parsing, the API socket, limits on misbehaving clients |
 //! | `routes.rs`, `bodies/` | mapping of a request to an `ApiCall`, and the JSON types |
 //! | `before_boot.rs`, `config_file.rs` | configuration of a VM that has not booted |
+//! | `cpu_templates.rs` | the bits of the named CPU templates |
 //! | `running.rs` | requests to a VM that exists |
 //! | `rules.rs` | which requests are allowed in which stage |
 //! | `api_server.rs` | the thread that owns the VM and the API socket |
@@ -22,6 +23,7 @@ mod before_boot;
 mod bodies;
 mod boot_timer;
 mod config_file;
+mod cpu_templates;
 mod exec;
 mod fork;
 mod http;

@@ -53,6 +53,8 @@ impl Api {
         }
         match kinds(schema)[..] {
             ["string", ..] if schema["format"] == "ipv4" => json!("169.254.169.254"),
+            // Numbers as text have a pattern with digits.
+            ["string", ..] if schema["pattern"].to_string().contains("[0-9") => json!("1"),
             ["string", ..] => json!("x"),
             ["integer", ..] => schema.get("minimum").cloned().unwrap_or(json!(0)),
             ["boolean", ..] => json!(true),

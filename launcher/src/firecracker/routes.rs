@@ -2,6 +2,7 @@
 //!
 //! Nothing here depends on the state of the VM; `rules.rs` decides what is allowed when.
 
+use pvmm::cpu::CpuModifiers;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
@@ -25,6 +26,7 @@ pub enum ApiCall {
     GetConfig,
     PutBootSource(BootSource),
     PutMachine(MachineConfig),
+    PutCpuConfig(CpuModifiers),
     PatchMachine(MachineUpdate),
     PutDrive(Drive),
     PatchDrive(DriveUpdate),
@@ -66,7 +68,6 @@ pub enum ApiCall {
 /// Firecracker features that pvmm does not support.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unsupported {
-    CpuConfig,
     Pmem,
     HotplugMemory,
     Unplug,
@@ -75,9 +76,6 @@ pub enum Unsupported {
 impl Unsupported {
     pub fn refusal(self) -> Refusal {
         Refusal::bad(match self {
-            Self::CpuConfig => {
-                "cpu-config: custom CPU templates are not supported yet; leave it out."
-            }
             Self::Pmem => "pmem: virtio-pmem is not supported yet; attach the image as a drive.",
             Self::HotplugMemory => {
                 "hotplug/memory: virtio-mem is not supported yet; give the machine its memory at \
@@ -164,7 +162,10 @@ fn put(first: &str, rest: &[&str], body: Option<&[u8]>, path: &str) -> Result<Ro
         ("snapshot", ["load"]) => {
             return load(LoadWithDrives { load: read(body)?, drive_overrides: Vec::new() });
         }
-        ("cpu-config", []) => ApiCall::Unsupported(Unsupported::CpuConfig),
+        // An error names the field, which the derived types of other bodies do not.
+        ("cpu-config", []) => {
+            ApiCall::PutCpuConfig(CpuModifiers::from_json(body).map_err(bad_body)?)
+        }
         ("pmem", _) => ApiCall::Unsupported(Unsupported::Pmem),
         ("hotplug", ["memory"]) => ApiCall::Unsupported(Unsupported::HotplugMemory),
         ("pvmm", ["snapshot", "load"]) => return load(read(body)?),

@@ -21,6 +21,7 @@ fn every_put_with_its_least_body_is_known() {
     for (path, body) in [
         ("/boot-source", r#"{"kernel_image_path":"k","initrd_path":null,"boot_args":null}"#),
         ("/machine-config", r#"{"vcpu_count":1,"mem_size_mib":128,"smt":null,"huge_pages":"2M"}"#),
+        ("/cpu-config", "{}"),
         ("/drives/rootfs", r#"{"drive_id":"rootfs","is_root_device":true,"path_on_host":"/r"}"#),
         ("/network-interfaces/1", r#"{"iface_id":"1","host_dev_name":"tap0","guest_mac":null}"#),
         ("/vsock", r#"{"guest_cid":3,"uds_path":"/v","vsock_id":"v1"}"#),
@@ -152,6 +153,27 @@ fn deprecated_fields_are_taken_and_marked() {
 }
 
 #[test]
+fn cpu_config_is_read_strictly_and_its_errors_name_the_field() {
+    let body = r#"{"kvm_capabilities":["!56"],
+                   "cpuid_modifiers":[{"leaf":"0x7","subleaf":"0x0","flags":1,"modifiers":[
+                       {"register":"ebx","bitmap":"0b0xxxxx"}]}],
+                   "msr_modifiers":[{"addr":"0x10a","bitmap":"0b00"}]}"#;
+    let ApiCall::PutCpuConfig(modifiers) = put("/cpu-config", body) else { panic!() };
+    assert_eq!((modifiers.cpuid[0].bitmap.clear, modifiers.msrs.len()), (1 << 5, 1));
+    for (from, to, field) in [
+        ("\"ebx\"", "\"ebp\"", "cpuid_modifiers[0].modifiers[0].register"),
+        ("0b0xxxxx", "0b2", "cpuid_modifiers[0].modifiers[0].bitmap"),
+        ("msr_modifiers", "reg_modifiers", "reg_modifiers: is for aarch64"),
+        ("\"!56\"", "56", "kvm_capabilities[0]"),
+        ("\"addr\"", "\"address\"", "msr_modifiers[0].address"),
+    ] {
+        let message = refused(Method::Put, "/cpu-config", &body.replace(from, to));
+        assert!(message.contains(field), "{message}");
+    }
+    assert_eq!(refused(Method::Put, "/cpu-config", ""), "Empty PUT request.");
+}
+
+#[test]
 fn load_without_memory_or_with_two_is_refused() {
     let both = r#"{"snapshot_path":"/s","mem_file_path":"/m",
                    "mem_backend":{"backend_type":"File","backend_path":"/m"}}"#;
@@ -163,7 +185,6 @@ fn load_without_memory_or_with_two_is_refused() {
 #[test]
 fn what_is_not_here_is_known_and_says_so() {
     for (method, path) in [
-        (Method::Put, "/cpu-config"),
         (Method::Put, "/pmem/p"),
         (Method::Patch, "/pmem/p"),
         (Method::Put, "/hotplug/memory"),

@@ -89,6 +89,7 @@ impl ApiServer {
             }
             ApiCall::PutBootSource(source) => before.put_boot_source(source)?,
             ApiCall::PutMachine(machine) => before.put_machine(machine)?,
+            ApiCall::PutCpuConfig(modifiers) => before.put_cpu_config(modifiers),
             ApiCall::PatchMachine(update) => {
                 let update: MachineUpdate = update;
                 before.put_machine(update.applied_to(&before.config.machine_config))?;
@@ -207,9 +208,10 @@ impl ApiServer {
         let mut machine = before.machine()?;
         machine.host.thread_filters = self.filters.as_ref().map(|all| all.threads.clone());
         machine.registers.extend(self.boot_timer.then(BootTimer::registers));
-        let vm = Kvm::open()
-            .and_then(|kvm| Vm::boot(&kvm, machine))
-            .map_err(refuse("Start microvm error"))?;
+        let refused = refuse("Start microvm error");
+        let kvm = Kvm::open().map_err(&refused)?;
+        before.check_vendor(&kvm.cpu_vendor())?;
+        let vm = Vm::boot(&kvm, machine).map_err(&refused)?;
         let mut running = Running::new(vm, before.config.clone());
         running.resume()?;
         self.enter(running);

@@ -259,6 +259,7 @@ impl Message {
         let start = match self.boot {
             None => Start::Template(Arc::new(machine.template()?)),
             Some(order) => {
+                extras.cpu = order.cpu.clone();
                 let (parts, card) = order.parts(machine.files, &copy)?;
                 extras.net = card;
                 Start::Boot(Box::new(parts))

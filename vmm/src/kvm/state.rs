@@ -20,6 +20,7 @@ use serde::{Deserialize, Serialize};
 use super::vm::{KvmError, KvmVm};
 use crate::ablation::Mechanism;
 use crate::arch::x86_64::cpuid;
+use crate::cpu::{CpuBaseline, MsrModifier};
 use crate::packed;
 
 /// The most entries that a saved vCPU may have; KVM itself accepts no more.
@@ -32,6 +33,8 @@ const MAX_XSAVE_EXTRA: usize = 64 << 10;
 const XSAVE_WORDS: usize = 1024;
 /// The index of the save area's bitmap of components in use.
 const XSTATE_BV: usize = 128;
+/// The components of the save area that every x86-64 processor has.
+const X87_AND_SSE: u64 = 0b11;
 
 const TSC: u32 = 0x10;
 const TSC_DEADLINE: u32 = 0x6e0;
@@ -114,6 +117,11 @@ impl StateShape {
     /// Returns the most 32-bit words that the extended state of a vCPU may have on this host.
     pub fn xsave_words(&self) -> usize {
         XSAVE_WORDS + self.xsave_extra
+    }
+
+    /// Returns whether KVM on this host saves and restores an MSR.
+    pub fn keeps_msr(&self, index: u32) -> bool {
+        self.msr_indices.contains(&index)
     }
 
     /// Returns the first nonzero MSR of a saved vCPU that this host's KVM does not keep.
@@ -262,6 +270,23 @@ impl VcpuStateV1 {
         (xcr0.map_or(0, |register| register.value), in_use)
     }
 
+    /// Removes what does not belong to a guest with this baseline: features that it was not
+    /// offered, their MSRs, and parts of the extended state that it cannot have. A host that lacks
+    /// them is then no worse for this vCPU.
+    pub fn limit_to(&mut self, cpu: &CpuBaseline) {
+        if cpu.is_host() {
+            return;
+        }
+        cpu.mask(&mut self.cpuid);
+        self.msrs.retain(|(index, _)| cpu.has_msr(*index));
+        let parts = cpuid::extended_state(&self.cpuid) | X87_AND_SSE;
+        for (place, part) in [(XSTATE_BV, parts as u32), (XSTATE_BV + 1, (parts >> 32) as u32)] {
+            if let Some(word) = self.xsave.get_mut(place) {
+                *word &= part;
+            }
+        }
+    }
+
     /// Refuses counts that no vCPU can have.
     pub fn check(&self) -> Result<(), &'static str> {
         match self {
@@ -364,6 +389,19 @@ fn get_msrs(vcpu: &VcpuFd, id: u32, indices: &[u32]) -> Result<Vec<(u32, u64)>, 
         left = left.get(got + 1..).unwrap_or_default();
     }
     Ok(values)
+}
+
+/// Changes MSRs of a new vCPU, each to its present value with some bits cleared and set.
+pub fn modify_msrs(vcpu: &VcpuFd, id: u32, modifiers: &[MsrModifier]) -> Result<(), KvmError> {
+    for MsrModifier { address, bitmap } in modifiers {
+        let held = get_msrs(vcpu, id, &[*address])?;
+        let Some((_, value)) = held.first() else {
+            let text = format!("register {address:#x} cannot be read; leave it out");
+            return Err(refused(id, "msr_modifiers", io::Error::other(text)));
+        };
+        set_msrs(vcpu, id, &[(*address, bitmap.applied_to(*value))])?;
+    }
+    Ok(())
 }
 
 /// Replaces an unset timer deadline by one that expires at once.

@@ -3,14 +3,16 @@
 
 use std::io;
 
-use kvm_bindings::kvm_pre_fault_memory;
+use kvm_bindings::{kvm_cpuid_entry2, kvm_pre_fault_memory};
 use kvm_ioctls::VcpuFd;
 use pvmm_devices::GuestMemory;
 use vmm_sys_util::ioctl::{ioctl_with_mut_ref, ioctl_with_ref};
 use vmm_sys_util::{ioctl_iow_nr, ioctl_iowr_nr};
 
-use super::vm::{KvmError, KvmHost};
+use super::state;
+use super::vm::KvmError;
 use crate::arch::x86_64::{cpuid, msr, regs};
+use crate::cpu::MsrModifier;
 
 const KVMIO: u32 = 0xae;
 ioctl_iow_nr!(KVM_SET_SIGNAL_MASK, KVMIO, 0x8b, u32);
@@ -25,21 +27,29 @@ struct SignalMask {
     blocked: u64,
 }
 
+/// The processor that every vCPU of a VM is made as.
+pub struct Processor<'a> {
+    /// The CPUID leaves that the guest is offered.
+    pub offered: &'a [kvm_cpuid_entry2],
+    pub topology: cpuid::Topology,
+    /// Changes of the MSRs that KVM gives a new vCPU.
+    pub msrs: &'a [MsrModifier],
+}
+
 /// Sets the state that firmware would leave in a new vCPU: CPUID leaves first, because KVM checks
 /// the rest against them. Only the boot processor gets an entry point; it starts the others.
 pub fn configure(
     vcpu: &VcpuFd,
     id: u32,
-    topology: cpuid::Topology,
-    host: &KvmHost,
+    processor: &Processor,
     entry: Option<regs::EntryPoint>,
     memory: &GuestMemory,
 ) -> Result<(), KvmError> {
     let failed = |what| move |error: kvm_ioctls::Error| error_for(id, what, error.into());
-    let cpuid = cpuid::for_vcpu(host.supported_cpuid(), id, topology)
+    let cpuid = cpuid::for_vcpu(processor.offered, id, processor.topology)
         .map_err(|error| error_for(id, "cpuid", io::Error::other(error)))?;
     vcpu.set_cpuid2(&cpuid).map_err(failed("cpuid"))?;
-    if let Some(xcrs) = regs::extended_control(host.supported_cpuid()) {
+    if let Some(xcrs) = regs::extended_control(processor.offered) {
         vcpu.set_xcrs(&xcrs).map_err(failed("extended control registers"))?;
     }
     let msrs = msr::boot().map_err(|error| error_for(id, "msrs", io::Error::other(error)))?;
@@ -48,6 +58,7 @@ pub fn configure(
         let refused = io::Error::other(format!("only {written} were accepted"));
         return Err(error_for(id, "msrs", refused));
     }
+    state::modify_msrs(vcpu, id, processor.msrs)?;
     vcpu.set_fpu(&regs::fpu()).map_err(failed("floating-point registers"))?;
     let Some(entry) = entry else { return Ok(()) };
     let sregs = vcpu.get_sregs().map_err(failed("system registers"))?;

@@ -24,7 +24,8 @@ use vmm_sys_util::ioctl_io_nr;
 
 use super::state::StateShape;
 use crate::ablation::Mechanism;
-use crate::arch::x86_64::layout;
+use crate::arch::x86_64::{cpuid, layout};
+use crate::cpu::{CpuBaseline, CpuError};
 use crate::error::{Error, ErrorKind};
 
 /// How often creating a VM is retried when a signal interrupts it.
@@ -100,6 +101,12 @@ impl Kvm {
     /// if it lacks a capability that every VM needs.
     pub fn open() -> Result<Self, Error> {
         Ok(Self(Arc::new(KvmHost::open()?)))
+    }
+
+    /// Returns the vendor of this host's processor, as in CPUID leaf 0: `GenuineIntel`,
+    /// `AuthenticAMD` or another.
+    pub fn cpu_vendor(&self) -> String {
+        cpuid::vendor(self.0.supported_cpuid.as_slice())
     }
 }
 
@@ -218,6 +225,23 @@ impl KvmHost {
 
     pub fn supported_cpuid(&self) -> &CpuId {
         &self.supported_cpuid
+    }
+
+    /// Returns the CPUID leaves that a guest with this baseline is offered. Fails if this host lacks
+    /// something of the baseline.
+    pub fn offered(&self, cpu: &CpuBaseline) -> Result<Vec<kvm_cpuid_entry2>, CpuError> {
+        let lacks = |number: &&u32| {
+            let number = std::ffi::c_ulong::from(**number);
+            self.kvm.check_extension_raw(number) <= 0
+        };
+        if let Some(number) = cpu.capabilities().iter().find(lacks) {
+            return Err(CpuError::Capability(*number));
+        }
+        let keeps = |address: u32| self.shape.keeps_msr(address);
+        if let Some(unknown) = cpu.msr_modifiers().iter().find(|it| !keeps(it.address)) {
+            return Err(CpuError::Msr(unknown.address));
+        }
+        cpu.offered(self.supported_cpuid.as_slice())
     }
 
     /// Returns the nonzero MSRs of a new vCPU. `ask` reads them for the first vCPU of a kind.

@@ -34,6 +34,7 @@ pub use ending::Ending;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::layout;
+use crate::cpu::CpuBaseline;
 use crate::error::{Error, ErrorKind};
 use crate::frozen::{Base, Frozen};
 use crate::kvm::state::ClockMark;
@@ -110,6 +111,8 @@ pub struct VmResources {
     pub memory_sums: Option<Arc<[u32]>>,
     /// The rate of the clock that the guest was booted with, if that was before this machine.
     pub clock_khz: Option<u32>,
+    /// The processor features that the guest was offered at boot.
+    pub cpu: CpuBaseline,
     pub vcpu_thread_prefix: Cow<'static, str>,
     pub thread_filters: Option<Arc<ThreadFilters>>,
 }

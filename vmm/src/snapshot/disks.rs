@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use super::manifest::{DiskFacts, Manifest, SnapshotKind};
 use super::read::{Folder, open_outside};
 use super::{LoadOptions, NOTE_MAX, SnapshotError, sections};
+use crate::cpu::CpuBaseline;
 use crate::error::Error;
 
 /// The disks of a VM at one instant, without its memory.
@@ -15,6 +16,8 @@ use crate::error::Error;
 pub struct Disks {
     /// The snapshot's table of contents.
     pub manifest: Manifest,
+    /// The processor features that the VM was offered, for [`crate::VmConfig::cpu`].
+    pub cpu: CpuBaseline,
     /// The note of the caller in the snapshot; empty if there is none.
     pub note: Vec<u8>,
     /// The disks in the guest's order.
@@ -76,7 +79,7 @@ impl Disks {
             }
         };
         let disks = folder.manifest.disks.iter().map(open).collect::<Result<_, SnapshotError>>()?;
-        Ok(Self { note, disks, manifest: folder.manifest })
+        Ok(Self { cpu: saved.cpu, note, disks, manifest: folder.manifest })
     }
 }
 

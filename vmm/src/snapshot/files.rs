@@ -141,7 +141,12 @@ fn encode(
         id: random_id().map_err(failed)?,
         created_by: concat!("pvmm ", env!("CARGO_PKG_VERSION")).to_owned(),
         created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs()),
-        machine: host::facts(machine.kvm.host(), machine.vcpus.len() as u32, size >> 20),
+        machine: host::facts(
+            machine.kvm.host(),
+            &saved.machine.cpu,
+            machine.vcpus.len() as u32,
+            size >> 20,
+        ),
         memory: MemoryFacts {
             size,
             regions: machine.memory.image.regions().iter().map(|r| (r.address, r.len)).collect(),
@@ -268,7 +273,7 @@ pub fn load_files(
     trace::step("memory file");
     let host = kvm.0.clone();
     host::check(&manifest.machine, &host)?;
-    host::check_machine(&saved.machine, &host)?;
+    host::check_machine(&saved.machine, &manifest.machine, &host)?;
     let named = |(index, disk): (usize, &DiskFacts)| match disk {
         DiskFacts::Named { path: Some(path), .. }
             if roots.is_some() && !outside::is_allowed(Path::new(path), roots) =>

@@ -8,6 +8,7 @@ use kvm_bindings::kvm_cpuid_entry2;
 use super::SnapshotError;
 use super::manifest::MachineFacts;
 use crate::arch::x86_64::cpuid;
+use crate::cpu::CpuBaseline;
 use crate::error::Error;
 use crate::kvm::host::backend;
 use crate::kvm::state::{self, StateShape, VcpuStateV1};
@@ -45,20 +46,32 @@ const ARCH_CAPABILITIES: u32 = 0x10a;
 const RSBA: u64 = 1 << 2;
 
 /// Returns the properties of this host, for the manifest.
-pub fn facts(host: &KvmHost, vcpus: u32, memory_mib: u64) -> MachineFacts {
+pub fn facts(host: &KvmHost, cpu: &CpuBaseline, vcpus: u32, memory_mib: u64) -> MachineFacts {
     MachineFacts {
         architecture: ARCHITECTURE.to_owned(),
         backend: backend().to_owned(),
-        cpu_vendor: vendor(host),
+        cpu_vendor: cpuid::vendor(host.supported_cpuid().as_slice()),
         cpu_signature: leaf(host.supported_cpuid().as_slice(), 1, 0).map_or(0, |leaf| leaf.eax),
+        cpu_baseline: baseline(cpu),
         vcpus,
         memory_mib,
     }
 }
 
-/// Refuses a VM whose architecture, KVM backend or processor model differs from this host's.
+/// Returns the name of a baseline as it is in the manifest.
+fn baseline(cpu: &CpuBaseline) -> Option<String> {
+    (!cpu.is_host()).then(|| cpu.name().to_owned())
+}
+
+/// Refuses a VM whose architecture, KVM backend or processor model differs from this host's. The
+/// model of a VM with a processor baseline may differ: [`check_machine`] looks at what its guest
+/// was offered.
 pub fn check(facts: &MachineFacts, host: &KvmHost) -> Result<(), SnapshotError> {
-    let here = self::facts(host, facts.vcpus, facts.memory_mib);
+    let here = self::facts(host, &CpuBaseline::Host, facts.vcpus, facts.memory_mib);
+    check_facts(facts, &here)
+}
+
+fn check_facts(facts: &MachineFacts, here: &MachineFacts) -> Result<(), SnapshotError> {
     if facts.architecture != here.architecture {
         return Err(differ("the architecture", &facts.architecture, &here.architecture));
     }
@@ -69,7 +82,7 @@ pub fn check(facts: &MachineFacts, host: &KvmHost) -> Result<(), SnapshotError> 
         return Err(differ("the processor's vendor", &facts.cpu_vendor, &here.cpu_vendor));
     }
     let (found, here) = (facts.cpu_signature & !STEPPING, here.cpu_signature & !STEPPING);
-    if found != here {
+    if found != here && facts.cpu_baseline.is_none() {
         let what = "the processor's family and model";
         return Err(differ(what, format!("{found:#x}"), format!("{here:#x}")));
     }
@@ -77,14 +90,23 @@ pub fn check(facts: &MachineFacts, host: &KvmHost) -> Result<(), SnapshotError> 
 }
 
 /// Refuses a VM whose guest was given a feature that this host lacks, or whose clock rate this host
-/// cannot provide.
-pub fn check_machine(machine: &MachineState, host: &KvmHost) -> Result<(), Error> {
+/// cannot provide. `facts` are those of its manifest.
+pub fn check_machine(
+    machine: &MachineState,
+    facts: &MachineFacts,
+    host: &KvmHost,
+) -> Result<(), Error> {
+    if facts.cpu_baseline != baseline(&machine.cpu) {
+        let what = "has another processor baseline than the manifest".to_owned();
+        return Err(SnapshotError::State(what).into());
+    }
+    host.offered(&machine.cpu).map_err(SnapshotError::Baseline)?;
     let here = host.supported_cpuid().as_slice();
     let weaknesses = host.feature_msr(ARCH_CAPABILITIES);
     for vcpu in &machine.vcpus {
-        check_features(&cpuid::masked(&vcpu.cpuid), here)?;
+        check_features(&cpuid::masked(&vcpu.cpuid), here, &machine.cpu)?;
         check_extended_state(vcpu, here, host.shape().xsave_words())?;
-        check_msrs(vcpu, host.shape(), weaknesses)?;
+        check_msrs(vcpu, host.shape(), weaknesses, &machine.cpu)?;
         check_clock(vcpu, host.clock_khz()?, host.scales_clock())?;
     }
     Ok(())
@@ -94,11 +116,14 @@ pub fn check_machine(machine: &MachineState, host: &KvmHost) -> Result<(), Error
 fn check_features(
     saved: &[kvm_cpuid_entry2],
     here: &[kvm_cpuid_entry2],
+    cpu: &CpuBaseline,
 ) -> Result<(), SnapshotError> {
     for (function, index, ignored) in FEATURES {
         let Some(saved) = leaf(saved, function, index) else { continue };
         let here = leaf(here, function, index).copied();
         let (saved, here) = (registers(saved), registers(&here.unwrap_or_default()));
+        let asserted = cpu.asserted(function, index);
+        let ignored = ignored.into_iter().zip(asserted).map(|(ignored, told)| ignored | told);
         for ((saved, here), ignored) in saved.into_iter().zip(here).zip(ignored) {
             let missing = saved & !here & !ignored;
             if missing != 0 {
@@ -154,14 +179,19 @@ fn check_extended_state(
 
 /// Refuses MSRs that this host's KVM does not know, and a processor with vulnerabilities that the
 /// guest's did not have.
-fn check_msrs(vcpu: &VcpuStateV1, here: &StateShape, strengths: u64) -> Result<(), SnapshotError> {
+fn check_msrs(
+    vcpu: &VcpuStateV1,
+    here: &StateShape,
+    strengths: u64,
+    cpu: &CpuBaseline,
+) -> Result<(), SnapshotError> {
     if let Some(index) = here.unknown_msr(&vcpu.msrs) {
         let what = "a model-specific register";
         return Err(differ(what, format!("{index:#x}"), "missing"));
     }
     let told = vcpu.msrs.iter().find(|(index, _)| *index == ARCH_CAPABILITIES);
     let (_, told) = told.copied().unwrap_or_default();
-    if told & !strengths & !RSBA != 0 {
+    if told & !strengths & !RSBA & !cpu.asserted_msr(ARCH_CAPABILITIES) != 0 {
         let what = "what the processor (or its microcode) is safe from";
         return Err(differ(what, format!("{told:#x}"), format!("{strengths:#x}")));
     }
@@ -195,17 +225,11 @@ fn registers(entry: &kvm_cpuid_entry2) -> [u32; 4] {
     [entry.eax, entry.ebx, entry.ecx, entry.edx]
 }
 
-fn vendor(host: &KvmHost) -> String {
-    let Some(leaf) = leaf(host.supported_cpuid().as_slice(), 0, 0) else { return String::new() };
-    let words = [leaf.ebx, leaf.edx, leaf.ecx];
-    let bytes: Vec<u8> = words.into_iter().flat_map(u32::to_le_bytes).collect();
-    String::from_utf8_lossy(&bytes).into_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::testing;
     use super::*;
+    use crate::cpu::CpuModifiers;
 
     fn entry(function: u32, index: u32, registers: [u32; 4]) -> kvm_cpuid_entry2 {
         let [eax, ebx, ecx, edx] = registers;
@@ -247,15 +271,44 @@ mod tests {
 
     #[test]
     fn h4_missing_features_and_address_bits_are_refused_by_name() {
-        let told = |leaf: kvm_cpuid_entry2| refused(check_features(&[leaf], &here()));
+        let told =
+            |leaf: kvm_cpuid_entry2| refused(check_features(&[leaf], &here(), &CpuBaseline::Host));
         assert!(
             told(entry(1, 0, [0, 0, 0b1000, 0])).contains("processor feature is cpuid 0x1.0 0x8")
         );
         assert!(told(entry(7, 2, [0, 0, 0, 1])).contains("cpuid 0x7.2 0x1"));
         assert!(told(entry(KVM_FEATURES, 0, [0b10, 0, 0, 0])).contains("feature of KVM"));
         assert!(told(entry(ADDRESS_SIZES, 0, [48, 0, 0, 0])).contains("physical addresses is 48"));
-        check_features(&here(), &here()).unwrap();
-        check_features(&[entry(ADDRESS_SIZES, 0, [36, 0, 0, 0])], &here()).unwrap();
+        check_features(&here(), &here(), &CpuBaseline::Host).unwrap();
+        let narrow = [entry(ADDRESS_SIZES, 0, [36, 0, 0, 0])];
+        check_features(&narrow, &here(), &CpuBaseline::Host).unwrap();
+    }
+
+    #[test]
+    fn snapshot_of_a_baseline_fits_another_model_and_no_other_vendor() {
+        let here = testing::manifest(Vec::new()).machine;
+        let mut there = here.clone();
+        there.cpu_signature ^= 0x10000;
+        assert!(refused(check_facts(&there, &here)).contains("family and model"));
+        there.cpu_baseline = Some("x86-64-v2".into());
+        check_facts(&there, &here).unwrap();
+        there.cpu_vendor = "GenuineIntel".into();
+        assert!(refused(check_facts(&there, &here)).contains("vendor"));
+    }
+
+    #[test]
+    fn what_a_template_tells_a_guest_in_any_case_is_not_required_of_the_host() {
+        let text = br#"{"cpuid_modifiers": [{"leaf": "0x80000021", "subleaf": "0x0", "flags": 0,
+            "modifiers": [{"register": "eax", "bitmap": "0b1"}]}],
+            "msr_modifiers": [{"addr": "0x10a", "bitmap": "0b1x"}]}"#;
+        let cpu = CpuBaseline::from(CpuModifiers::from_json(text).unwrap());
+        let saved = [entry(0x8000_0021, 0, [1, 0, 0, 0])];
+        check_features(&saved, &here(), &cpu).unwrap();
+        refused(check_features(&saved, &here(), &CpuBaseline::Host));
+        let shape = StateShape::with_msrs(vec![ARCH_CAPABILITIES]);
+        let vcpu = VcpuStateV1 { msrs: vec![(ARCH_CAPABILITIES, 0b10)], ..testing::vcpu() };
+        check_msrs(&vcpu, &shape, 0, &cpu).unwrap();
+        refused(check_msrs(&vcpu, &shape, 0, &CpuBaseline::Host));
     }
 
     #[test]
@@ -285,7 +338,7 @@ mod tests {
         let shape = StateShape::with_msrs(vec![0x10, ARCH_CAPABILITIES, 0x8b]);
         let with = |msrs: &[(u32, u64)]| {
             let vcpu = VcpuStateV1 { msrs: msrs.to_vec(), ..testing::vcpu() };
-            check_msrs(&vcpu, &shape, 0b1001)
+            check_msrs(&vcpu, &shape, 0b1001, &CpuBaseline::Host)
         };
         assert!(refused(with(&[(0x10, 1), (0xc0de, 5)])).contains("register is 0xc0de"));
         // An MSR with value zero is not missed, nor is one that no guest is offered.

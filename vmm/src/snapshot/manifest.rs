@@ -86,6 +86,10 @@ pub struct MachineFacts {
     pub cpu_vendor: String,
     /// Family, model and stepping, as in CPUID leaf 1.
     pub cpu_signature: u32,
+    /// The name of the processor baseline that the VM was made for, and then family and model do
+    /// not matter; left out for a VM that was offered all features of its host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_baseline: Option<String>,
     /// The number of vCPUs, 1 to 32.
     pub vcpus: u32,
     /// Guest memory in MiB.

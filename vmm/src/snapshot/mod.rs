@@ -65,6 +65,7 @@ pub use write::{Durability, WriteOptions};
 
 pub use crate::frozen::Base;
 
+use crate::cpu::CpuError;
 use crate::error::{Error, ErrorKind};
 use crate::storage::MissingDrive;
 
@@ -113,6 +114,8 @@ pub enum SnapshotError {
          (KVM_CAP_TSC_CONTROL); restore it on a host of that rate, or make it again on this one"
     )]
     ClockRate { found: u32, here: u32 },
+    #[error(transparent)]
+    Baseline(CpuError),
     #[error("base snapshot {dir}: {reason}")]
     Base { dir: String, reason: String },
     #[error(transparent)]
@@ -179,6 +182,7 @@ impl SnapshotError {
             | SnapshotError::SectionVersion { .. }
             | SnapshotError::Drive(MissingDrive::Changed { .. })
             | SnapshotError::ClockRate { .. }
+            | SnapshotError::Baseline(_)
             | SnapshotError::Host { .. } => ErrorKind::SnapshotIncompatible,
             SnapshotError::Exists { .. } => ErrorKind::InvalidConfig,
             SnapshotError::Write { .. } => ErrorKind::HostResource,

@@ -63,7 +63,7 @@ pub fn load(kvm: &Kvm, dir: &Path, options: LoadOptions) -> Result<Frozen, Error
     if saved.note.as_ref().is_some_and(|note| note.len() > NOTE_MAX) {
         return Err(SnapshotError::State("has a note that is too long".into()).into());
     }
-    host::check_machine(&saved.machine, &host)?;
+    host::check_machine(&saved.machine, &folder.manifest.machine, &host)?;
     if saved.machine.vcpus.len() != folder.manifest.machine.vcpus as usize {
         return Err(SnapshotError::State("has another number of vCPUs".into()).into());
     }

@@ -16,6 +16,8 @@ use super::manifest::SectionFacts;
 use super::read::check_runs;
 use super::{STATE_MAX, SnapshotError};
 use crate::config::MAX_VCPUS;
+use crate::cpu::CpuBaseline;
+use crate::kvm::state::VcpuStateV1;
 use crate::machine::MAX_VIRTIO;
 use crate::memory::{PageRanges, WorkingSet};
 use crate::packed;
@@ -40,6 +42,8 @@ pub struct Saved {
 
 /// The contents of `state.bin` in a snapshot of disks alone.
 pub struct SavedDisks {
+    /// The processor features that the VM was offered.
+    pub cpu: CpuBaseline,
     /// The checksums of the disks.
     pub sums: Vec<FileSums>,
     /// Data of the caller.
@@ -77,6 +81,7 @@ impl WorkingSetV1 {
 /// Returns the bytes of `state.bin` and the table of its sections.
 pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotError> {
     let mut writer = Writer::default();
+    writer.add_baseline(&saved.machine.cpu)?;
     writer.add("clock", &saved.machine.clock)?;
     for vcpu in &saved.machine.vcpus {
         writer.add("vcpu", &**vcpu)?;
@@ -103,6 +108,7 @@ pub fn encode(saved: &Saved) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotErr
 /// Returns the bytes of `state.bin` of a snapshot of disks alone, and the table of its sections.
 pub fn encode_disks(saved: &SavedDisks) -> Result<(Vec<u8>, Vec<SectionFacts>), SnapshotError> {
     let mut writer = Writer::default();
+    writer.add_baseline(&saved.cpu)?;
     writer.add("checksums", &saved.sums)?;
     if let Some(note) = &saved.note {
         writer.add_bytes("note", note.clone());
@@ -115,10 +121,11 @@ pub fn encode_disks(saved: &SavedDisks) -> Result<(Vec<u8>, Vec<SectionFacts>), 
 
 /// Decodes what [`encode_disks`] has encoded.
 pub fn decode_disks(bytes: &[u8], table: &[SectionFacts]) -> Result<SavedDisks, SnapshotError> {
-    let (mut sums, mut note, mut stamps, mut end) = (None, None, None, 0);
+    let (mut sums, mut note, mut stamps, mut cpu, mut end) = (None, None, None, None, 0);
     for section in table {
         let bytes = section_bytes(bytes, section, &mut end)?;
         match (section.kind.as_str(), section.version) {
+            ("cpu", V1) => once(&mut cpu, section, bytes)?,
             ("checksums", V1) => once(&mut sums, section, bytes)?,
             ("stamps", V1) => once(&mut stamps, section, bytes)?,
             ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),
@@ -135,19 +142,20 @@ pub fn decode_disks(bytes: &[u8], table: &[SectionFacts]) -> Result<SavedDisks, 
     if !sums.iter().all(FileSums::is_whole) {
         return Err(state("checksums are incomplete"));
     }
-    Ok(SavedDisks { sums, note, stamps: stamps.unwrap_or_default() })
+    Ok(SavedDisks { cpu: checked(cpu)?, sums, note, stamps: stamps.unwrap_or_default() })
 }
 
 /// Decodes all sections and checks them against the table.
 pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotError> {
     let (mut clock, mut ioapic, mut serial) = (None, None, None);
     let (mut runs, mut sums, mut working_set) = (None, None, None);
-    let (mut note, mut stamps) = (None, None);
+    let (mut note, mut stamps, mut cpu) = (None, None, None);
     let (mut vcpus, mut transports) = (Vec::new(), Vec::new());
     let mut end = 0;
     for section in table {
         let bytes = section_bytes(bytes, section, &mut end)?;
         match (section.kind.as_str(), section.version) {
+            ("cpu", V1) => once(&mut cpu, section, bytes)?,
             ("clock", V1) => once(&mut clock, section, bytes)?,
             ("ioapic", V1) => once(&mut ioapic, section, bytes)?,
             ("serial", V1) => once(&mut serial, section, bytes)?,
@@ -159,7 +167,7 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
             ("working_set", V1) => once(&mut working_set, section, bytes)?,
             ("stamps", V1) => once(&mut stamps, section, bytes)?,
             ("note", V1) if note.is_none() => note = Some(bytes.to_vec()),
-            ("vcpu", V1) => vcpus.push(Arc::new(value(section, bytes)?)),
+            ("vcpu", V1) => vcpus.push(value(section, bytes)?),
             ("virtio", V1) => transports.push(value(section, bytes)?),
             (kind, version) => {
                 let kind = kind.chars().take(40).collect();
@@ -171,8 +179,15 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
         return Err(state("has bytes that belong to no section"));
     }
     let missing = || state("a section is missing");
+    let cpu = checked(cpu)?;
+    let limited = |mut vcpu: VcpuStateV1| {
+        vcpu.limit_to(&cpu);
+        Arc::new(vcpu)
+    };
+    let vcpus = vcpus.into_iter().map(limited).collect();
     let saved = Saved {
         machine: MachineState {
+            cpu,
             clock: clock.ok_or_else(missing)?,
             vcpus,
             ioapic: ioapic.ok_or_else(missing)?,
@@ -187,6 +202,13 @@ pub fn decode(bytes: &[u8], table: &[SectionFacts]) -> Result<Saved, SnapshotErr
     };
     check(&saved)?;
     Ok(saved)
+}
+
+/// Returns the baseline of a section, or that of a snapshot without such a section.
+fn checked(cpu: Option<CpuBaseline>) -> Result<CpuBaseline, SnapshotError> {
+    let cpu = cpu.unwrap_or_default();
+    cpu.check().map_err(|what| state(&format!("the baseline has too many {what}")))?;
+    Ok(cpu)
 }
 
 fn check(saved: &Saved) -> Result<(), SnapshotError> {
@@ -276,6 +298,12 @@ struct Writer {
 }
 
 impl Writer {
+    /// Adds the processor baseline. A snapshot without one has no such section, so that earlier
+    /// versions read it.
+    fn add_baseline(&mut self, cpu: &CpuBaseline) -> Result<(), SnapshotError> {
+        if cpu.is_host() { Ok(()) } else { self.add("cpu", cpu) }
+    }
+
     fn add(&mut self, kind: &str, value: &impl Serialize) -> Result<(), SnapshotError> {
         let bytes = rmp_serde::to_vec(value)
             .map_err(|error| state(&format!("section {kind} does not encode: {error}")))?;

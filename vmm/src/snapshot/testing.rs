@@ -14,11 +14,12 @@ use super::checksum::{FileSums, PIECE, Stamp};
 use super::manifest::{self, FILES_FORMAT, Manifest, SectionFacts};
 use super::sections::{self, Saved, WorkingSetV1};
 use super::{DiskFacts, MANIFEST, MEMORY, MachineFacts, MemoryFacts, STATE, files};
+use crate::cpu::CpuBaseline;
 use crate::kvm::state::{ClockStateV1, VcpuStateV1};
 use crate::kvm::vm::KvmHost;
 use crate::state::MachineState;
 
-pub(super) fn vcpu() -> VcpuStateV1 {
+pub(crate) fn vcpu() -> VcpuStateV1 {
     VcpuStateV1 {
         cpuid: vec![kvm_cpuid_entry2 { function: 1, ..Default::default() }],
         msrs: vec![(0x10, 5)],
@@ -49,6 +50,7 @@ pub(super) fn saved() -> Saved {
         pending: Vec::new(),
     };
     let machine = MachineState {
+        cpu: CpuBaseline::Host,
         clock: ClockStateV1 { nanoseconds: 7, host_time: 9 },
         vcpus: vec![Arc::new(vcpu())],
         ioapic: IoapicStateV1 { select: 0, id: 0, entries: vec![1 << 16; 24] },
@@ -79,6 +81,7 @@ pub(super) fn manifest(sections: Vec<SectionFacts>) -> Manifest {
             backend: "kvm_amd".into(),
             cpu_vendor: "AuthenticAMD".into(),
             cpu_signature: 0x60fb1,
+            cpu_baseline: None,
             vcpus: 1,
             memory_mib: 64,
         },

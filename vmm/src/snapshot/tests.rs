@@ -10,6 +10,7 @@ use super::manifest::{BaseFacts, Manifest, SectionFacts};
 use super::sections;
 use super::testing::{manifest, saved, vcpu};
 use super::*;
+use crate::cpu::{CpuBaseline, CpuModifiers};
 use crate::kvm::state::VcpuStateV1;
 
 fn refused(change: impl FnOnce(&mut Manifest)) -> SnapshotError {
@@ -60,6 +61,32 @@ fn section_is_read_from_a_line_of_five_words() {
     for bad in ["", "vcpu", "vcpu 1 2 3", "vcpu 1 2 3 4 5", "vcpu 1 2 3 -4", "vcpu 1  2 3 4"] {
         let text = serde_json::to_string(bad).unwrap();
         assert!(serde_json::from_str::<SectionFacts>(&text).is_err(), "{bad}");
+    }
+}
+
+#[test]
+fn baseline_is_saved_and_masks_what_is_loaded_with_it() {
+    let without = sections::encode(&saved()).unwrap().1;
+    assert!(without.iter().all(|section| section.kind != "cpu"), "as before there were baselines");
+    let template = br#"{"cpuid_modifiers": [{"leaf": "1", "subleaf": "0", "flags": 0,
+        "modifiers": [{"register": "ecx", "bitmap": "0b0xxx"}]}]}"#;
+    let custom = CpuModifiers::from_json(template).unwrap().into();
+    let level = CpuBaseline::named("x86-64-v2").unwrap();
+    for (cpu, left) in [(level, 0b0001), (custom, 0b0111), (CpuBaseline::Host, 0b1111)] {
+        let mut saved = saved();
+        saved.machine.cpu = cpu.clone();
+        let mut vcpu = vcpu();
+        vcpu.cpuid[0].ecx = 0b1111;
+        saved.machine.vcpus = vec![Arc::new(vcpu); 2];
+        let (bytes, table) = sections::encode(&saved).unwrap();
+        let loaded = sections::decode(&bytes, &table).unwrap().machine;
+        assert_eq!(loaded.cpu, cpu);
+        let seen: Vec<_> = loaded.vcpus.iter().map(|vcpu| vcpu.cpuid[0].ecx).collect();
+        assert_eq!(seen, [left, left], "{}", cpu.name());
+        let stamps = Vec::new();
+        let disks = sections::SavedDisks { cpu: cpu.clone(), sums: Vec::new(), note: None, stamps };
+        let (bytes, table) = sections::encode_disks(&disks).unwrap();
+        assert_eq!(sections::decode_disks(&bytes, &table).unwrap().cpu, cpu);
     }
 }
 

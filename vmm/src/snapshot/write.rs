@@ -68,6 +68,7 @@ pub fn write(frozen: &Frozen, dir: &Path, options: WriteOptions) -> Result<Manif
         machine: &frozen.state,
         facts: host::facts(
             &frozen.host,
+            &frozen.state.cpu,
             frozen.state.vcpus.len() as u32,
             frozen.image.size() >> 20,
         ),
@@ -152,7 +153,8 @@ impl Contents<'_> {
         };
         let note = Some(self.note.to_vec()).filter(|note| !note.is_empty());
         let (state, sections) = if disk_only {
-            sections::encode_disks(&SavedDisks { sums, note, stamps })?
+            let cpu = self.machine.cpu.clone();
+            sections::encode_disks(&SavedDisks { cpu, sums, note, stamps })?
         } else {
             let machine = self.machine.clone();
             let working_set = self.working_set.map(WorkingSetV1::of);

@@ -25,7 +25,7 @@ pub enum HugePages {
     Hugetlbfs2M,
 }
 
-/// Firecracker's named CPU templates; only `None` is supported.
+/// Firecracker's named CPU templates; `V1N1` is for another architecture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 pub enum CpuTemplate {
     C3,

@@ -11,6 +11,7 @@ const CACHES: u32 = 0x4;
 const THERMAL: u32 = 0x6;
 const PERFORMANCE_MONITOR: u32 = 0xa;
 const TOPOLOGY: u32 = 0xb;
+const EXTENDED_STATE: u32 = 0xd;
 const TOPOLOGY_V2: u32 = 0x1f;
 const EXTENDED_FEATURES: u32 = 0x8000_0001;
 const POWER: u32 = 0x8000_0007;
@@ -70,6 +71,13 @@ pub fn has_invariant_clock(cpuid: &[kvm_cpuid_entry2]) -> bool {
     cpuid.iter().any(|leaf| leaf.function == POWER && leaf.edx & INVARIANT_TSC != 0)
 }
 
+/// Returns the parts of extended state that the guest may enable in XCR0.
+pub fn extended_state(cpuid: &[kvm_cpuid_entry2]) -> u64 {
+    let found = |leaf: &&kvm_cpuid_entry2| leaf.function == EXTENDED_STATE && leaf.index == 0;
+    let parts = |leaf: &kvm_cpuid_entry2| u64::from(leaf.edx) << 32 | u64::from(leaf.eax);
+    cpuid.iter().find(found).map_or(0, parts)
+}
+
 /// Clears the features of one leaf that a guest must not or cannot have.
 fn mask(entry: &mut kvm_cpuid_entry2) {
     match entry.function {
@@ -118,15 +126,14 @@ impl Topology {
     }
 }
 
-/// Returns the CPUID leaves of vCPU `id`, made from what KVM supports.
+/// Returns the CPUID leaves of vCPU `id`, made from those that the guest is offered.
 pub fn for_vcpu(
-    supported: &CpuId,
+    offered: &[kvm_cpuid_entry2],
     id: u32,
     topology: Topology,
 ) -> Result<CpuId, vmm_sys_util::fam::Error> {
     let Topology { vcpus, threads_per_core } = topology;
-    let mut entries: Vec<_> = supported
-        .as_slice()
+    let mut entries: Vec<_> = offered
         .iter()
         .copied()
         .filter(|entry| !matches!(entry.function, TOPOLOGY | TOPOLOGY_V2))
@@ -176,6 +183,15 @@ pub fn for_vcpu(
         }
     }
     CpuId::from_entries(&entries)
+}
+
+/// Returns the processor's vendor; empty if there is no leaf with it.
+pub fn vendor(cpuid: &[kvm_cpuid_entry2]) -> String {
+    let Some(leaf) = cpuid.iter().find(|leaf| leaf.function == VENDOR) else {
+        return String::new();
+    };
+    let words = [leaf.ebx, leaf.edx, leaf.ecx].map(u32::to_le_bytes);
+    String::from_utf8_lossy(words.as_flattened()).into_owned()
 }
 
 /// Returns whether the processor is from AMD, or from Hygon, which kernels treat alike.
@@ -250,7 +266,7 @@ mod tests {
 
     #[test]
     fn guest_has_no_nested_virtualization() {
-        let cpuid = for_vcpu(&supported(), 0, of(1, 1)).unwrap();
+        let cpuid = for_vcpu(supported().as_slice(), 0, of(1, 1)).unwrap();
         assert_eq!(leaf(&cpuid, FEATURES, 0).ecx & VMX, 0);
         assert_eq!(leaf(&cpuid, EXTENDED_FEATURES, 0).ecx & NESTED_SVM, 0);
         assert_eq!(leaf(&cpuid, SVM, 0).eax, 0);
@@ -260,7 +276,7 @@ mod tests {
 
     #[test]
     fn saved_answers_are_masked_as_at_boot() {
-        let booted = for_vcpu(&supported(), 0, of(2, 1)).unwrap();
+        let booted = for_vcpu(supported().as_slice(), 0, of(2, 1)).unwrap();
         assert_eq!(masked(booted.as_slice()), booted.as_slice(), "an honest one stays as it is");
         let mut hostile = supported().as_slice().to_vec();
         let hyper_v = (0x7263_694d, 0x666f_736f, 0x7648_2074);
@@ -281,7 +297,7 @@ mod tests {
 
     #[test]
     fn topology_of_three_vcpus_is_three_cores_in_one_package() {
-        let cpuid = for_vcpu(&supported(), 2, of(3, 1)).unwrap();
+        let cpuid = for_vcpu(supported().as_slice(), 2, of(3, 1)).unwrap();
         assert_eq!(leaf(&cpuid, FEATURES, 0).ebx >> 16, 2 << 8 | 3);
         assert_eq!(leaf(&cpuid, CACHES, 0).eax >> 14, 2 << 12 | 2);
         let core = leaf(&cpuid, TOPOLOGY, 1);
@@ -292,7 +308,7 @@ mod tests {
 
     #[test]
     fn topology_of_two_threads_per_core_is_told_in_every_leaf() {
-        let cpuid = for_vcpu(&supported(), 3, of(4, 2)).unwrap();
+        let cpuid = for_vcpu(supported().as_slice(), 3, of(4, 2)).unwrap();
         let (thread, core) = (leaf(&cpuid, TOPOLOGY, 0), leaf(&cpuid, TOPOLOGY, 1));
         assert_eq!((thread.eax, thread.ebx, thread.edx), (1, 2, 3));
         assert_eq!((core.eax, core.ebx, core.edx), (2, 4, 3));

@@ -3,11 +3,13 @@
 //! PVH starts in 32-bit protected mode without paging; the 64-bit Linux boot protocol starts in
 //! long mode with the first gigabytes identity-mapped.
 
-use kvm_bindings::{CpuId, kvm_fpu, kvm_regs, kvm_segment, kvm_sregs, kvm_xcr, kvm_xcrs};
+use kvm_bindings::{
+    kvm_cpuid_entry2, kvm_fpu, kvm_regs, kvm_segment, kvm_sregs, kvm_xcr, kvm_xcrs,
+};
 use pvmm_devices::GuestMemory;
 use vm_memory::{Bytes, GuestAddress, GuestMemoryError};
 
-use super::layout;
+use super::{cpuid, layout};
 
 const CR0_PE: u64 = 1;
 const CR0_ET: u64 = 1 << 4;
@@ -68,9 +70,12 @@ pub fn fpu() -> kvm_fpu {
 /// The kernel will set this value, too. But where KVM itself runs in an emulated machine it may not
 /// see that write and uses its own copy of the register: sizes in CPUID are then wrong, and AVX is
 /// disabled again at every entry. Starting with the kernel's value keeps both right.
-pub fn extended_control(supported: &CpuId) -> Option<kvm_xcrs> {
-    let xsave = supported.as_slice().iter().find(|leaf| leaf.function == 0xd && leaf.index == 0)?;
-    let value = u64::from(xsave.edx) << 32 | u64::from(xsave.eax);
+/// Returns nothing for a guest that is offered no extended state.
+pub fn extended_control(offered: &[kvm_cpuid_entry2]) -> Option<kvm_xcrs> {
+    let value = cpuid::extended_state(offered);
+    if value == 0 {
+        return None;
+    }
     let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..Default::default() };
     xcrs.xcrs[0] = kvm_xcr { xcr: 0, value, ..Default::default() };
     Some(xcrs)
