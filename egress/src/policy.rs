@@ -26,7 +26,8 @@ const NAMED_PORTS: [u16; 2] = [80, 443];
 pub struct PolicyDocument {
     /// `CIDR[:port[/tcp|/udp]]`, or `all`. A port without a protocol is one of TCP.
     pub allow: Vec<String>,
-    /// `name[:port[/tcp|/udp]]`, or `*.name…` for the names below it. UDP is allowed by `/udp` only.
+    /// `name[:port[/tcp|/udp]]`, or `*.name…` for the names below it. UDP is allowed by `/udp`
+    /// only.
     pub allow_host: Vec<String>,
     /// Either of the two forms above. Without a protocol it is for both.
     pub deny: Vec<String>,

@@ -1,7 +1,7 @@
 //! Parsers of flag values: sizes, durations, environment variables, names, `VM:PATH`.
 //!
-//! All are functions from text to value, which at most read a file, so that every error can be tested
-//! and is reported before anything is created.
+//! All are functions from text to value, which at most read a file, so that every error can be
+//! tested and is reported before anything is created.
 
 use std::ffi::{OsStr, OsString};
 use std::io::{self, Read};

@@ -1,7 +1,7 @@
 //! Makes a sandbox, runs a command in it and ends it, once for each line of standard input.
 //!
-//! Prints how long it took until the command had ended, in milliseconds: a program of your own needs
-//! no more than this, and `tests/serve/create.py` compares the service with it.
+//! Prints how long it took until the command had ended, in milliseconds: a program of your own
+//! needs no more than this, and `tests/serve/create.py` compares the service with it.
 
 use std::io;
 use std::time::Instant;

@@ -28,7 +28,7 @@ const DEPTH: usize = 4;
 /// The start of the names of templates that `run --image` makes.
 const OF_IMAGES: &str = "image-";
 
-/// What may be removed.
+/// Options of [`prune`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PruneOptions {
     /// Only list it.

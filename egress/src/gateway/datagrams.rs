@@ -1,4 +1,4 @@
-//! What happens to datagrams over UDP, and to their associations.
+//! Datagrams over UDP, and their associations: judged, sent, answered.
 //!
 //! The first datagram of an association is judged as the first segment of a connection is. There is
 //! no name in a datagram, so nothing is judged later; rules by name therefore need `/udp`.

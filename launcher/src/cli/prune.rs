@@ -16,7 +16,7 @@ Warm templates of an older pvmm, kernel or image go, and images without a templa
 parts of container images. What a VM or a snapshot needs stays. A running service prunes once a day.
 ")]
 pub struct Prune {
-    /// Also all warm templates, build steps, parts and templates of `run --image`: the next run takes longer
+    /// Also warm templates, build steps, parts and templates of `run --image`: made when needed
     #[arg(short, long)]
     pub all: bool,
     /// Only list what would be removed

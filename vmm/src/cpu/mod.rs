@@ -46,7 +46,7 @@ pub enum CpuBaseline {
     /// The features of a level of the x86-64 psABI, and what every guest of KVM needs. A snapshot
     /// fits every host of the same vendor that has the level.
     Level(CpuLevel),
-    /// What KVM offers on this host, with some bits cleared or set.
+    /// The features that KVM offers on this host, with some bits cleared or set.
     Modified(CpuModifiers),
 }
 

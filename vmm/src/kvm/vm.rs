@@ -227,8 +227,8 @@ impl KvmHost {
         &self.supported_cpuid
     }
 
-    /// Returns the CPUID leaves that a guest with this baseline is offered. Fails if this host lacks
-    /// something of the baseline.
+    /// Returns the CPUID leaves that a guest with this baseline is offered. Fails if this host
+    /// lacks something of the baseline.
     pub fn offered(&self, cpu: &CpuBaseline) -> Result<Vec<kvm_cpuid_entry2>, CpuError> {
         let lacks = |number: &&u32| {
             let number = std::ffi::c_ulong::from(**number);

@@ -77,7 +77,8 @@ fn baseline_is_saved_and_masks_what_is_loaded_with_it() {
         saved.machine.cpu = cpu.clone();
         let mut vcpu = vcpu();
         vcpu.cpuid[0].ecx = 0b1111;
-        saved.machine.vcpus = vec![Arc::new(vcpu); 2];
+        let vcpu = Arc::new(vcpu);
+        saved.machine.vcpus = vec![vcpu.clone(), vcpu];
         let (bytes, table) = sections::encode(&saved).unwrap();
         let loaded = sections::decode(&bytes, &table).unwrap().machine;
         assert_eq!(loaded.cpu, cpu);
