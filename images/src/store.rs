@@ -57,13 +57,20 @@ pub fn without_template(cache: &Cache) -> Vec<PathBuf> {
     entries.map(|entry| entry.path()).filter(alone).collect()
 }
 
-/// Removes a file, unless a process has it open. Returns whether it was removed.
-///
-/// A kernel that cannot tell whether the file is open is an error, and the file stays.
-pub fn remove_unused(path: &Path) -> io::Result<bool> {
-    let Some(_unused) = sys::claim_unused(path)? else { return Ok(false) };
-    fs::remove_file(path)?;
-    Ok(true)
+/// Files that no process has open. Whoever opens one waits until this is dropped.
+#[derive(Debug)]
+pub struct Unused(#[allow(dead_code)] Vec<File>); // held open for their leases
+
+/// Claims a file, or all files in a folder; `None` if a process has one open. A kernel that cannot
+/// tell is an error.
+pub fn claim_unused(path: &Path) -> io::Result<Option<Unused>> {
+    let mut files = vec![path.to_owned()];
+    if fs::symlink_metadata(path)?.is_dir() {
+        files = fs::read_dir(path)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>()?;
+    }
+    let claimed: Option<Vec<File>> =
+        files.iter().map(|file| sys::claim_unused(file)).collect::<io::Result<_>>()?;
+    Ok(claimed.map(Unused))
 }
 
 #[cfg(test)]
@@ -107,14 +114,15 @@ mod tests {
     }
 
     #[test]
-    fn file_that_is_open_is_not_removed() {
-        let (dir, _cache) = cache();
+    fn file_that_is_open_is_in_use_and_so_is_its_folder() {
+        let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("image");
         fs::write(&path, "image").unwrap();
-        let open = fs::File::open(&path).unwrap();
-        assert!(!remove_unused(&path).unwrap());
+        let open = File::open(&path).unwrap();
+        assert!(claim_unused(&path).unwrap().is_none());
+        assert!(claim_unused(dir.path()).unwrap().is_none());
         drop(open);
-        assert!(remove_unused(&path).unwrap());
-        assert!(!path.exists());
+        assert!(claim_unused(dir.path()).unwrap().is_some());
+        assert!(claim_unused(&path).unwrap().is_some());
     }
 }

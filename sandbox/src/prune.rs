@@ -5,6 +5,7 @@
 
 use std::collections::HashSet;
 use std::fs;
+use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -54,15 +55,15 @@ pub fn prune(
     options: PruneOptions,
     progress: &mut dyn Progress,
 ) -> Result<Vec<Pruned>, Failure> {
-    let mut sweep = Sweep { needed: Needed::find(cache)?, options, pruned: Vec::new() };
+    let mut sweep = Sweep { cache, options, pruned: Vec::new() };
     if options.all {
-        sweep.image_templates(cache, progress)?;
+        sweep.image_templates(progress)?;
     }
-    sweep.warm_templates(cache, progress)?;
-    sweep.steps(cache);
-    sweep.parts(cache);
+    sweep.warm_templates(progress)?;
+    sweep.steps()?;
+    sweep.parts();
     // Last, because they are needed by what went before.
-    sweep.images(cache);
+    sweep.images()?;
     Ok(sweep.pruned)
 }
 
@@ -75,6 +76,14 @@ struct Needed {
 }
 
 impl Needed {
+    fn is_image(&self, path: &Path) -> bool {
+        self.images.contains(&resolved(path))
+    }
+
+    fn is_base(&self, folder: &Path) -> bool {
+        self.bases.contains(&resolved(folder))
+    }
+
     fn find(cache: &Cache) -> Result<Self, Failure> {
         let mut needed = Self::default();
         for root in snapshots::everywhere()? {
@@ -107,94 +116,97 @@ impl Needed {
     }
 }
 
-struct Sweep {
-    needed: Needed,
+/// Returns a path as snapshots have it, with symbolic links resolved.
+fn resolved(path: &Path) -> PathBuf {
+    fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
+}
+
+struct Sweep<'a> {
+    cache: &'a Cache,
     options: PruneOptions,
     pruned: Vec<Pruned>,
 }
 
-impl Sweep {
-    /// Removes a folder or file with `remove`, which returns false if it is in use.
-    fn remove(
-        &mut self,
-        kind: &'static str,
-        path: &Path,
-        remove: impl FnOnce() -> std::io::Result<bool>,
-    ) {
+impl Sweep<'_> {
+    /// Removes a file or folder with `remove`, or only lists it.
+    fn remove(&mut self, kind: &'static str, path: &Path, remove: impl FnOnce() -> io::Result<()>) {
         let bytes = disk_bytes(path);
-        let removed = if self.options.dry_run { Ok(true) } else { remove() };
+        let removed = if self.options.dry_run { Ok(()) } else { remove() };
         match removed {
-            Ok(true) => self.pruned.push(Pruned { kind, path: path.to_owned(), bytes }),
-            Ok(false) => {}
+            Ok(()) => self.pruned.push(Pruned { kind, path: path.to_owned(), bytes }),
             Err(error) => log::warn!("{} stays: {error}", path.display()),
         }
     }
 
-    fn image_templates(
+    /// Removes a file or folder, unless a process has it open or `is_needed` finds it among what
+    /// snapshots need.
+    fn remove_unused(
         &mut self,
-        cache: &Cache,
-        progress: &mut dyn Progress,
+        kind: &'static str,
+        path: &Path,
+        is_needed: fn(&Needed, &Path) -> bool,
     ) -> Result<(), Failure> {
+        let unused = match store::claim_unused(path) {
+            Ok(Some(unused)) => unused,
+            Ok(None) => return Ok(()),
+            Err(error) => {
+                log::warn!("{} stays: {error}", path.display());
+                return Ok(());
+            }
+        };
+        // After the claim, because a VM has its files open until its snapshot is written.
+        if !is_needed(&Needed::find(self.cache)?, path) {
+            let whole =
+                || if path.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) };
+            self.remove(kind, path, whole);
+        }
+        drop(unused);
+        Ok(())
+    }
+
+    fn image_templates(&mut self, progress: &mut dyn Progress) -> Result<(), Failure> {
+        let cache = self.cache;
         for template in Template::list(cache).map_err(prepare::refuse)? {
             let name = template.name().to_owned();
             if name.starts_with(OF_IMAGES) {
                 self.remove("template", &template.rootfs, || {
-                    Template::remove(cache, &name, progress).map_err(std::io::Error::other)?;
-                    Ok(true)
+                    Template::remove(cache, &name, progress).map_err(io::Error::other)
                 });
             }
         }
         Ok(())
     }
 
-    fn warm_templates(
-        &mut self,
-        cache: &Cache,
-        progress: &mut dyn Progress,
-    ) -> Result<(), Failure> {
-        for folder in warm::folders(cache) {
-            if self.needed.bases.contains(&folder) {
-                continue;
-            }
-            let _lock = warm::lock(cache, &folder, progress)?;
-            if self.options.all || !warm::is_current(cache, &folder) {
-                // VMs have its files open, and keep them until they end.
-                self.remove("warm template", &folder, || {
-                    fs::remove_dir_all(&folder).map(|()| true)
-                });
+    fn warm_templates(&mut self, progress: &mut dyn Progress) -> Result<(), Failure> {
+        for folder in warm::folders(self.cache) {
+            let _lock = warm::lock(self.cache, &folder, progress)?;
+            if self.options.all || !warm::is_current(self.cache, &folder) {
+                self.remove_unused("warm template", &folder, Needed::is_base)?;
             }
         }
-        // Their images may now be needed by nothing.
-        self.needed = Needed::find(cache)?;
         Ok(())
     }
 
-    fn steps(&mut self, cache: &Cache) {
-        for folder in dockerfile::unneeded_steps(cache, self.options.all) {
-            if !self.needed.bases.contains(&folder) {
-                self.remove("build step", &folder, || fs::remove_dir_all(&folder).map(|()| true));
-            }
-        }
+    fn steps(&mut self) -> Result<(), Failure> {
+        let steps = dockerfile::unneeded_steps(self.cache, self.options.all);
+        steps.iter().try_for_each(|it| self.remove_unused("build step", it, Needed::is_base))
     }
 
-    fn parts(&mut self, cache: &Cache) {
+    fn parts(&mut self) {
         let now = SystemTime::now();
         let max_age = if self.options.all { Duration::ZERO } else { PARTS_MAX_AGE };
-        for path in files_below(&cache.root().join(PARTS), DEPTH) {
+        for path in files_below(&self.cache.root().join(PARTS), DEPTH) {
             let fetched = fs::symlink_metadata(&path).and_then(|facts| facts.modified());
             let age = fetched.map(|at| now.duration_since(at).unwrap_or_default());
             if age.is_ok_and(|age| age >= max_age) {
-                self.remove("part of an image", &path, || fs::remove_file(&path).map(|()| true));
+                self.remove("part of an image", &path, || fs::remove_file(&path));
             }
         }
     }
 
-    fn images(&mut self, cache: &Cache) {
-        for image in store::without_template(cache) {
-            if !self.needed.images.contains(&image) {
-                self.remove("image", &image, || store::remove_unused(&image));
-            }
-        }
+    fn images(&mut self) -> Result<(), Failure> {
+        let images = store::without_template(self.cache);
+        images.iter().try_for_each(|it| self.remove_unused("image", it, Needed::is_image))
     }
 }
 
