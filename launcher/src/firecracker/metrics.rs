@@ -23,9 +23,10 @@ use pvmm_sandbox::sys::process;
 const PERIOD: Duration = Duration::from_secs(60);
 
 const GET: [&str; 4] = ["instance_info", "machine_cfg", "mmds", "vmm_version"];
-const PUT: [&str; 10] = [
+const PUT: [&str; 11] = [
     "actions",
     "boot_source",
+    "cpu_cfg",
     "drive",
     "logger",
     "machine_cfg",
@@ -113,6 +114,7 @@ impl Metrics {
             "" => "instance_info",
             "version" => "vmm_version",
             "machine-config" => "machine_cfg",
+            "cpu-config" => "cpu_cfg",
             "boot-source" => "boot_source",
             "drives" => "drive",
             "network-interfaces" => "network",
@@ -261,6 +263,7 @@ mod tests {
         metrics.configure(wish.clone()).unwrap();
         assert_eq!(metrics.configure(wish).unwrap_err().status, 400);
         metrics.count_request(Method::Put, "/drives/rootfs", true);
+        metrics.count_request(Method::Put, "/cpu-config", false);
         metrics.count_request(Method::Get, "/", false);
         metrics.took("pause_vm", Duration::from_micros(17));
         metrics.flush(None).unwrap();
@@ -270,6 +273,7 @@ mod tests {
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
         assert_eq!(lines[0]["put_api_requests"]["drive_count"], 1);
         assert_eq!(lines[0]["put_api_requests"]["drive_fails"], 1);
+        assert_eq!(lines[0]["put_api_requests"]["cpu_cfg_count"], 1);
         assert_eq!(lines[0]["get_api_requests"]["instance_info_count"], 1);
         assert_eq!(lines[0]["latencies_us"]["vmm_pause_vm"], 17);
         assert_eq!((&lines[0]["id"], &lines[0]["properties"]["a"]), (&json!("vm-1"), &json!("b")));
