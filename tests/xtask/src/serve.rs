@@ -61,12 +61,6 @@ fn test(options: &Options) -> Result<(), Box<dyn Error>> {
         let pages = PAGES.map(|page| site.join("docs").join(page).into_os_string());
         in_host("pages.py", &pages)?;
         in_host("flows.py", &[])?;
-        // In one command with the program, so that the common libraries are built once.
-        let packages = ["pvmm-launcher", "pvmm-sandbox"].map(|name| ["--package", name]);
-        let example = [packages.as_flattened(), &["--bins", "--example", "create"]].concat();
-        cargo::run(&[&["build", "--release"], &example[..]].concat())?;
-        let library = cargo::target_dir().join("release/examples/create").into_os_string();
-        in_host("create.py", &[library, "40".into(), "1.3".into()])?;
         in_host("mcp_client.py", &[])?;
         in_host("e2b_flows.py", &[])?;
         in_host("previews.py", &[])?;
@@ -78,6 +72,12 @@ fn test(options: &Options) -> Result<(), Box<dyn Error>> {
         in_host("clients.py", &["8".into(), "60".into()])?;
         let api = checkout::root().join("docs/api.json").into_os_string();
         in_host("schema.py", &[api, "3".into()])?;
+        // In one command with the program, so that the common libraries are built once.
+        let packages = ["pvmm-launcher", "pvmm-sandbox"].map(|name| ["--package", name]);
+        let example = [packages.as_flattened(), &["--bins", "--example", "create"]].concat();
+        cargo::run(&[&["build", "--release"], &example[..]].concat())?;
+        let library = cargo::target_dir().join("release/examples/create").into_os_string();
+        in_host("create.py", &[library, "40".into(), "1.3".into()])?;
     }
     Ok(())
 }
