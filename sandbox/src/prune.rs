@@ -26,8 +26,9 @@ const PARTS_MAX_AGE: Duration = Duration::from_secs(7 * 24 * 3600);
 const PARTS: &str = "oci";
 /// How many folders deep snapshots are looked for: `service/hibernated/ID/snapshot` is three.
 const DEPTH: usize = 4;
-/// The start of the names of templates that `run --image` makes.
+/// The name of a template that `run --image` makes: this, and so many digits of a digest.
 const OF_IMAGES: &str = "image-";
+const DIGITS: usize = 16;
 
 /// Options of [`prune`].
 #[derive(Clone, Copy, Debug, Default)]
@@ -168,7 +169,9 @@ impl Sweep<'_> {
         let cache = self.cache;
         for template in Template::list(cache).map_err(prepare::refuse)? {
             let name = template.name().to_owned();
-            if name.starts_with(OF_IMAGES) {
+            let digits = name.strip_prefix(OF_IMAGES).unwrap_or_default();
+            // A user may have given a template a name that begins so.
+            if digits.len() == DIGITS && digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
                 self.remove("template", &template.rootfs, || {
                     Template::remove(cache, &name, progress).map_err(io::Error::other)
                 });
