@@ -30,6 +30,16 @@ def flow_exec_gives_output_code_and_streams(client):
         assert (code, "".join(pieces)) == (4, "one\ntwo\n"), (code, pieces)
 
 
+def flow_guest_without_bash_has_its_lines_run_by_sh(client):
+    with client.create() as sandbox:
+        assert sandbox.exec("echo $0 $PWD").stdout == "/bin/bash /root\n"
+        sandbox.exec("mv /bin/bash /bin/away")
+        assert sandbox.exec("echo $0 $PWD").stdout == "/bin/sh /root\n"
+        pieces = []
+        assert sandbox.exec_stream("echo $0; exit 5", on_stdout=pieces.append) == 5
+        assert "".join(pieces) == "/bin/sh\n", pieces
+
+
 def flow_files_go_in_and_come_out(client):
     with client.create() as sandbox:
         files = sandbox.filesystem

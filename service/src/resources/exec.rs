@@ -11,7 +11,7 @@ use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
 use pvmm::agent::{Agent, WriteOptions};
-use pvmm::exec::{ExecRequest, ExecStatus, ExitStatus, Output, ProcessEvent, Signaller};
+use pvmm::exec::{ExecRequest, ExecStatus, ExitStatus, Output, ProcessEvent, Signaller, Stage};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::oneshot;
@@ -34,6 +34,9 @@ const DEFAULT_TIME: Duration = Duration::from_secs(3600);
 const MAX_SECONDS: f64 = 86_400.0;
 /// A longer line is given to the shell as a file: one argument has at most 128 KiB.
 const MAX_ARGUMENT: usize = 100 << 10;
+/// The shell of a line, and its folder if none is given. Most guests have both.
+const BASH: &str = "/bin/bash";
+const HOME: &str = "/root";
 /// Runs a line by the shell that there is, in root's home if no folder is given.
 const BY_LINE: &str = r#"[ -n "$2" ] || cd /root 2>/dev/null
 [ -x /bin/bash ] && exec /bin/bash -c "$1"
@@ -42,6 +45,27 @@ exec /bin/sh -c "$1""#;
 const BY_FILE: &str = r#"[ -n "$2" ] || cd /root 2>/dev/null
 shell=/bin/sh; [ -x /bin/bash ] && shell=/bin/bash
 exec 9<"$1"; rm -f "$1"; exec "$shell" /dev/fd/9"#;
+
+/// The shell that runs a line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Shell {
+    /// Bash in root's home, as if both were there.
+    Bash,
+    /// The shell and the folder that a first shell in the guest finds.
+    Found,
+}
+
+impl Shell {
+    /// Returns the shell to try when the line did not start by this one.
+    fn next(self, status: ExecStatus) -> Option<Self> {
+        match status {
+            ExecStatus::CouldNotStart { stage: Stage::Chdir | Stage::Exec, .. } => {
+                (self == Self::Bash).then_some(Self::Found)
+            }
+            _ => None,
+        }
+    }
+}
 
 /// The body of an exec.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -74,13 +98,21 @@ impl Exec {
         }
     }
 
+    /// Returns the shell to try first. Other users than root may not enter root's home.
+    fn shell(&self) -> Shell {
+        let enters = self.user.is_none() || self.cwd.is_some();
+        if enters && self.cmd.len() <= MAX_ARGUMENT { Shell::Bash } else { Shell::Found }
+    }
+
     /// Returns the request for the agent. A long line is written to a file of the guest first.
-    fn request(&self, agent: &Agent) -> Result<ExecRequest, ApiError> {
+    fn request(&self, agent: &Agent, shell: Shell) -> Result<ExecRequest, ApiError> {
         if self.cmd.contains('\0') {
             return Err(ApiError::bad_request("cmd: contains a NUL character"));
         }
         let given = if self.cwd.is_some() { "given" } else { "" };
-        let mut request = if self.cmd.len() <= MAX_ARGUMENT {
+        let mut request = if shell == Shell::Bash {
+            ExecRequest::argv([BASH, "-c", &self.cmd]).cwd(HOME)
+        } else if self.cmd.len() <= MAX_ARGUMENT {
             ExecRequest::argv(["/bin/sh", "-c", BY_LINE, "sh", &self.cmd, given])
         } else {
             let path = format!("/tmp/.pvmm-{}", ids::new_id()?);
@@ -139,9 +171,14 @@ fn answer(output: &Output, body: &Exec) -> Result<Value, ApiError> {
     }
 }
 
-fn run(in_use: &InUse, body: &Exec, begun: impl FnOnce(Signaller)) -> Result<Output, ApiError> {
+fn run(
+    in_use: &InUse,
+    body: &Exec,
+    shell: Shell,
+    begun: impl FnOnce(Signaller),
+) -> Result<Output, ApiError> {
     let agent = in_use.agent()?;
-    let mut request = body.request(&agent)?;
+    let mut request = body.request(&agent, shell)?;
     if let Some(stdin) = &body.stdin {
         request = request.input(stdin.as_bytes());
     }
@@ -176,15 +213,22 @@ pub async fn run_line(
 ) -> Result<Output, ApiError> {
     body.timeout()?;
     let begun = Instant::now();
-    let in_use = enter(app, id).await?;
-    let line = body.cmd.clone();
-    let (handle, signaller) = oneshot::channel();
-    let begin = move |signaller| drop(handle.send(signaller));
-    let work = app.blocking.run(Work::Long, move || run(&in_use, &body, begin));
-    let kill = |signaller: Signaller| drop(signaller.send(libc::SIGKILL));
-    let outcome = unless_stopped(work, signaller, stop, kill).await;
+    let (in_use, body) = (Arc::new(enter(app, id).await?), Arc::new(body));
+    let mut shell = body.shell();
+    let outcome = loop {
+        let (in_use, body) = (Arc::clone(&in_use), Arc::clone(&body));
+        let (handle, signaller) = oneshot::channel();
+        let begin = move |signaller| drop(handle.send(signaller));
+        let work = app.blocking.run(Work::Long, move || run(&in_use, &body, shell, begin));
+        let kill = |signaller: Signaller| drop(signaller.send(libc::SIGKILL));
+        let outcome = unless_stopped(work, signaller, stop, kill).await;
+        match outcome.as_ref().ok().and_then(|output| shell.next(output.status.status)) {
+            Some(next) => shell = next,
+            None => break outcome,
+        }
+    };
     app.metrics.note(Operation::Exec, begun.elapsed(), outcome.is_ok());
-    let mut act = Act::new("exec", owner, id).what(&line).since(begun).outcome(&outcome);
+    let mut act = Act::new("exec", owner, id).what(&body.cmd).since(begun).outcome(&outcome);
     if let Ok(output) = &outcome {
         act = act.exit(output.status.shell_code().into());
         act = act.bytes(output.stdout.total.saturating_add(output.stderr.total));
@@ -213,7 +257,8 @@ pub async fn exec(
 /// Sends the output of a command as events until it ends or the client goes away.
 fn stream(agent: &Agent, body: &Exec, events: &Events) -> Result<Option<ExitStatus>, ApiError> {
     const TICK: Duration = Duration::from_secs(1);
-    let mut process = agent.start(&body.request(agent)?)?;
+    let mut shell = body.shell();
+    let mut process = agent.start(&body.request(agent, shell)?)?;
     let (mut stdout, mut stderr) = (Utf8Chunks::default(), Utf8Chunks::default());
     let send = |event: &str, chunk: String| {
         chunk.is_empty() || events.send(event, &json!({ "chunk": chunk }))
@@ -223,6 +268,11 @@ fn stream(agent: &Agent, body: &Exec, events: &Events) -> Result<Option<ExitStat
             Some(ProcessEvent::Stdout(bytes)) => send("stdout", stdout.push(&bytes)),
             Some(ProcessEvent::Stderr(bytes)) => send("stderr", stderr.push(&bytes)),
             Some(ProcessEvent::Exited(status)) => {
+                if let Some(next) = shell.next(status.status) {
+                    shell = next;
+                    process = agent.start(&body.request(agent, shell)?)?;
+                    continue;
+                }
                 let _ = send("stdout", stdout.finish()) && send("stderr", stderr.finish());
                 return Ok(Some(status));
             }
@@ -290,6 +340,18 @@ mod tests {
         for seconds in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e9] {
             assert_eq!(body(Some(seconds)).timeout().unwrap_err().code, "bad_request");
         }
+    }
+
+    #[test]
+    fn shell_that_a_guest_lacks_is_looked_for_once() {
+        let status = |stage| ExecStatus::CouldNotStart { stage, errno: libc::ENOENT };
+        assert_eq!(body(None).shell(), Shell::Bash);
+        assert_eq!(Shell::Bash.next(status(Stage::Exec)), Some(Shell::Found));
+        assert_eq!(Shell::Bash.next(status(Stage::Chdir)), Some(Shell::Found));
+        assert_eq!(Shell::Bash.next(status(Stage::Limits)), None);
+        assert_eq!(Shell::Found.next(status(Stage::Exec)), None);
+        let other = Exec { user: Some("user".to_owned()), ..body(None) };
+        assert_eq!(other.shell(), Shell::Found);
     }
 
     #[test]
