@@ -68,7 +68,8 @@ pub fn copy(from: &File, to: &File, range: Range<u64>) -> io::Result<()> {
 
 /// Returns where the file has data, or None if the file system's answer is not reliable. A stacked
 /// file system may answer for a lower one that reports everything as a hole; the reported data is
-/// then less than the space that the file takes.
+/// then less than the space that the file takes. Only a look at the whole file tells, so the answer
+/// for a part of it is None there: many parts would take as many looks.
 pub fn known_data(file: &File, range: Range<u64>) -> io::Result<Option<Vec<Range<u64>>>> {
     // A block device has no holes, and SEEK_DATA fails on it.
     if !file.metadata()?.is_file() {
@@ -78,14 +79,15 @@ pub fn known_data(file: &File, range: Range<u64>) -> io::Result<Option<Vec<Range
         return extents(file, range).map(Some);
     }
     let facts = file.metadata()?;
-    let all = extents(file, 0..facts.size())?;
+    if range.start > 0 || range.end < facts.size() {
+        return Ok(None);
+    }
+    let all = extents(file, range)?;
     let bytes: u64 = all.iter().map(|part| part.end - part.start).sum();
     // The space that a file takes includes a little that is not data.
     let believable =
         bytes.saturating_add(bytes / 8).saturating_add(1 << 20) >= facts.blocks() * 512;
-    let within = |part: Range<u64>| part.start.max(range.start)..part.end.min(range.end);
-    let parts = all.into_iter().map(within).filter(|part| part.start < part.end);
-    Ok(believable.then(|| parts.collect()))
+    Ok(believable.then_some(all))
 }
 
 fn extents(file: &File, range: Range<u64>) -> io::Result<Vec<Range<u64>>> {

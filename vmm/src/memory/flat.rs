@@ -42,12 +42,12 @@ impl Memory {
         }
         let mut parts: Vec<Range<u64>> = self.dirty_pages()?.iter().collect();
         for layer in self.image.layers() {
-            for run in layer.runs.iter() {
-                match sparse::data(&layer.file, run.clone()) {
-                    Ok(data) => parts.extend(data.into_iter().map(whole_pages)),
-                    // A block device has no holes to tell of.
-                    Err(_) => parts.push(run),
+            match layer.data(self.image.size()) {
+                Ok(data) => {
+                    parts.extend(data.intersection(&layer.runs).iter().map(whole_pages));
                 }
+                // A block device has no holes to tell of.
+                Err(_) => parts.extend(layer.runs.iter()),
             }
         }
         Ok(PageRanges::merged(parts))

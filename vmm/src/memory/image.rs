@@ -81,6 +81,8 @@ pub struct Region {
 pub struct Layer {
     pub file: Arc<File>,
     pub runs: PageRanges,
+    /// The parts of the file that have data, once they were searched: a layer never changes.
+    data: OnceLock<PageRanges>,
 }
 
 /// Layers of memory that never change.
@@ -135,7 +137,7 @@ impl MemoryImage {
     /// Returns the image with a layer on top that covers everything.
     #[must_use]
     pub fn with_file(&self, file: Arc<File>) -> Self {
-        self.with(Layer { file, runs: PageRanges::all(self.size()) })
+        self.with(Layer::new(file, PageRanges::all(self.size())))
     }
 
     /// Returns the image with the `changed` pages of `guest` as the source for page dedup. The
@@ -268,7 +270,7 @@ impl MemoryImage {
             pages::write_run(guest, run, &file)?;
         }
         sys::seal(&file)?;
-        Ok(self.with(Layer { file: file.into(), runs }))
+        Ok(self.with(Layer::new(file.into(), runs)))
     }
 
     /// Begins a background copy of the pages of `guest` that are in `written`. The guest must be
@@ -291,7 +293,7 @@ impl MemoryImage {
                 Ok(Some(Freezing {
                     written,
                     below,
-                    layer: Layer { file: file.into(), runs },
+                    layer: Layer::new(file.into(), runs),
                     background_copy,
                 }))
             }
@@ -358,12 +360,11 @@ impl MemoryImage {
         let mut left = PageRanges::one(range.clone());
         for layer in self.layers.iter().skip(first).rev() {
             let own = layer.runs.clip(&range);
-            for run in left.intersection(&own).iter() {
-                for part in sparse::data(&layer.file, run)? {
-                    let bytes = bytes.get_mut(place(&part)).unwrap_or_default();
-                    layer.file.read_exact_at(bytes, part.start)?;
-                    data.push(part);
-                }
+            let filled = layer.data(self.size())?.clip(&range);
+            for part in left.intersection(&own).intersection(&filled).iter() {
+                let bytes = bytes.get_mut(place(&part)).unwrap_or_default();
+                layer.file.read_exact_at(bytes, part.start)?;
+                data.push(part);
             }
             left = left.difference(&own);
         }
@@ -372,6 +373,24 @@ impl MemoryImage {
             bytes.get_mut(place(&hole)).unwrap_or_default().fill(0);
         }
         Ok(data.bytes())
+    }
+
+    /// Reads all layers at offset `at`, their holes too: for short ranges in a pause of the guest,
+    /// in which a search for holes would take longer than to read them.
+    fn read_plain(&self, at: u64, bytes: &mut [u8]) -> io::Result<()> {
+        bytes.fill(0);
+        let range = at..at + bytes.len() as u64;
+        let mut left = PageRanges::one(range.clone());
+        for layer in self.layers.iter().rev() {
+            let own = layer.runs.clip(&range);
+            for run in left.intersection(&own).iter() {
+                let place = (run.start - at) as usize..(run.end - at) as usize;
+                let bytes = bytes.get_mut(place).unwrap_or_default();
+                layer.file.read_exact_at(bytes, run.start)?;
+            }
+            left = left.difference(&own);
+        }
+        Ok(())
     }
 
     /// Returns the pages of `runs` that are equal in `guest` and in the image. The guest must be
@@ -384,7 +403,7 @@ impl MemoryImage {
                 let len = (part.end - part.start) as usize;
                 own.resize(len, 0);
                 theirs.resize(len, 0);
-                self.read(0, part.start, &mut own)?;
+                self.read_plain(part.start, &mut own)?;
                 guest.read_slice(&mut theirs, GuestAddress(address)).map_err(io::Error::other)?;
                 let both = own.chunks(PAGE as usize).zip(theirs.chunks(PAGE as usize));
                 for (start, (own, theirs)) in (part.start..).step_by(PAGE as usize).zip(both) {
@@ -461,6 +480,20 @@ fn map_anonymous(len: usize) -> io::Result<MmapRegion> {
 }
 
 impl Layer {
+    /// A layer of a file that does not change, of which it covers `runs`.
+    pub fn new(file: Arc<File>, runs: PageRanges) -> Self {
+        Self { file, runs, data: OnceLock::new() }
+    }
+
+    /// Returns the parts of the file that have data, all of its `size` bytes if it cannot tell.
+    pub fn data(&self, size: u64) -> io::Result<&PageRanges> {
+        if let Some(data) = self.data.get() {
+            return Ok(data);
+        }
+        let data = PageRanges::merged(sparse::data(&self.file, 0..size)?);
+        Ok(self.data.get_or_init(|| data))
+    }
+
     /// Returns how many bytes the ranges have, holes of the file included.
     pub fn range_bytes(&self) -> u64 {
         self.runs.bytes()

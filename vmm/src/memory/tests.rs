@@ -389,7 +389,7 @@ fn flat_file_has_every_byte_at_its_place_and_holes_elsewhere() {
 
     // Over an image too, with what is private on top; and mapped again it reads the same.
     let image = MemoryImage::empty(memory.image.regions().to_vec());
-    let layer = Layer { file: file.into(), runs: PageRanges::all(2 << 20) };
+    let layer = Layer::new(file.into(), PageRanges::all(2 << 20));
     let again = Memory::map(image.with(layer), Mode::Tracked, None).unwrap();
     put(&again, 0x5000, 3);
     put(&again, HIGH + 0x1000, 0);
@@ -623,7 +623,7 @@ fn unbacked_is_what_no_layer_has_anything_for() {
     let known = memory.image.copy_to_memfd().unwrap();
     assert_eq!(*known.unbacked(), PageRanges::one(2 * MIB..16 * MIB), "found out from the file");
     let file = sys::memfd(c"test", 16 * MIB).unwrap();
-    let more = known.with(Layer { file: file.into(), runs: PageRanges::one(7 * MIB..9 * MIB) });
+    let more = known.with(Layer::new(file.into(), PageRanges::one(7 * MIB..9 * MIB)));
     assert_eq!(more.unbacked().iter().collect::<Vec<_>>(), [2 * MIB..6 * MIB, 10 * MIB..16 * MIB]);
 }
 

@@ -268,7 +268,7 @@ pub fn load_files(
     let mut image = MemoryImage::empty(manifest.regions());
     if let Some(path) = memory {
         let file = open_memory(path, state, &saved, size)?;
-        image = image.with(Layer { file: file.into(), runs: PageRanges::all(size) });
+        image = image.with(Layer::new(file.into(), PageRanges::all(size)));
     }
     trace::step("memory file");
     let host = kvm.0.clone();

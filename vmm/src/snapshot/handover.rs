@@ -162,7 +162,7 @@ pub fn take_over(kvm: &Kvm, bytes: &[u8], files: Vec<OwnedFd>) -> Result<Frozen,
             [(0, end)] if *end == size => PageRanges::all(size),
             runs => check_runs(runs, size)?,
         };
-        image = image.with(Layer { file: file.into(), runs });
+        image = image.with(Layer::new(file.into(), runs));
     }
     if message.base_layers > message.layers.len() {
         return Err(bad("the base has more layers than there are").into());

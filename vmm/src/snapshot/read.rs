@@ -277,7 +277,7 @@ impl Folder {
         let size = self.manifest.memory.size;
         let file = files.take(MEMORY)?;
         let Some(base) = &self.manifest.memory.base else {
-            return Ok(vec![Layer { file: file.into(), runs: PageRanges::all(size) }]);
+            return Ok(vec![Layer::new(file.into(), PageRanges::all(size))]);
         };
         let refused = |reason: String| SnapshotError::Base { dir: base.path.clone(), reason };
         if depth >= CHAIN_MAX {
@@ -293,7 +293,7 @@ impl Folder {
         let saved_below = below.state()?;
         let mut files_below = below.verify(&saved_below, options)?;
         let mut layers = below.layers(&saved_below, &mut files_below, options, depth + 1)?;
-        layers.push(Layer { file: file.into(), runs: check_runs(&saved.runs, size)? });
+        layers.push(Layer::new(file.into(), check_runs(&saved.runs, size)?));
         Ok(layers)
     }
 
