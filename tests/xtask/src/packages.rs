@@ -11,6 +11,9 @@ use std::process::{Command, Output, Stdio};
 use crate::progress;
 use crate::sys;
 
+/// The keys that sign Debian's releases, later ones too.
+const KEYS: &str = "/usr/share/keyrings/debian-archive-keyring.gpg";
+
 #[derive(Debug, thiserror::Error)]
 pub enum PackageError {
     #[error(
@@ -70,6 +73,63 @@ pub fn unpack(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
         update()?;
         expect(&format!("downloading {name}"), download()?)?;
     }
+    unpack_download(name, dir)
+}
+
+/// Downloads and unpacks a package of another release of Debian than this machine's. What apt knows
+/// of this machine is not touched: lists and sources of that release are kept in `dir`.
+pub fn unpack_of(release: &str, name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
+    const LISTS: [&str; 2] = ["state/lists/partial", "cache/archives/partial"];
+    let failed = |e| PackageError::Read(dir.to_path_buf(), e);
+    LISTS.iter().try_for_each(|list| fs::create_dir_all(dir.join(list))).map_err(failed)?;
+    let source = format!("deb [signed-by={KEYS}] {} {release} main\n", archive()?);
+    fs::write(dir.join("sources.list"), source).map_err(failed)?;
+    fs::write(dir.join("status"), "").map_err(failed)?;
+    let apt = |words: &[&str]| {
+        let mut apt = apt_get();
+        let places = [
+            ("State", "state"),
+            ("State::status", "status"),
+            ("Cache", "cache"),
+            ("Etc::sourcelist", "sources.list"),
+        ];
+        for (key, place) in places {
+            apt.arg("-o").arg(format!("Dir::{key}={}", dir.join(place).display()));
+        }
+        apt.args(["-o", "Dir::Etc::sourceparts=/dev/null", "-o", "APT::Sandbox::User=root"]);
+        apt.args(words).current_dir(dir);
+        run("apt-get", apt)
+    };
+    progress::step(format!("downloading {name} of {release}"));
+    expect(&format!("the package lists of {release}"), apt(&["update"])?)?;
+    expect(&format!("downloading {name} of {release}"), apt(&["download", name])?)?;
+    let unpacked = unpack_download(name, dir)?;
+    // The lists are large, and not needed again.
+    ["state", "cache"]
+        .iter()
+        .try_for_each(|of_apt| fs::remove_dir_all(dir.join(of_apt)))
+        .map_err(failed)?;
+    Ok(unpacked)
+}
+
+/// Returns the address of the archive that this machine's packages are from.
+fn archive() -> Result<String, PackageError> {
+    let mut apt = apt_get();
+    let format = "$(REPO_URI) $(RELEASE) $(COMPONENT)";
+    apt.args(["indextargets", "--format", format, "Created-By: Packages"]);
+    let said = expect("the list of package sources", run("apt-get", apt)?)?.stdout;
+    let said = String::from_utf8_lossy(&said).into_owned();
+    let of_release = said.lines().find_map(|line| {
+        let words: Vec<&str> = line.split(' ').collect();
+        // Updates and security fixes have archives of their own, and hyphens in their names.
+        matches!(words[..], [_, release, "main"] if !release.contains('-'))
+            .then(|| words[0].to_owned())
+    });
+    of_release.ok_or_else(|| PackageError::NoMatch("Debian's archive in /etc/apt".to_owned()))
+}
+
+/// Unpacks the package that was downloaded into `dir`, and removes its archive.
+fn unpack_download(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
     let archive = fs::read_dir(dir)
         .and_then(|entries| entries.collect::<Result<Vec<_>, _>>())
         .map_err(|e| PackageError::Read(dir.to_path_buf(), e))?
