@@ -174,3 +174,22 @@ fn broadcast_address_cannot_be_opened() {
     assert!(bench.table.open(key, basis, &bench.poller, bench.now).is_err());
     assert_eq!(bench.table.count(), 0);
 }
+
+#[test]
+fn socket_that_is_known_to_have_more_is_not_reported_until_it_was_read() {
+    let mut bench = Bench::new();
+    let key = bench.open(1);
+    assert_eq!(bench.send(&key), Some(Sent::Done));
+    let host = bench.heard();
+    bench.server.send_to(b"pong", host).unwrap();
+    for ready in bench.poller.wait(Some(PATIENCE)).unwrap() {
+        let Token::Association(number) = ready.token else { panic!("{ready:?}") };
+        bench.table.note(number);
+    }
+    bench.table.rest(&bench.poller);
+    assert!(bench.poller.wait(Some(Duration::ZERO)).unwrap().is_empty());
+    assert_eq!(bench.receive(), (1, Incoming::Datagram(4)));
+    // Nothing is left, so the socket is watched again.
+    bench.server.send_to(b"again", host).unwrap();
+    assert_eq!(bench.receive(), (1, Incoming::Datagram(5)));
+}
