@@ -3,6 +3,7 @@
     clients.py PVMM CLIENTS SECONDS
 """
 
+import contextlib
 import os
 import sys
 import threading
@@ -24,41 +25,67 @@ def size(pid: int) -> "tuple[int, int, int]":
     return len(os.listdir(f"/proc/{pid}/fd")), threads, resident
 
 
-def client(server: Server, number: int, until: float, done: "list[str]", wrong: "list[str]") -> None:
+def client(
+    server: Server, number: int, until: float, turns: threading.Semaphore, done: "list[str]", wrong: "list[str]"
+) -> None:
+    # Some clients do not know that there is a limit.
+    turn = contextlib.nullcontext() if number % 10 == 9 else turns
     while time.monotonic() < until and not wrong:
-        sandbox = None
+        with turn:
+            if time.monotonic() < until:
+                play(server, number, done, wrong)
+
+
+def fork(server: Server, sandbox: str, done: "list[str]") -> str:
+    """Forks a sandbox, perhaps after a few refusals."""
+    for left in reversed(range(10)):
         try:
-            sandbox = server.call("POST", "/sandboxes", {"template": "base", "ttl_seconds": 120})["id"]
-            said = server.exec(sandbox, f"echo {number} | tee /root/f")
-            assert said == str(number), said
-            forked = server.call("POST", f"/sandboxes/{sandbox}/fork")["id"]
-            try:
-                assert server.exec(forked, "cat /root/f") == str(number)
-            finally:
-                server.call("DELETE", f"/sandboxes/{forked}")
-            done.append("round")
+            return server.call("POST", f"/sandboxes/{sandbox}/fork")["id"]
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            if error.code in REFUSALS:
-                done.append(str(error.code))
-                time.sleep(min(2.0, float(error.headers.get("Retry-After", 1))))
-            else:
-                wrong.append(f"{error.code} {text}")
-        except Exception as error:
-            wrong.append(repr(error))
+            if error.code not in REFUSALS or not left:
+                raise
+            error.read()
+            done.append(str(error.code))
+            time.sleep(1)
+
+
+def play(server: Server, number: int, done: "list[str]", wrong: "list[str]") -> None:
+    """Makes a sandbox and a fork of it, runs a command in each, and deletes both."""
+    sandbox = None
+    try:
+        sandbox = server.call("POST", "/sandboxes", {"template": "base", "ttl_seconds": 120})["id"]
+        said = server.exec(sandbox, f"echo {number} | tee /root/f")
+        assert said == str(number), said
+        forked = fork(server, sandbox, done)
+        try:
+            assert server.exec(forked, "cat /root/f") == str(number)
         finally:
-            if sandbox:
-                try:
-                    server.call("DELETE", f"/sandboxes/{sandbox}")
-                except OSError as error:
-                    wrong.append(f"delete: {error!r}")
+            server.call("DELETE", f"/sandboxes/{forked}")
+        done.append("round")
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        if error.code in REFUSALS:
+            done.append(str(error.code))
+            time.sleep(min(2.0, float(error.headers.get("Retry-After", 1))))
+        else:
+            wrong.append(f"{error.code} {text}")
+    except Exception as error:
+        wrong.append(repr(error))
+    finally:
+        if sandbox:
+            try:
+                server.call("DELETE", f"/sandboxes/{sandbox}")
+            except OSError as error:
+                wrong.append(f"delete: {error!r}")
 
 
-def load(server: Server, clients: int, seconds: float) -> "list[str]":
+def load(server: Server, clients: int, seconds: float, most: int) -> "list[str]":
     done, wrong = [], []
+    # As many at a time that there is room for forks.
+    turns = threading.Semaphore(max(1, most * 3 // 4))
     until = time.monotonic() + seconds
     threads = [
-        threading.Thread(target=client, args=[server, number, until, done, wrong])
+        threading.Thread(target=client, args=[server, number, until, turns, done, wrong])
         for number in range(clients)
     ]
     for thread in threads:
@@ -75,11 +102,11 @@ def main() -> None:
     most = PER_CPU * (os.cpu_count() or 1)
     with Server(pvmm, "--max-sandboxes", str(most)) as server:
         # Caches and pools fill.
-        while "round" not in load(server, min(clients, 4), 10.0):
+        while "round" not in load(server, min(clients, 4), 10.0, most):
             pass
         time.sleep(1)
         before = size(server.process.pid)
-        done = load(server, clients, seconds)
+        done = load(server, clients, seconds, most)
         deadline = time.monotonic() + 60
         while True:
             after = size(server.process.pid)

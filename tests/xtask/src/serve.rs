@@ -28,7 +28,11 @@ pub struct Options {
     /// Many clients for ten minutes, and nothing else
     #[arg(long)]
     soak: bool,
+    /// Begin with this program of tests/serve, as after a failure
+    #[arg(long, value_name = "PROGRAM", conflicts_with = "soak")]
+    from: Option<String>,
     /// Only examples with this in their names
+    #[arg(conflicts_with = "from")]
     names: Vec<OsString>,
 }
 
@@ -50,28 +54,47 @@ fn test(options: &Options) -> Result<(), Box<dyn Error>> {
         return in_host("clients.py", &["50".into(), "600".into()]);
     }
     artifacts::prepare_built_in()?;
-    let node = install_node("examples/typescript/package.json", "node")?;
-    let mut words = vec![node.into_os_string()];
-    words.extend(options.names.iter().cloned());
-    in_host("examples.py", &words)?;
-    if options.names.is_empty() {
+    let mut programs = Programs { from: options.from.as_deref() };
+    if programs.reached("examples.py") {
+        let node = install_node("examples/typescript/package.json", "node")?;
+        let mut words = vec![node.into_os_string()];
+        words.extend(options.names.iter().cloned());
+        in_host("examples.py", &words)?;
+    }
+    if !options.names.is_empty() {
+        return Ok(());
+    }
+    if programs.reached("pages.py") {
         // For the page about Firecracker, whose reader has a kernel that needs no initrd.
         kernel::ensure(false)?;
         let site = site::build()?;
         let pages = PAGES.map(|page| site.join("docs").join(page).into_os_string());
         in_host("pages.py", &pages)?;
-        in_host("flows.py", &[])?;
-        in_host("mcp_client.py", &[])?;
-        in_host("e2b_flows.py", &[])?;
-        in_host("previews.py", &[])?;
-        let npm = install_npm()?.into_os_string();
-        in_host("node_clients.py", std::slice::from_ref(&npm))?;
-        in_host("e2b_domain.py", &[npm])?;
+    }
+    for program in ["flows.py", "mcp_client.py", "e2b_flows.py", "previews.py"] {
+        if programs.reached(program) {
+            in_host(program, &[])?;
+        }
+    }
+    for program in ["node_clients.py", "e2b_domain.py"] {
+        if programs.reached(program) {
+            in_host(program, &[install_npm()?.into_os_string()])?;
+        }
+    }
+    if programs.reached("adapters.py") {
         in_host_with("adapters.py", install_adapters()?, &[])?;
+    }
+    if programs.reached("restart.py") {
         in_host("restart.py", &["45".into()])?;
+    }
+    if programs.reached("clients.py") {
         in_host("clients.py", &["8".into(), "60".into()])?;
+    }
+    if programs.reached("schema.py") {
         let api = checkout::root().join("docs/api.json").into_os_string();
         in_host("schema.py", &[api, "3".into()])?;
+    }
+    if programs.reached("create.py") {
         // In one command with the program, so that the common libraries are built once.
         let packages = ["pvmm-launcher", "pvmm-sandbox"].map(|name| ["--package", name]);
         let example = [packages.as_flattened(), &["--bins", "--example", "create"]].concat();
@@ -79,7 +102,24 @@ fn test(options: &Options) -> Result<(), Box<dyn Error>> {
         let library = cargo::target_dir().join("release/examples/create").into_os_string();
         in_host("create.py", &[library, "40".into(), "1.3".into()])?;
     }
-    Ok(())
+    match programs.from {
+        Some(unknown) => Err(format!("no program of tests/serve is called {unknown}").into()),
+        None => Ok(()),
+    }
+}
+
+/// The programs that are left to run, in their order.
+struct Programs<'a> {
+    /// The first one to run, until it is reached.
+    from: Option<&'a str>,
+}
+
+impl Programs<'_> {
+    /// Returns whether `program`, the next one, is to run.
+    fn reached(&mut self, program: &str) -> bool {
+        self.from = self.from.filter(|from| *from != program);
+        self.from.is_none()
+    }
 }
 
 /// Installs the Python clients, unless they are there.
