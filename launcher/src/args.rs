@@ -164,6 +164,12 @@ pub fn cpu(text: &str) -> Result<CpuBaseline, String> {
     CpuModifiers::from_json(&bytes).map(CpuBaseline::from).map_err(|error| error.to_string())
 }
 
+/// Parses the `--cpu` of commands that pass it on by name.
+pub fn named_cpu(text: &str) -> Result<CpuBaseline, String> {
+    let named = CpuBaseline::named(text);
+    named.ok_or_else(|| "use host, x86-64-v2, x86-64-v3 or x86-64-v4".to_owned())
+}
+
 /// Parses a duration: `30s`, `500ms`, `1.5m`, `2h`, or `30` (seconds).
 pub fn duration(text: &str) -> Result<Duration, String> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
@@ -334,12 +340,14 @@ mod tests {
     fn cpu_is_a_baseline_by_name_or_a_template_file() {
         for name in ["host", "x86-64-v2", "x86-64-v3", "x86-64-v4"] {
             assert_eq!(cpu(name).map(|cpu| cpu.name()), Ok(name));
+            assert_eq!(named_cpu(name).map(|cpu| cpu.name()), Ok(name));
         }
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), r#"{"msr_modifiers": [{"addr": "1", "bitmap": "0b1"}]}"#)
             .unwrap();
         let path = file.path().to_str().unwrap();
         assert_eq!(cpu(path).map(|cpu| cpu.name()), Ok(CpuBaseline::CUSTOM));
+        assert!(named_cpu(path).is_err());
         std::fs::write(file.path(), r#"{"leaves": []}"#).unwrap();
         assert!(cpu(path).unwrap_err().starts_with("leaves: is not known"));
         assert!(cpu("x86-64-v1").unwrap_err().contains("use host, x86-64-v2"));

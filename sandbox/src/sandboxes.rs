@@ -65,6 +65,8 @@ pub struct CreateOptions {
     pub cpus: u32,
     pub memory_mib: u64,
     pub disk_mib: u64,
+    /// The processor features that the guest of a template is offered.
+    pub cpu: CpuBaseline,
     pub name: Option<String>,
     /// How long the sandbox may live.
     pub ttl: Option<Duration>,
@@ -90,12 +92,13 @@ pub struct ForkOptions {
 impl CreateOptions {
     /// A sandbox of the default size from this template.
     pub fn of(template: &str) -> Self {
-        let Shape { template, cpus, memory_mib, disk_mib, .. } = Shape::of(template);
+        let Shape { template, cpus, memory_mib, disk_mib, cpu, .. } = Shape::of(template);
         Self {
             template,
             cpus,
             memory_mib,
             disk_mib,
+            cpu,
             name: None,
             ttl: None,
             egress: None,
@@ -111,7 +114,7 @@ impl CreateOptions {
             cpus: self.cpus,
             memory_mib: self.memory_mib,
             disk_mib: self.disk_mib,
-            cpu: CpuBaseline::Host,
+            cpu: self.cpu.clone(),
             net: self.egress.is_some(),
             spare_drives: self.volumes.iter().map(|volume| volume.read_only).collect(),
         }

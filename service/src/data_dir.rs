@@ -103,6 +103,7 @@ mod tests {
             data_dir: data_dir.to_owned(),
             own_dir_if_taken,
             limits: Limits::default(),
+            cpu: pvmm::CpuBaseline::Host,
             default_egress: Vec::new(),
             shells: 0,
             with_parent: true,

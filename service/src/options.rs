@@ -8,6 +8,8 @@ use std::path::PathBuf;
 use std::str::FromStr;
 use std::time::Duration;
 
+use pvmm::CpuBaseline;
+
 use crate::json_log::JsonLog;
 use crate::traces::Collector;
 
@@ -104,6 +106,9 @@ pub struct ServeOptions {
     pub own_dir_if_taken: bool,
     /// Bounds on the use of the host.
     pub limits: Limits,
+    /// The processor features that guests of templates are offered. It must have a name, which a
+    /// bake is given.
+    pub cpu: CpuBaseline,
     /// Rules for the network of sandboxes whose request has none; empty for no network.
     pub default_egress: Vec<String>,
     /// The number of processes that wait for the next sandboxes.

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use pvmm::CpuBaseline;
 use pvmm_sandbox::{CreateOptions, Failure};
 use rmcp::ServiceExt;
 use rmcp::transport::async_rw::AsyncRwTransport;
@@ -65,6 +66,7 @@ fn serve_options(options: &McpOptions) -> ServeOptions {
         data_dir: options.data_dir.clone(),
         own_dir_if_taken: true,
         limits: Limits { sandboxes: MAX_SANDBOXES, ..Limits::default() },
+        cpu: CpuBaseline::Host,
         default_egress: options.egress.clone(),
         // A conversation has one sandbox, and forks now and then.
         shells: 0,

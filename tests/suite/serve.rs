@@ -36,7 +36,7 @@ fn python_and_node(program: &str, words: &[&str]) -> usize {
 #[test]
 fn published_client_finds_every_flow_that_it_knows() {
     let said = python("flows.py", &[]);
-    assert_eq!(said.lines().filter(|line| line.contains(": ok (")).count(), 15, "{said}");
+    assert_eq!(said.lines().filter(|line| line.contains(": ok (")).count(), 16, "{said}");
 }
 
 #[test]
@@ -70,6 +70,11 @@ fn clients_of_e2b_need_only_a_domain_over_tls() {
 fn port_of_a_sandbox_is_shown_to_who_has_its_token() {
     let said = python("previews.py", &[]);
     assert_eq!(said.lines().filter(|line| line.contains(": ok (")).count(), 8, "{said}");
+}
+
+#[test]
+fn sandbox_of_a_server_with_a_processor_baseline_sees_no_more() {
+    python("baseline.py", &[]);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueHint};
+use pvmm::CpuBaseline;
 use pvmm_service::{Collector, Listen};
 
 use super::TEMPLATE;
@@ -38,6 +39,10 @@ pub struct Serve {
     /// Database, snapshots and audit log [default: service in pvmm's data directory]
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub data_dir: Option<PathBuf>,
+    /// Processor features of sandboxes, as for 'pvmm run --cpu' but by name: a lower baseline fits
+    /// other hosts, on which a hibernated sandbox may wake
+    #[arg(long, value_name = "BASELINE", default_value = "host", value_parser = args::named_cpu)]
+    pub cpu: CpuBaseline,
     /// Let sandboxes reach a name, address or network unless their request says otherwise; '*' for
     /// every public address
     #[arg(long, value_name = "RULE")]

@@ -39,6 +39,7 @@ pub fn serve(args: Serve, quiet: bool) -> Outcome {
             reserve_disk_mib: args.reserve_disk,
             idle: args.idle,
         },
+        cpu: args.cpu,
         default_egress: args.allow,
         shells: args.prepared.into(),
         with_parent: args.with_parent,

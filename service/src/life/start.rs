@@ -149,6 +149,7 @@ fn plan(
         options.memory_mib = request.memory_mib.unwrap_or(options.memory_mib);
     }
     options.disk_mib = request.disk_mib.unwrap_or(options.disk_mib);
+    options.cpu = app.options.cpu.clone();
     let egress = rules(app, request.egress, snapshot.as_ref())?;
     options.egress = egress.as_deref().map(egress_of).transpose()?;
     options.name = Some(app.instance.vm_name(&id));

@@ -25,6 +25,7 @@ fn app(dir: &Path) -> Arc<App> {
         data_dir: dir.to_owned(),
         own_dir_if_taken: false,
         limits: Limits::default(),
+        cpu: pvmm::CpuBaseline::Host,
         default_egress: Vec::new(),
         shells: 0,
         with_parent: false,
