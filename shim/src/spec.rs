@@ -12,6 +12,10 @@ use crate::error::ShimError;
 /// Namespaces that a container has of its own in the guest. The network is the VM's.
 const NAMESPACES: [&str; 5] = ["pid", "ipc", "uts", "mount", "cgroup"];
 
+/// The version of the specification that crun in the guest knows. It refuses a later number, and
+/// ignores what later versions have added.
+const VERSION: &str = "1.0.2";
+
 /// A configuration for the guest, and what it needs from the host.
 #[derive(Debug)]
 pub struct GuestSpec {
@@ -35,6 +39,7 @@ impl GuestSpec {
         if !root.get("process").is_some_and(Value::is_object) {
             return Err(invalid("there is no process"));
         }
+        root.insert("ociVersion".to_owned(), VERSION.into());
         root.remove("hooks");
         let read_only = root.get("root").and_then(|root| root["readonly"].as_bool());
         root.insert(
@@ -99,6 +104,7 @@ mod tests {
     #[test]
     fn what_speaks_of_the_host_is_left_out() {
         let config = json!({
+            "ociVersion": "1.2.0",
             "process": {"args": ["sh"], "apparmorProfile": "x"},
             "root": {"path": "/host/rootfs", "readonly": true},
             "hooks": {"prestart": []},
@@ -115,6 +121,7 @@ mod tests {
             },
         });
         let spec = GuestSpec::new(config, "c", "/c").unwrap();
+        assert_eq!(spec.config["ociVersion"], VERSION);
         assert_eq!(spec.config["root"], json!({"path": "/c/rootfs", "readonly": true}));
         let linux = &spec.config["linux"];
         assert_eq!(linux["namespaces"], json!([{"type": "pid"}, {"type": "ipc"}]));
