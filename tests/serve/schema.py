@@ -20,6 +20,8 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,ne
 
 def main() -> None:
     pvmm, api, examples = sys.argv[1:]
+    # A create that has to bake first may be told to come again.
+    subprocess.run([pvmm, "--quiet", "template", "bake", "base"], stdout=subprocess.DEVNULL, check=True)
     with Server(pvmm, "--max-sandboxes", "2") as server, tempfile.NamedTemporaryFile("w", suffix=".toml") as config:
         config.write(CONFIG)
         config.flush()
