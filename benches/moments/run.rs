@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 use crate::board::{Act, Board, Outcome, Unit, timed};
 use crate::stage::Stage;
 
-/// What is timed, and its arguments.
+/// The commands that are timed, and their arguments.
 const COMMANDS: [(&str, &[&str]); 4] = [
     ("pvmm run -- true", &["run", "--", "true"]),
     ("pvmm run -- true, no jail", &["run", "--no-jail", "--", "true"]),

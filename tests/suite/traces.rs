@@ -51,7 +51,7 @@ pub fn is_clean(before: &BTreeSet<String>, what: &str) {
     }
 }
 
-/// What the processes of pvmm hold: descriptors, threads and MiB of memory, in all.
+/// Counts the descriptors, threads and MiB of memory of all processes of pvmm.
 fn held() -> [usize; 3] {
     let mut held = [0; 3];
     for process in fs::read_dir("/proc").unwrap().flatten().map(|entry| entry.path()) {

@@ -1,4 +1,4 @@
-//! `cargo xtask test-shim`: containers in VMs by containerd's own client, with three releases of it.
+//! `cargo xtask test-shim`: containers in VMs by the clients of three releases of containerd.
 
 use std::error::Error;
 use std::ffi::OsString;
