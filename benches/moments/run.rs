@@ -1,5 +1,5 @@
-//! The command itself: `pvmm run -- true` with a warm template, with and without the jail and with
-//! a network, and what its process costs before it does anything.
+//! The command itself: `pvmm run -- true` with a warm template, with and without the jail, and what
+//! its process costs before it does anything.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -8,10 +8,9 @@ use crate::board::{Act, Board, Outcome, Unit, timed};
 use crate::stage::Stage;
 
 /// The commands that are timed, and their arguments.
-const COMMANDS: [(&str, &[&str]); 4] = [
+const COMMANDS: [(&str, &[&str]); 3] = [
     ("pvmm run -- true", &["run", "--", "true"]),
     ("pvmm run -- true, no jail", &["run", "--no-jail", "--", "true"]),
-    ("pvmm run -- true, network", &["run", "--net", "--", "true"]),
     ("pvmm --version", &["--version"]),
 ];
 
@@ -22,7 +21,6 @@ pub fn run(stage: &Stage, board: &mut Board) -> Outcome<()> {
     call(launcher, &["template", "bake", "base"])?;
     let mut acts: Vec<Act> = Vec::new();
     for (contender, arguments) in COMMANDS {
-        // The first run with a network makes a template of its own.
         call(launcher, arguments)?;
         let act = move || Ok(timed(|| call(launcher, arguments))?.1);
         acts.push((contender.to_owned(), Box::new(act)));

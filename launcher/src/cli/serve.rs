@@ -39,8 +39,8 @@ pub struct Serve {
     /// Database, snapshots and audit log [default: service in pvmm's data directory]
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub data_dir: Option<PathBuf>,
-    /// Processor features of sandboxes, as for 'pvmm run --cpu' but by name: a lower baseline fits
-    /// other hosts, on which a hibernated sandbox may wake
+    /// Processor features of sandboxes: host, x86-64-v2, x86-64-v3 or x86-64-v4; snapshots of a
+    /// level fit hosts of other models
     #[arg(long, value_name = "BASELINE", default_value = "host", value_parser = args::named_cpu)]
     pub cpu: CpuBaseline,
     /// Let sandboxes reach a name, address or network unless their request says otherwise; '*' for
