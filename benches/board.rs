@@ -250,7 +250,8 @@ impl Board {
     }
 }
 
-fn is_ours(cell: &Cell) -> bool {
+/// Returns whether the contender is pvmm, not one that it is compared with.
+pub fn is_ours(cell: &Cell) -> bool {
     cell.contender.starts_with("pvmm")
 }
 

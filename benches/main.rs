@@ -8,6 +8,7 @@ mod board;
 mod facts;
 mod guest;
 mod moments;
+mod page;
 mod peers;
 mod picture;
 mod stage;
@@ -58,6 +59,9 @@ struct Options {
     /// The folder for samples, report and picture
     #[arg(long, default_value = "target/bench")]
     out: PathBuf,
+    /// When and of which commit the run is, for the page of results
+    #[arg(long, value_name = "TEXT", default_value = "Date and commit unknown")]
+    made: String,
     /// Leave out these mechanisms, separated by commas; needs the feature `ablation`
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     without: Vec<String>,
@@ -197,7 +201,7 @@ fn run(place: &Path, options: &Options) -> Outcome<()> {
     for (_, moment) in BOOTED.iter().filter(|(name, _)| options.wants(name)) {
         done = done.and(moment(&stage, &mut board).map_err(told));
     }
-    finish(board, &options.out).and(done)
+    finish(board, options, &facts).and(done)
 }
 
 /// Prints the error and returns it. The other moments are still measured.
@@ -211,13 +215,14 @@ fn native(place: &Path, options: &Options) -> Outcome<()> {
     eprintln!("bench: {facts}");
     let mut board = Board::new(&options.out, options.counts(), &facts)?;
     moments::set_up::run(place, &mut board)?;
-    finish(board, &options.out)
+    finish(board, options, &facts)
 }
 
-fn finish(mut board: Board, out: &Path) -> Outcome<()> {
+fn finish(mut board: Board, options: &Options, facts: &serde_json::Value) -> Outcome<()> {
     print!("{}", board.report()?);
     if let Some(svg) = picture::draw(&board.cells) {
-        fs::write(out.join("times.svg"), svg)?;
+        fs::write(options.out.join("times.svg"), svg)?;
     }
+    fs::write(options.out.join("results.md"), page::write(&options.made, facts, &board.cells))?;
     Ok(())
 }

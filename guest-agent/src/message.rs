@@ -23,7 +23,7 @@ pub use files::{
     Stat, Symlink, Watch, WatchEvent, WriteFile, WriteTar,
 };
 pub use fresh::{
-    Counter, FailedStep, Freeze, Frozen, Interface, Refresh, RefreshStep, Refreshed, Trust,
+    Counter, FailedStep, Freeze, FrozenWorkload, Interface, Refresh, RefreshStep, Refreshed, Trust,
 };
 pub use metrics::{Limits, Metrics, OomEvent};
 
@@ -160,7 +160,7 @@ pub enum Answer {
     Metadata(Metadata),
     Info(Info),
     Metrics(Metrics),
-    Frozen(Frozen),
+    Frozen(FrozenWorkload),
     Refreshed(Refreshed),
     Session(SessionInfo),
     Sessions(Vec<SessionInfo>),

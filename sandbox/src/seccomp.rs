@@ -44,13 +44,11 @@ impl Filters {
         owner: &[u64],
         filter: fn(&[u64]) -> Result<SystemCallFilter, FilterError>,
     ) -> Result<Self, FilterError> {
-        let threads = ThreadFilters {
-            vcpu: filter(programs::VCPU)?,
-            devices: filter(programs::DEVICES)?,
-            console: filter(programs::CONSOLE)?,
-            pages: filter(programs::PAGES)?,
-            copier: filter(programs::COPIER)?,
-        };
+        let mut threads = ThreadFilters::all(&filter(programs::DEVICES)?);
+        threads.vcpu = filter(programs::VCPU)?;
+        threads.console = filter(programs::CONSOLE)?;
+        threads.pages = filter(programs::PAGES)?;
+        threads.copier = filter(programs::COPIER)?;
         let (owner, log) = (filter(owner)?, filter(programs::LOG)?);
         Ok(Self { threads: Arc::new(threads), owner, log })
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use std::{fs, io};
 
 use pvmm::agent::trees::pack;
-use pvmm::agent::{Agent, WriteOptions};
+use pvmm::agent::{Agent, FileWriteOptions};
 use pvmm::exec::ExecRequest;
 use serde_json::Value;
 
@@ -70,7 +70,7 @@ impl Container {
                 self.copy_tree(&from, &to)?;
             } else if meta.is_file() {
                 let failed = || ShimError::io(format!("mount of {}", from.display()));
-                let options = WriteOptions { parents: true, ..WriteOptions::default() };
+                let options = FileWriteOptions { parents: true, ..FileWriteOptions::default() };
                 let mut writer = self.agent.open_write(&to, &options)?;
                 fs::File::open(&from)
                     .and_then(|mut file| io::copy(&mut file, &mut writer))
@@ -237,7 +237,7 @@ impl Container {
     }
 
     fn write(&self, path: &str, content: &[u8]) -> Result<(), ShimError> {
-        let options = WriteOptions { parents: true, ..WriteOptions::default() };
+        let options = FileWriteOptions { parents: true, ..FileWriteOptions::default() };
         Ok(self.agent.write_file(path, content, &options).map(drop)?)
     }
 

@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, WriteOptions};
+use pvmm::agent::{Agent, FileWriteOptions};
 use pvmm_tests::cli::User;
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -90,7 +90,7 @@ fn copies_match(mib: u64, disk: &str) {
 
 fn copy(agent: &Agent, mib: u64, look: &mut dyn FnMut()) {
     let path = Path::new("/root/large");
-    let mut writer = agent.open_write(path, &WriteOptions::default()).unwrap();
+    let mut writer = agent.open_write(path, &FileWriteOptions::default()).unwrap();
     let mut pattern = Pattern::new();
     for number in 0..mib {
         writer.write_all(pattern.mib(number)).unwrap();

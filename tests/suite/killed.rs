@@ -7,7 +7,7 @@ use std::process::Child;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, AgentError, WriteOptions};
+use pvmm::agent::{Agent, AgentError, FileWriteOptions};
 use pvmm::exec::{ExecError, ExecRequest, ProcessEvent};
 use pvmm_tests::cli::User;
 use pvmm_tests::guest::Guest;
@@ -28,7 +28,7 @@ fn streaming(user: &User, vm: &str) -> Child {
 fn writing(user: &User, vm: &str) -> JoinHandle<io::Error> {
     let socket = user.runtime().join(vm).join("run/vsock.sock");
     let agent = Agent::connect(&socket, Instant::now() + SOON).unwrap();
-    let options = WriteOptions { in_place: true, ..WriteOptions::default() };
+    let options = FileWriteOptions { in_place: true, ..FileWriteOptions::default() };
     let mut writer = agent.open_write("/dev/null", &options).unwrap();
     let block = [7; 1 << 16];
     writer.write_all(&block).unwrap();

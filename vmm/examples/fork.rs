@@ -31,7 +31,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let template = vm.freeze()?;
     control.thaw(guest::soon())?;
 
-    // Memory is shared copy-on-write: a fork copies nothing. Each has a socket of its own, and its
+    // Memory is shared copy-on-write: a fork copies nothing. (A VM of which much was copied for its
+    // forks shares that after `Vm::adopt`.) Each has a socket of its own, and its
     // refresh gives it new random numbers, the right time and new identifiers.
     let mut forks = Vec::new();
     for (n, name) in ["left", "right"].into_iter().enumerate() {

@@ -1,17 +1,16 @@
 //! Boot: from a configuration to a machine that is about to run its kernel's first instruction.
 
-use std::io::{self, Write};
-
-use pvmm_devices::legacy::console::{self, ConsoleConfig};
 use pvmm_devices::virtio::registry::DeviceConfig;
 
 use crate::agent::ReadyListener;
 use crate::arch::x86_64::{cpuid, kernel, layout, mp_table, tables};
-use crate::config::{BucketConfig, Console, Registers, VmConfig};
+use crate::config::{Registers, VmConfig};
 use crate::error::{Error, ErrorKind};
 use crate::kvm::vcpu;
 use crate::kvm::vm::{Kvm, KvmVm};
-use crate::machine::{Machine, MachineBuilder, MachineError, Opened, VmResources, drives};
+use crate::machine::{
+    Machine, MachineBuilder, MachineError, Opened, VmResources, drives, open_console,
+};
 use crate::memory::{Memory, MemoryImage, Mode};
 use crate::scratch::Scratch;
 use crate::trace;
@@ -96,7 +95,7 @@ pub fn boot(kvm: &Kvm, mut config: VmConfig) -> Result<Machine, Error> {
         vcpu_thread_prefix: config.host.vcpu_thread_prefix,
         thread_filters: config.host.thread_filters,
     };
-    builder.start(vcpus, kvm, memory, resources)
+    builder.finish(vcpus, kvm, memory, resources)
 }
 
 /// Opens what stands behind the virtio devices, in the order in which the guest will number them.
@@ -114,16 +113,6 @@ fn open_devices(config: &mut VmConfig) -> Result<Opened, Error> {
         opened.add(config.open().map_err(|e| refused(e.into()))?, None);
     }
     Ok(opened)
-}
-
-/// The device's end of the console, which holds the guest to `limit`.
-pub(crate) fn open_console(to: Console, limit: Option<BucketConfig>) -> console::Console {
-    let target: Box<dyn Write + Send> = match to {
-        Console::Discard => Box::new(io::sink()),
-        Console::Stdout => Box::new(io::stdout()),
-        Console::File(file) => Box::new(file),
-    };
-    console::Console::new(target, ConsoleConfig { limit, ..ConsoleConfig::default() })
 }
 
 /// The caller's words, then each virtio device: kernels with ACPI find the devices there, and those

@@ -32,7 +32,7 @@ pub struct Frozen {
     /// The interfaces that the network cards were connected to.
     pub taps: Vec<String>,
     pub vsock_path: Option<PathBuf>,
-    /// The snapshot that the lowest layer of the image is the memory of.
+    /// The snapshot whose memory the lowest layers of the image are.
     pub base: Option<Base>,
     /// The pages that a first use touches, recorded or guessed.
     pub working_set: Option<Arc<WorkingSet>>,

@@ -84,6 +84,12 @@
 //! That the guest ended is not an error: [`Vm::wait`] returns how, as an [`Outcome`]. A command
 //! that fails is none either: see [`exec::ExitStatus`].
 //!
+//! # Settings and versions
+//!
+//! Structs of settings, such as [`VmConfig`], [`Overrides`] and [`HostOptions`], gain fields in
+//! later versions, and that is no breaking change: make them by their constructor and set fields,
+//! or end a literal with `..Default::default()`.
+//!
 //! # What ends on drop
 //!
 //! Dropping a [`Vm`] stops its vCPUs and then its devices, and waits for their threads. The guest
@@ -110,6 +116,7 @@
 //! | `config.rs` | what can be asked for |
 //! | `cpu/` | processor baselines: which features a guest is offered |
 //! | `trace.rs` | where the time of a restore goes |
+//! | `error.rs`, `outcome.rs` | what can fail, and how a VM ends |
 //! | `agent/`, `exec.rs` | how commands run in the guest |
 //! | `memory/` | guest memory: images, dirty pages, working sets |
 //! | `kvm/`, `vcpu/`, `arch/` | KVM's VM and registers, the vCPU threads, what a processor wants |

@@ -11,13 +11,12 @@ use pvmm_devices::virtio::registry::{DeviceConfig, DeviceKind, DeviceState};
 use pvmm_devices::virtio::vsock::{VsockConfig, VsockStateV1};
 
 use crate::ablation::Mechanism;
-use crate::boot::open_console;
 use crate::config::{HostOptions, Overrides, Prefault};
 use crate::error::{Error, ErrorKind};
 use crate::frozen::Frozen;
 use crate::kvm::vm::{KvmError, KvmHost, KvmVm};
 use crate::kvm::{state, vcpu};
-use crate::machine::{Machine, MachineBuilder, Opened, VmResources, drives};
+use crate::machine::{Machine, MachineBuilder, Opened, VmResources, drives, open_console};
 use crate::memory::{Memory, Mode, PageServer, WorkingSet};
 use crate::scratch::Scratch;
 use crate::storage::Storage;
@@ -96,7 +95,7 @@ pub fn restore(template: &Frozen, mut overrides: Overrides) -> Result<Machine, E
         cpu: saved.cpu.clone(),
         vcpu_thread_prefix, thread_filters,
     };
-    let mut machine = builder.start(vcpus, kvm, memory, resources)?;
+    let mut machine = builder.finish(vcpus, kvm, memory, resources)?;
     machine.page_server = page_server;
     machine.prefault = prefault;
     trace::step("hand over");

@@ -61,6 +61,7 @@ impl SystemCallFilter {
 
 /// The filters of a VM's threads.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ThreadFilters {
     /// For threads that run a vCPU.
     pub vcpu: SystemCallFilter,
@@ -72,6 +73,14 @@ pub struct ThreadFilters {
     pub pages: SystemCallFilter,
     /// For the process that copies guest memory while the guest runs.
     pub copier: SystemCallFilter,
+}
+
+impl ThreadFilters {
+    /// Returns one filter for every thread, kinds of a later version included.
+    pub fn all(filter: &SystemCallFilter) -> Self {
+        let [vcpu, devices, console, pages, copier] = [(); 5].map(|()| filter.clone());
+        Self { vcpu, devices, console, pages, copier }
+    }
 }
 
 /// Returns the first step of a thread: it installs the filter that `of` selects, if there are

@@ -8,7 +8,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use pvmm_guest_agent::limits::FREEZE_TIME;
-use pvmm_guest_agent::message::{Answer, Code, Freeze, Frozen, Outcome, Refresh};
+use pvmm_guest_agent::message::{Answer, Code, Freeze, FrozenWorkload, Outcome, Refresh};
 
 use super::worker;
 use crate::agent::Agent;
@@ -29,7 +29,7 @@ pub fn start(agent: &mut Agent, jobs: &mut Jobs, id: StreamId, request: Freeze) 
     cgroups.tidy_now();
     let freezer = cgroups.freezer();
     cgroups.set_frozen(true);
-    let frozen = Frozen { execs, secrets: agent.identity.had_secrets };
+    let frozen = FrozenWorkload { execs, secrets: agent.identity.had_secrets };
     let stream = Stream::new(agent.new_id(), id);
     worker::start(agent, jobs, stream, move |_| match freeze(&freezer, &request) {
         Ok(()) => Outcome::Ok(Answer::Frozen(frozen)),

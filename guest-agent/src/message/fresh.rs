@@ -21,7 +21,7 @@ pub struct Freeze {
 
 /// The answer to a successful freeze.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Frozen {
+pub struct FrozenWorkload {
     /// The number of frozen execs.
     pub execs: u32,
     /// A secret was delivered since the guest booted, so guest memory may contain it.

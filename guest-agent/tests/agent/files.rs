@@ -4,7 +4,7 @@ use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 
-use pvmm::agent::{AgentError, FileKind, Owner, WriteOptions};
+use pvmm::agent::{AgentError, FileKind, FileWriteOptions, Owner};
 
 use crate::fixture::{Fixture, wait_for};
 
@@ -18,7 +18,7 @@ fn file_written_is_the_file_read() {
     let agent = fixture.agent();
     for len in [0, 1, 65536, 65537, 3_000_000] {
         let bytes: Vec<u8> = (0..len).map(|i: u32| (i % 251) as u8).collect();
-        agent.write_file(fixture.path("f"), &bytes, &WriteOptions::default()).unwrap();
+        agent.write_file(fixture.path("f"), &bytes, &FileWriteOptions::default()).unwrap();
         assert_eq!(fs::read(fixture.path("f")).unwrap(), bytes);
         assert_eq!(agent.read_file(fixture.path("f"), 4_000_000).unwrap(), bytes);
     }
@@ -53,7 +53,7 @@ fn file_of_256_mb_streams_in_and_out_with_flat_memory() {
     let fixture = Fixture::start();
     let agent = fixture.agent();
     let before = fixture.private_kib();
-    let mut writer = agent.open_write(fixture.path("f"), &WriteOptions::default()).unwrap();
+    let mut writer = agent.open_write(fixture.path("f"), &FileWriteOptions::default()).unwrap();
     let block = vec![7u8; 1 << 20];
     for _ in 0..256 {
         writer.write_all(&block).unwrap();
@@ -84,11 +84,12 @@ fn file_replaced_keeps_mode_unless_told() {
     fs::write(&path, "old").unwrap();
     fs::set_permissions(&path, fs::Permissions::from_mode(0o640)).unwrap();
     let inode = fs::metadata(&path).unwrap().ino();
-    agent.write_file(&path, b"new", &WriteOptions::default()).unwrap();
+    agent.write_file(&path, b"new", &FileWriteOptions::default()).unwrap();
     let facts = fs::metadata(&path).unwrap();
     assert_eq!(facts.mode() & 0o7777, 0o640);
     assert_ne!(facts.ino(), inode);
-    let options = WriteOptions { mode: Some(0o4755), sync: true, ..WriteOptions::default() };
+    let options =
+        FileWriteOptions { mode: Some(0o4755), sync: true, ..FileWriteOptions::default() };
     agent.write_file(&path, b"new", &options).unwrap();
     assert_eq!(fs::metadata(&path).unwrap().mode() & 0o7777, 0o4755);
 }
@@ -99,7 +100,9 @@ fn file_has_the_owner_it_is_given_and_keeps_it() {
     let agent = fixture.agent();
     let path = fixture.path("f");
     let owner = Some(Owner { uid: 12345, gid: 54321 });
-    for options in [WriteOptions { owner, ..WriteOptions::default() }, WriteOptions::default()] {
+    for options in
+        [FileWriteOptions { owner, ..FileWriteOptions::default() }, FileWriteOptions::default()]
+    {
         agent.write_file(&path, b"new", &options).unwrap();
         let facts = fs::metadata(&path).unwrap();
         assert_eq!((facts.uid(), facts.gid()), (12345, 54321));
@@ -111,12 +114,12 @@ fn file_given_up_in_the_middle_leaves_the_old_one() {
     let fixture = Fixture::start();
     let agent = fixture.agent();
     fs::write(fixture.path("f"), "old").unwrap();
-    let mut writer = agent.open_write(fixture.path("f"), &WriteOptions::default()).unwrap();
+    let mut writer = agent.open_write(fixture.path("f"), &FileWriteOptions::default()).unwrap();
     writer.write_all(b"half").unwrap();
     drop(writer);
     // The same when the whole connection goes.
     let mut writer =
-        fixture.agent().open_write(fixture.path("f"), &WriteOptions::default()).unwrap();
+        fixture.agent().open_write(fixture.path("f"), &FileWriteOptions::default()).unwrap();
     writer.write_all(b"half").unwrap();
     drop(writer);
     let names = || {
@@ -134,7 +137,7 @@ fn file_written_through_a_link_goes_where_it_leads() {
     let agent = fixture.agent();
     fs::write(fixture.path("real"), "old").unwrap();
     symlink(fixture.path("real"), fixture.path("link")).unwrap();
-    agent.write_file(fixture.path("link"), b"new", &WriteOptions::default()).unwrap();
+    agent.write_file(fixture.path("link"), b"new", &FileWriteOptions::default()).unwrap();
     assert!(fs::symlink_metadata(fixture.path("link")).unwrap().is_symlink());
     assert_eq!(fs::read(fixture.path("real")).unwrap(), b"new");
 }
@@ -144,10 +147,11 @@ fn file_written_in_place_keeps_what_lies_beyond() {
     let fixture = Fixture::start();
     let agent = fixture.agent();
     fs::write(fixture.path("f"), "0123456789").unwrap();
-    let options = WriteOptions { in_place: true, offset: Some(3), ..WriteOptions::default() };
+    let options =
+        FileWriteOptions { in_place: true, offset: Some(3), ..FileWriteOptions::default() };
     agent.write_file(fixture.path("f"), b"abc", &options).unwrap();
     assert_eq!(fs::read(fixture.path("f")).unwrap(), b"012abc6789");
-    let options = WriteOptions { in_place: true, ..WriteOptions::default() };
+    let options = FileWriteOptions { in_place: true, ..FileWriteOptions::default() };
     agent.write_file(fixture.path("f"), b"x", &options).unwrap();
     assert_eq!(fs::read(fixture.path("f")).unwrap(), b"x");
     agent.write_file("/dev/null", b"gone", &options).unwrap();
@@ -158,9 +162,9 @@ fn file_in_a_missing_folder_needs_parents() {
     let fixture = Fixture::start();
     let agent = fixture.agent();
     let path = fixture.path("a/b/c");
-    let failed = agent.write_file(&path, b"x", &WriteOptions::default());
+    let failed = agent.write_file(&path, b"x", &FileWriteOptions::default());
     assert_eq!(errno(failed), libc::ENOENT);
-    let options = WriteOptions { parents: true, ..WriteOptions::default() };
+    let options = FileWriteOptions { parents: true, ..FileWriteOptions::default() };
     agent.write_file(&path, b"x", &options).unwrap();
     assert_eq!(fs::read(&path).unwrap(), b"x");
 }
@@ -181,7 +185,10 @@ fn file_errors_carry_errno_and_path() {
     assert_eq!(errno(agent.remove(fixture.path("dir"), false)), libc::ENOTEMPTY);
     assert_eq!(errno(agent.remove("/", true)), libc::EBUSY);
     assert_eq!(errno(agent.mkdir(fixture.path("dir"), None, false)), libc::EEXIST);
-    assert_eq!(errno(agent.write_file("/dev/null", b"", &WriteOptions::default())), libc::EINVAL);
+    assert_eq!(
+        errno(agent.write_file("/dev/null", b"", &FileWriteOptions::default())),
+        libc::EINVAL
+    );
     let error = agent.stat(&missing, false).unwrap_err();
     assert!(error.to_string().contains(missing.to_str().unwrap()), "{error}");
 }
@@ -193,7 +200,7 @@ fn fifo_is_refused_and_blocks_nobody() {
     let fifo = fixture.path("fifo");
     std::process::Command::new("mkfifo").arg(&fifo).status().unwrap();
     assert_eq!(errno(agent.read_file(&fifo, 10)), libc::EINVAL);
-    let options = WriteOptions { in_place: true, ..WriteOptions::default() };
+    let options = FileWriteOptions { in_place: true, ..FileWriteOptions::default() };
     assert_eq!(errno(agent.write_file(&fifo, b"x", &options)), libc::ENXIO);
 }
 
@@ -215,7 +222,7 @@ fn folders_are_made_listed_moved_and_removed() {
     agent.mkdir(folder.join("y/z"), Some(0o700), true).unwrap();
     agent.mkdir(folder.join("y/z"), None, true).unwrap();
     assert_eq!(fs::metadata(folder.join("y/z")).unwrap().mode() & 0o7777, 0o700);
-    agent.write_file(folder.join("f"), b"12345", &WriteOptions::default()).unwrap();
+    agent.write_file(folder.join("f"), b"12345", &FileWriteOptions::default()).unwrap();
     symlink("f", folder.join("link")).unwrap();
     let entries = agent.list(&folder).unwrap();
     let seen: Vec<_> =

@@ -5,7 +5,7 @@ use std::fs;
 use std::hash::Hasher;
 use std::io::{Read, Write};
 
-use pvmm::agent::WriteOptions;
+use pvmm::agent::FileWriteOptions;
 
 use crate::fixture::Fixture;
 
@@ -35,7 +35,7 @@ fn there_and_back(mib: usize, alone: bool) {
     let agent = fixture.agent();
     let own = std::process::id();
     let mut block = vec![0; 1 << 20];
-    agent.write_file(fixture.path("f"), &block, &WriteOptions::default()).unwrap();
+    agent.write_file(fixture.path("f"), &block, &FileWriteOptions::default()).unwrap();
     agent.read_file(fixture.path("f"), 2 << 20).unwrap();
     let before = (resident_kib(fixture.pid()), resident_kib(own));
     let mut most = before;
@@ -44,7 +44,7 @@ fn there_and_back(mib: usize, alone: bool) {
     };
     let (mut noise, mut sent, mut got) =
         (Noise(0x9e37_79b9_7f4a_7c15), DefaultHasher::new(), DefaultHasher::new());
-    let mut writer = agent.open_write(fixture.path("f"), &WriteOptions::default()).unwrap();
+    let mut writer = agent.open_write(fixture.path("f"), &FileWriteOptions::default()).unwrap();
     for number in 0..mib {
         noise.fill(&mut block);
         sent.write(&block);

@@ -5,7 +5,7 @@ use std::io::Write;
 use std::os::unix::fs::{FileExt, MetadataExt, symlink};
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{AgentError, Change, Watch, WatchEvent, WriteOptions};
+use pvmm::agent::{AgentError, Change, FileWriteOptions, Watch, WatchEvent};
 
 use crate::fixture::{Fixture, wait_for};
 
@@ -68,7 +68,7 @@ fn sparse_file_stays_sparse_both_ways() {
     let (here, there, back) = (fixture.path("here"), fixture.path("there"), fixture.path("back"));
     sparse_file(&here);
     let begun = Instant::now();
-    let options = WriteOptions { mode: Some(0o640), ..WriteOptions::default() };
+    let options = FileWriteOptions { mode: Some(0o640), ..FileWriteOptions::default() };
     let mut writer = agent.open_write_sparse(&there, &options).unwrap();
     let (source, mut at) = (File::open(&here).unwrap(), 0);
     while let count @ 1.. = writer.copy_some(&source, at).unwrap() {

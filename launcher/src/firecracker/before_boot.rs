@@ -408,8 +408,9 @@ pub fn net_config(net: &NetworkInterface) -> Result<Net, Refusal> {
 
 pub fn vsock_config(vsock: &Vsock) -> pvmm::Vsock {
     // Firecracker leaves the socket in place, and some clients fail if there is none to remove.
-    let uds_path = vsock.uds_path.clone().into();
-    pvmm::Vsock { guest_cid: vsock.guest_cid, uds_path, keep_socket: true, dial_path: None }
+    let mut socket = pvmm::Vsock::new(vsock.guest_cid, &vsock.uds_path);
+    socket.keep_socket = true;
+    socket
 }
 
 fn balloon_config(balloon: &Balloon) -> pvmm::Balloon {

@@ -24,7 +24,7 @@ pub struct BootTimer {
 impl BootTimer {
     /// Returns a register that counts from now on.
     pub fn registers() -> Registers {
-        Registers { address: ADDRESS, device: Arc::new(Self::start()) }
+        Registers::new(ADDRESS, Arc::new(Self::start()))
     }
 
     fn start() -> Self {

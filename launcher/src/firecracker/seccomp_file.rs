@@ -52,13 +52,8 @@ fn parse(bytes: &[u8]) -> Result<Filters, String> {
     };
     let [vmm, api, vcpu] = THREADS.map(&mut filter);
     let (vmm, owner) = (vmm?, api?);
-    let threads = ThreadFilters {
-        vcpu: vcpu?,
-        devices: vmm.clone(),
-        console: vmm.clone(),
-        pages: vmm.clone(),
-        copier: vmm.clone(),
-    };
+    let mut threads = ThreadFilters::all(&vmm);
+    threads.vcpu = vcpu?;
     Ok(Filters { threads: Arc::new(threads), owner, log: vmm })
 }
 

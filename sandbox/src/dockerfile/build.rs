@@ -5,7 +5,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use pvmm::agent::{Agent, FileKind, WriteOptions};
+use pvmm::agent::{Agent, FileKind, FileWriteOptions};
 use pvmm::exec::{ExecRequest, ExecStatus, ProcessEvent};
 use pvmm_images::template::TemplateError;
 use pvmm_images::{Cache, Import, ImportError, Origin, Recipe, Settings, SourceKind, Template};
@@ -241,7 +241,7 @@ impl Build<'_> {
         let agent = room.0.agent()?;
         let defaults = self.plan.settings.defaults();
         if !defaults.is_empty() {
-            let options = WriteOptions { parents: true, ..WriteOptions::default() };
+            let options = FileWriteOptions { parents: true, ..FileWriteOptions::default() };
             agent.write_file(Settings::FILE, &defaults, &options).map_err(guest_agent::refuse)?;
         }
         let origin = Origin {

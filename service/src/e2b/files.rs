@@ -9,7 +9,7 @@ use axum::extract::State;
 use axum::http::{HeaderMap, header};
 use axum::response::Response;
 use bytes::Bytes;
-use pvmm::agent::{Agent, FileWriter, WriteOptions};
+use pvmm::agent::{Agent, FileWriteOptions, FileWriter};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
@@ -67,9 +67,9 @@ pub async fn read(
     Ok(files::read(app, owner, Id(id), Queried(At::of(path))).await?)
 }
 
-fn options(account: &Account) -> WriteOptions {
+fn options(account: &Account) -> FileWriteOptions {
     let owner = (!account.is_root()).then_some(account.owner);
-    WriteOptions { parents: true, owner, ..WriteOptions::default() }
+    FileWriteOptions { parents: true, owner, ..FileWriteOptions::default() }
 }
 
 fn written(path: &str) -> Value {

@@ -5,7 +5,7 @@
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use pvmm::agent::{Agent, MimeBundle, WriteOptions};
+use pvmm::agent::{Agent, FileWriteOptions, MimeBundle};
 use rmcp::model::ContentBlock;
 
 use crate::error::ApiError;
@@ -65,7 +65,7 @@ pub fn fitted(agent: &Agent, bytes: &[u8], lost: u64) -> String {
 fn keep(agent: &Agent, bytes: &[u8]) -> Result<String, ApiError> {
     let id = ids::new_id()?;
     let path = format!("{KEPT}/{}.txt", &id[..8]);
-    let options = WriteOptions { parents: true, ..WriteOptions::default() };
+    let options = FileWriteOptions { parents: true, ..FileWriteOptions::default() };
     agent.write_file(&path, bytes, &options)?;
     Ok(format!("read all {} bytes with sandbox_read_file path={path} offset=...", bytes.len()))
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use pvmm::agent::{
-    Agent, CodeOutput, CodeRequest, DirEntry, FileKind, SessionOptions, WriteOptions,
+    Agent, CodeOutput, CodeRequest, DirEntry, FileKind, FileWriteOptions, SessionOptions,
 };
 use pvmm::exec::{ExecStatus, Output};
 use pvmm_sandbox::checkpoint_tree;
@@ -214,7 +214,7 @@ impl Call<'_> {
         let (id, mut words) = self.sandbox(wish.sandbox).await?;
         let (begun, count, to) = (Instant::now(), bytes.len(), path.clone());
         let write = move |agent: &Agent| {
-            let options = WriteOptions { parents: true, ..WriteOptions::default() };
+            let options = FileWriteOptions { parents: true, ..FileWriteOptions::default() };
             Ok(agent.write_file(&to, &bytes, &options)?)
         };
         let outcome = self.in_guest(&id, write).await;

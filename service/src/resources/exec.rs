@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use axum::extract::State;
 use axum::http::StatusCode;
 use axum::response::Response;
-use pvmm::agent::{Agent, WriteOptions};
+use pvmm::agent::{Agent, FileWriteOptions};
 use pvmm::exec::{ExecRequest, ExecStatus, ExitStatus, Output, ProcessEvent, Signaller, Stage};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -116,7 +116,7 @@ impl Exec {
             ExecRequest::argv(["/bin/sh", "-c", BY_LINE, "sh", &self.cmd, given])
         } else {
             let path = format!("/tmp/.pvmm-{}", ids::new_id()?);
-            let options = WriteOptions { mode: Some(0o644), ..WriteOptions::default() };
+            let options = FileWriteOptions { mode: Some(0o644), ..FileWriteOptions::default() };
             agent.write_file(&path, self.cmd.as_bytes(), &options)?;
             ExecRequest::argv(["/bin/sh", "-c", BY_FILE, "sh", &path, given])
         };

@@ -10,7 +10,7 @@ use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http_body_util::BodyExt;
-use pvmm::agent::{FileKind, FileReader, Metadata, WriteOptions};
+use pvmm::agent::{FileKind, FileReader, FileWriteOptions, Metadata};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
@@ -144,7 +144,7 @@ pub async fn read(
 fn receive(
     in_use: &InUse,
     path: &str,
-    options: &WriteOptions,
+    options: &FileWriteOptions,
     mut chunks: mpsc::Receiver<Result<Bytes, ApiError>>,
 ) -> Result<u64, ApiError> {
     let agent = in_use.agent()?;
@@ -196,7 +196,7 @@ pub async fn write(
     Queried(at): Queried<At>,
     body: Body,
 ) -> Result<axum::Json<Value>, ApiError> {
-    let options = WriteOptions { parents: true, ..WriteOptions::default() };
+    let options = FileWriteOptions { parents: true, ..FileWriteOptions::default() };
     let bytes = store(&app, &owner, &id, &at.path, options, body).await?;
     Ok(axum::Json(json!({ "path": at.path, "bytes": bytes })))
 }
@@ -207,7 +207,7 @@ pub async fn store(
     owner: &str,
     id: &str,
     path: &str,
-    options: WriteOptions,
+    options: FileWriteOptions,
     body: Body,
 ) -> Result<u64, ApiError> {
     let begun = Instant::now();

@@ -15,9 +15,9 @@ use pvmm_guest_agent::frame::{END, HEADER_LEN, Header, Kind};
 use pvmm_guest_agent::limits::VERSION;
 use pvmm_guest_agent::message::{
     Answer, ByteBuf, Change, Code, Detached, DirEntry, ExecReport, ExecStatus, FailedStep, Failure,
-    FileKind, Frozen, Info, Kept, Language, Metadata, Metrics, OomEvent, Outcome, OutputCount,
-    ProcessInfo, RefreshStep, Refreshed, Replay, RunReport, RunStatus, SessionInfo, Stage, Started,
-    Usage, WatchEvent, Welcome,
+    FileKind, FrozenWorkload, Info, Kept, Language, Metadata, Metrics, OomEvent, Outcome,
+    OutputCount, ProcessInfo, RefreshStep, Refreshed, Replay, RunReport, RunStatus, SessionInfo,
+    Stage, Started, Usage, WatchEvent, Welcome,
 };
 use pvmm_guest_agent::session::{RECORD_HEAD, RecordKind, head_of};
 use pvmm_guest_agent::sparse::Segment;
@@ -281,9 +281,10 @@ fn outcome(input: &mut Input, request: u8, sent: u64) -> Outcome {
         3 => Answer::Processes((0..input.below(4)).map(|_| process(input)).collect()),
         5 => metrics_or_info(input),
         7 => Answer::Done {},
-        9 if input.below(2) == 0 => {
-            Answer::Frozen(Frozen { execs: number(input) as u32, ..Frozen::default() })
-        }
+        9 if input.below(2) == 0 => Answer::Frozen(FrozenWorkload {
+            execs: number(input) as u32,
+            ..FrozenWorkload::default()
+        }),
         9 => {
             let errno = Some(number(input) as i32);
             let failed = FailedStep { step: RefreshStep::Clock, errno, message: "x".repeat(300) };

@@ -6,8 +6,8 @@
 use std::error::Error;
 use std::ffi::OsString;
 use std::fs;
-use std::path::Path;
-use std::process::ExitCode;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
 
 use crate::on_kvm::{self, NestedPlace};
 use crate::probe::{self, Found};
@@ -25,6 +25,9 @@ pub struct Options {
     /// names them
     #[arg(long, value_name = "NAME")]
     without: Option<OsString>,
+    /// Write the results to docs/benchmarks/HOST.md too, as those of this kind of host
+    #[arg(long, value_name = "HOST")]
+    publish: Option<String>,
     /// Arguments for the benchmark: names of moments, `--samples N`
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<OsString>,
@@ -32,6 +35,13 @@ pub struct Options {
 
 pub fn run(options: &Options) -> ExitCode {
     match bench(options) {
+        Ok(0) => match options.publish.as_deref().map_or(Ok(()), |host| publish(options, host)) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(e) => {
+                eprintln!("bench: {}", report::chain(e.as_ref()));
+                ExitCode::FAILURE
+            }
+        },
         Ok(code) => ExitCode::from(code),
         Err(e) => {
             eprintln!("bench: {}", report::chain(e.as_ref()));
@@ -46,17 +56,19 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
     let launcher = cargo::ship("pvmm-launcher", "pvmm")?;
     artifacts::prepare()?;
     let verb = if options.native { "native" } else { "run" };
+    let made = made()?;
     let command = |words: Vec<OsString>, out: &Path| {
         let mut argv = words;
         argv.extend([program.clone().into_os_string(), verb.into()]);
         argv.extend(options.quick.then(|| "--quick".into()));
+        argv.extend(["--made".into(), made.clone().into()]);
         argv.extend(["--out".into(), out.as_os_str().to_owned()]);
         argv.extend(options.without.iter().flat_map(|name| ["--without".into(), name.clone()]));
         argv.extend_from_slice(&options.arguments);
         argv
     };
     std::env::set_current_dir(checkout::root())?;
-    let kept = cargo::target_dir().join(if options.native { "bench-native" } else { "bench" });
+    let kept = kept(options);
     if options.native {
         return Ok(on_kvm::run_here(&command(Vec::new(), &kept)));
     }
@@ -91,4 +103,31 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
             code
         }
     })
+}
+
+/// Returns where the samples, the report and the picture are kept.
+fn kept(options: &Options) -> PathBuf {
+    cargo::target_dir().join(if options.native { "bench-native" } else { "bench" })
+}
+
+/// Returns when and of which commit a run is.
+fn made() -> Result<String, Box<dyn Error>> {
+    let word = |program: &str, arguments: &[&str]| -> Result<String, Box<dyn Error>> {
+        let output =
+            Command::new(program).args(arguments).current_dir(checkout::root()).output()?;
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let date = word("date", &["--utc", "+%F"])?;
+    let commit = word("git", &["describe", "--always", "--dirty", "--exclude=*"])?;
+    Ok(format!("{date}, commit {commit}"))
+}
+
+/// Copies the page and the picture of the last run to the documentation.
+fn publish(options: &Options, host: &str) -> Result<(), Box<dyn Error>> {
+    let (kept, docs) = (kept(options), checkout::root().join("docs/benchmarks"));
+    fs::create_dir_all(&docs)?;
+    let page = fs::read_to_string(kept.join("results.md"))?;
+    fs::write(docs.join(format!("{host}.md")), page.replace("times.svg", &format!("{host}.svg")))?;
+    fs::copy(kept.join("times.svg"), docs.join(format!("{host}.svg")))?;
+    Ok(())
 }

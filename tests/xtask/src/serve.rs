@@ -102,6 +102,9 @@ fn test(options: &Options) -> Result<(), Box<dyn Error>> {
         let library = cargo::target_dir().join("release/examples/create").into_os_string();
         in_host("create.py", &[library, "40".into(), "1.3".into()])?;
     }
+    if programs.reached("fork_memory.py") {
+        in_host("fork_memory.py", &["500".into(), "10".into(), "70".into()])?;
+    }
     match programs.from {
         Some(unknown) => Err(format!("no program of tests/serve is called {unknown}").into()),
         None => Ok(()),

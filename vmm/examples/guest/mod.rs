@@ -1,4 +1,5 @@
-//! The guest that every example starts from: that of `pvmm run`, without the command.
+//! The guest that every example starts from: kernel and root filesystem of `pvmm run`, 256 MiB, and
+//! changes kept in memory.
 //!
 //! The kernel and the `base` root filesystem are in the cache once `make demo` or `pvmm run` has
 //! been there. The agent is part of the program.

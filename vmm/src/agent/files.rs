@@ -29,7 +29,7 @@ pub const LISTING_BYTES: u64 = 256 << 20;
 
 /// How a file is written.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct WriteOptions {
+pub struct FileWriteOptions {
     /// Permission bits; by default those of the replaced file, or 0644.
     pub mode: Option<u32>,
     /// Owner; by default that of the replaced file, or root.
@@ -82,7 +82,7 @@ impl Agent {
     pub fn open_write(
         &self,
         path: impl AsRef<Path>,
-        options: &WriteOptions,
+        options: &FileWriteOptions,
     ) -> Result<FileWriter, AgentError> {
         self.open_write_as(path.as_ref(), options, false)
     }
@@ -91,7 +91,7 @@ impl Agent {
     pub(super) fn open_write_as(
         &self,
         path: &Path,
-        options: &WriteOptions,
+        options: &FileWriteOptions,
         sparse: bool,
     ) -> Result<FileWriter, AgentError> {
         let request = Request::WriteFile(message::WriteFile {
@@ -112,7 +112,7 @@ impl Agent {
         &self,
         path: impl AsRef<Path>,
         bytes: &[u8],
-        options: &WriteOptions,
+        options: &FileWriteOptions,
     ) -> Result<(), AgentError> {
         let mut writer = self.open_write(path, options)?;
         let mut rest = bytes;

@@ -35,14 +35,14 @@ pub use pvmm_guest_agent::message::{
 };
 
 pub use error::{AgentError, Lost, Refusal};
-pub use files::{FileReader, FileWriter, LISTING_BYTES, WriteOptions};
+pub use files::{FileReader, FileWriteOptions, FileWriter, LISTING_BYTES};
 pub use forward::Forward;
 pub use interpreter::{
     CodeError, CodeEvent, CodeOutput, CodeRequest, CodeRun, Interrupter, Language, MimeBundle,
     RunReport, RunStatus, SessionInfo, SessionOptions,
 };
 pub use ready::ReadyListener;
-pub use refresh::{FreezeOptions, Frozen, Interface, Refresh, RefreshStep};
+pub use refresh::{FreezeOptions, FrozenWorkload, Interface, Refresh, RefreshStep};
 pub use sparse::{SparseError, SparseReader, SparseWriter};
 pub use tcp::{GuestTcp, GuestTcpReader, GuestTcpWriter};
 pub use watch::{Change, Watch, WatchEvent};

@@ -13,7 +13,7 @@ use pvmm_guest_agent::limits::CONTROL_PORT;
 use pvmm_guest_agent::message::{self, Answer, ByteBuf, Counter, Outcome, Request};
 use pvmm_guest_agent::{Kind, encode};
 
-pub use pvmm_guest_agent::message::{Frozen, RefreshStep};
+pub use pvmm_guest_agent::message::{FrozenWorkload, RefreshStep};
 
 use super::connection::Connection;
 use super::stream::{Event, StreamRef};
@@ -220,7 +220,7 @@ impl Agent {
     /// Stops every process of the workload, so that the guest can be forked. Fails if a process
     /// cannot be stopped by the deadline, which then runs on, or if a secret was delivered to the
     /// guest.
-    pub fn freeze(&self, deadline: Instant) -> Result<Frozen, AgentError> {
+    pub fn freeze(&self, deadline: Instant) -> Result<FrozenWorkload, AgentError> {
         self.freeze_with(FreezeOptions::default(), deadline)
     }
 
@@ -229,7 +229,7 @@ impl Agent {
         &self,
         options: FreezeOptions,
         deadline: Instant,
-    ) -> Result<Frozen, AgentError> {
+    ) -> Result<FrozenWorkload, AgentError> {
         let left = deadline.saturating_duration_since(Instant::now()).saturating_sub(WAY);
         let request = Request::Freeze(message::Freeze {
             timeout_ms: Some(left.as_millis() as u64),

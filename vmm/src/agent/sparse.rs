@@ -15,7 +15,7 @@ use super::error::{AgentError, Lost};
 use super::files::{guest_path, next_event};
 use super::pace::Pace;
 use super::stream::{Event, StreamRef};
-use super::{ANSWER_TIME, Agent, FileWriter, WriteOptions};
+use super::{ANSWER_TIME, Agent, FileWriteOptions, FileWriter};
 use crate::sys::{next_data, next_hole};
 
 /// Bytes copied at once.
@@ -46,7 +46,7 @@ impl Agent {
     pub fn open_write_sparse(
         &self,
         path: impl AsRef<Path>,
-        options: &WriteOptions,
+        options: &FileWriteOptions,
     ) -> Result<SparseWriter, AgentError> {
         if options.in_place {
             let why = "leaves no holes in a file that is there";

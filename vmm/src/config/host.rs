@@ -28,12 +28,12 @@ pub struct HostOptions {
     /// the disks are large for the machine, and again for each of the sixteen layers that are kept
     /// of it. Without one the directory for temporary files, or `/var/tmp` where that is in memory.
     pub scratch_dir: Option<PathBuf>,
+    /// Accept a directory in memory (tmpfs, ramfs) as `scratch_dir`, whose memory is then the
+    /// host's. Refused otherwise.
+    pub scratch_in_memory: bool,
     /// An open `/proc/self/pagemap` of the process that runs the VM, for one that has no `/proc`:
     /// its dirty pages are listed by it. Opened when it is needed if `None`.
     pub pagemap: Option<Arc<File>>,
-    /// Accept a directory in memory (tmpfs, ramfs) for them, which then is the host's. Refused
-    /// otherwise.
-    pub scratch_in_memory: bool,
     /// Take note, after each [`crate::Vm::save_files`], of what the guest writes, so that the next
     /// one of [`crate::snapshot::SaveKind::Diff`] holds no more than that. Costs the guest a fault
     /// on the first write to each page. Without it such a save holds what changed since the machine
@@ -69,6 +69,7 @@ impl Default for HostOptions {
 
 /// A page of registers that the caller implements.
 #[derive(Clone)]
+#[non_exhaustive]
 pub struct Registers {
     /// The guest address: a multiple of [`Self::SIZE`] in [`Self::ADDRESSES`].
     pub address: u64,
@@ -81,6 +82,11 @@ impl Registers {
     pub const SIZE: u64 = 0x1000;
     /// Where the pages may be.
     pub const ADDRESSES: Range<u64> = 0xc000_0000..0xd000_0000;
+
+    /// Registers at a guest address.
+    pub fn new(address: u64, device: Arc<dyn BusDevice>) -> Self {
+        Self { address, device }
+    }
 }
 
 impl std::fmt::Debug for Registers {

@@ -1,4 +1,4 @@
-//! KVM, the kernel's half of the VM. No other module calls it.
+//! KVM, the kernel's half of the VM. No other module calls it, but that vCPU threads run vCPUs.
 
 pub mod host;
 pub(crate) mod state;

@@ -2,13 +2,14 @@
 //!
 //! `boot.rs` and `restore.rs` both go through these steps.
 
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvm_ioctls::VcpuFd;
 use pvmm_devices::GuestMemory;
 use pvmm_devices::ioapic::{self, Ioapic};
-use pvmm_devices::legacy::console::Console;
+use pvmm_devices::legacy::console::{self, ConsoleConfig};
 use pvmm_devices::legacy::i8042::{self, I8042};
 use pvmm_devices::legacy::power::{self, PowerRegisters};
 use pvmm_devices::legacy::serial::{self, Serial};
@@ -22,6 +23,7 @@ use super::{Ending, MAX_VIRTIO, Machine, MachineError, VmResources};
 use crate::ablation::Mechanism;
 use crate::arch::x86_64::layout;
 use crate::arch::x86_64::tables::MmioDevice;
+use crate::config::{BucketConfig, Console};
 use crate::error::Error;
 use crate::kvm::vm::KvmVm;
 use crate::memory::Memory;
@@ -64,7 +66,7 @@ impl Opened {
 /// A machine that devices are being attached to. KVM's vCPUs must have been created before.
 pub struct MachineBuilder {
     pub buses: Buses,
-    pub console: Console,
+    pub console: console::Console,
     pub devices: DeviceThread,
     pub transports: Vec<Arc<MmioTransport>>,
     pub ioapic: Arc<Ioapic>,
@@ -77,7 +79,11 @@ pub struct MachineBuilder {
 impl MachineBuilder {
     /// Interrupt controller, serial port, power and reset registers, the generation identifier, and
     /// the thread for the rest.
-    pub fn new(kvm: &KvmVm, memory: &GuestMemory, console: Console) -> Result<Self, MachineError> {
+    pub fn new(
+        kvm: &KvmVm,
+        memory: &GuestMemory,
+        console: console::Console,
+    ) -> Result<Self, MachineError> {
         let mut buses = Buses::default();
         let ending = Arc::new(Ending::new().map_err(MachineError::Event)?);
         let ioapic = Arc::new(Ioapic::new(kvm.deliver()));
@@ -137,7 +143,7 @@ impl MachineBuilder {
     }
 
     /// Hands the machine to its owner. Its threads start when it first runs.
-    pub fn start(
+    pub fn finish(
         mut self,
         vcpus: Vec<VcpuFd>,
         kvm: KvmVm,
@@ -197,4 +203,14 @@ fn place(index: usize) -> MmioDevice {
         address: layout::VIRTIO_MMIO + index as u64 * layout::VIRTIO_MMIO_SIZE,
         gsi: layout::FIRST_VIRTIO_GSI + index as u32,
     }
+}
+
+/// The device's end of the console, which holds the guest to `limit`.
+pub fn open_console(to: Console, limit: Option<BucketConfig>) -> console::Console {
+    let target: Box<dyn Write + Send> = match to {
+        Console::Discard => Box::new(io::sink()),
+        Console::Stdout => Box::new(io::stdout()),
+        Console::File(file) => Box::new(file),
+    };
+    console::Console::new(target, ConsoleConfig { limit, ..ConsoleConfig::default() })
 }

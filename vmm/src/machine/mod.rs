@@ -29,7 +29,7 @@ use pvmm_devices::virtio::thread::{CALL_DEADLINE, DeviceThread};
 use pvmm_devices::vmgenid::VmGenId;
 
 pub use balloon::Hinting;
-pub use builder::{MachineBuilder, Opened};
+pub use builder::{MachineBuilder, Opened, open_console};
 pub use ending::Ending;
 
 use crate::agent::ReadyListener;

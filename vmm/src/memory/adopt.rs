@@ -28,7 +28,7 @@ impl Memory {
     /// that is dropped would not count as changed.
     pub fn can_adopt(&self, adoption: &Adoption) -> bool {
         let top = adoption.image.layers().last();
-        let is_last_copy = top.is_some_and(|top| Arc::as_ptr(&top.file) == self.copied.as_ptr());
+        let is_last_copy = top.is_some_and(|top| Arc::as_ptr(&top.file) == self.last_copy.as_ptr());
         is_last_copy && adoption.image.is_layer_over(&self.image) && !self.was_saved()
     }
 
@@ -43,14 +43,14 @@ impl Memory {
         let left = private.clip(&(adoption.next..self.image.size()));
         let slice = left.first(max);
         if let Some(last) = slice.iter().last() {
-            self.deduped.share_file(&self.guest, &slice, &self.image, &layer.file)?;
+            self.off_image.share_file(&self.guest, &slice, &self.image, &layer.file)?;
             self.exclude_from_forks_and_dumps();
             adoption.next = last.end;
             return Ok(true);
         }
         // Pages that are still private lie over older layers, and are noted like deduplicated ones.
         // All others equal the copy, or were given back by the guest.
-        self.deduped = dedup::DedupedPages::over_older_layers(private);
+        self.off_image = dedup::OffImageRanges::over_older_layers(private);
         self.image = adoption.image.clone();
         Ok(false)
     }

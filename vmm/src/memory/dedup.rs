@@ -19,15 +19,15 @@ use crate::ablation::Mechanism;
 const RANGES_MAX: usize = 8 << 10;
 static RANGES: AtomicUsize = AtomicUsize::new(0);
 
-/// The ranges of a guest that are mapped over the dedup source. The guest may have written there
-/// since.
+/// The ranges of a guest that are not mapped over its image: they lie over a dedup source, over a
+/// copy that is being adopted, or over older layers. The guest may have written there since.
 #[derive(Default)]
-pub struct DedupedPages {
+pub struct OffImageRanges {
     ranges: PageRanges,
     counted: usize,
 }
 
-impl DedupedPages {
+impl OffImageRanges {
     /// Returns ranges whose pages lie over layers below the top one, and are not shared.
     pub fn over_older_layers(ranges: PageRanges) -> Self {
         Self { ranges, counted: 0 }
@@ -86,7 +86,7 @@ impl DedupedPages {
     }
 }
 
-impl Drop for DedupedPages {
+impl Drop for OffImageRanges {
     fn drop(&mut self) {
         RANGES.fetch_sub(self.counted, Ordering::Relaxed);
     }
@@ -220,7 +220,7 @@ mod tests {
         for _ in 0..3 {
             put(&memory, SAME, 7);
             put(&memory, SAME, 2);
-            assert_eq!((memory.trim().unwrap(), memory.deduped.counted), (PAGE, 1));
+            assert_eq!((memory.trim().unwrap(), memory.off_image.counted), (PAGE, 1));
         }
     }
 

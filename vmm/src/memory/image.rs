@@ -1,8 +1,9 @@
 //! The memory image: copy-on-write layers that never change, and how guests map them.
 //!
-//! A layer is a file and the page ranges that it covers. The lowest layer is the memory of a
-//! snapshot; without one the image is empty and reads as zeros. Each freeze adds the dirty pages of
-//! a guest as a layer. Mapping an image copies nothing, so any number of guests share its pages.
+//! A layer is a file and the page ranges that it covers. The lowest layers are the memory of a
+//! snapshot and of its bases; without one the image is empty and reads as zeros. Each freeze adds
+//! the dirty pages of a guest as a layer, or merges all layers with them into one if there would be
+//! more than [`MAX_LAYERS`]. Mapping an image copies nothing, so any number of guests share it.
 
 use std::fs::File;
 use std::io;
@@ -315,7 +316,7 @@ impl MemoryImage {
         Ok(Self::empty(self.regions.to_vec()).with_file(file.into()))
     }
 
-    /// Maps the top layer in place of the pages of `guest` that it was made of.
+    /// Maps the top layer in place of what `guest` has in its ranges.
     pub fn map_top_layer_into(&self, guest: &GuestMemory) -> Result<(), MemoryError> {
         self.layers.last().map_or(Ok(()), |layer| layer.map_into(guest))
     }

@@ -41,7 +41,7 @@ use std::sync::{Arc, Weak};
 
 use crate::ablation::Mechanism;
 use crate::thread_filters::SystemCallFilter;
-use dedup::DedupedPages;
+use dedup::OffImageRanges;
 use flat::SaveBaseline;
 use image::HUGE_PAGE;
 use pvmm_devices::GuestMemory;
@@ -68,9 +68,10 @@ pub struct Memory {
     pub guest: GuestMemory,
     pub image: MemoryImage,
     baseline: SaveBaseline,
-    deduped: DedupedPages,
-    /// The file of the last background copy, unless the memory was taken elsewhere since.
-    copied: Weak<File>,
+    /// The ranges that are mapped over something else than the image.
+    off_image: OffImageRanges,
+    /// The file of the last background copy, for an adoption to know it by. None after a rollback.
+    last_copy: Weak<File>,
     /// This process's list of pages, if its owner opened it.
     pagemap: Option<Arc<File>>,
 }
@@ -91,9 +92,9 @@ impl Memory {
         };
         let guest = image.map(&huge)?;
         let baseline = SaveBaseline::since(image.layers().len());
-        let deduped = DedupedPages::default();
-        let copied = Weak::new();
-        let memory = Self { guest, image, baseline, deduped, copied, pagemap: None };
+        let off_image = OffImageRanges::default();
+        let last_copy = Weak::new();
+        let memory = Self { guest, image, baseline, off_image, last_copy, pagemap: None };
         if mode == Mode::Tracked {
             memory.use_small_pages();
         }
@@ -126,7 +127,8 @@ impl Memory {
     }
 
     /// Excludes guest memory from core dumps and from child processes, which have no use for it and
-    /// would copy its page tables. To be called whenever something was mapped.
+    /// would copy its page tables; that of a background copy asks for it. To be called whenever
+    /// something was mapped.
     fn exclude_from_forks_and_dumps(&self) {
         for run in PageRanges::all(self.image.size()).iter() {
             for advice in [libc::MADV_DONTFORK, libc::MADV_DONTDUMP] {
@@ -136,27 +138,27 @@ impl Memory {
         }
     }
 
-    /// Returns the pages that differ from the image, as ranges of the image: those that are
-    /// private, and those that are deduplicated.
+    /// Returns the pages that may differ from the image, as ranges of the image: those that are
+    /// private, and those that are mapped over something else.
     pub fn dirty_pages(&self) -> Result<PageRanges, MemoryError> {
         let private = self.scan(PageState::Private)?;
-        Ok(private.union(self.deduped.ranges()))
+        Ok(private.union(self.off_image.ranges()))
     }
 
     /// Moves the changed pages into a sealed layer of the image and maps that in their place. The
     /// guest must be paused. Returns which pages they were.
     pub fn freeze(&mut self) -> Result<PageRanges, MemoryError> {
-        let runs = self.dirty_pages()?;
-        let image = self.image.with_dirty_pages(&self.guest, &runs)?;
+        let dirty = self.dirty_pages()?;
+        let image = self.image.with_dirty_pages(&self.guest, &dirty)?;
         image.map_top_layer_into(&self.guest)?;
         if image.layers().len() <= self.image.layers().len() {
             // All layers became one, and the last save's are no longer among them.
             self.baseline = SaveBaseline::default();
         }
         self.image = image;
-        self.deduped = DedupedPages::default();
+        self.off_image = OffImageRanges::default();
         self.exclude_from_forks_and_dumps();
-        Ok(runs)
+        Ok(dirty)
     }
 
     /// Begins to copy the changed pages into a layer over the image, while the guest goes on over
@@ -167,13 +169,13 @@ impl Memory {
         &mut self,
         filter: Option<&SystemCallFilter>,
     ) -> Result<Option<Freezing>, MemoryError> {
-        let private = self.dirty_pages()?;
-        if private.bytes() < BACKGROUND_COPY_MIN {
+        let dirty = self.dirty_pages()?;
+        if dirty.bytes() < BACKGROUND_COPY_MIN {
             return Ok(None);
         }
-        let begun = self.image.begin_freeze(&self.guest, &private, filter);
+        let begun = self.image.begin_freeze(&self.guest, &dirty, filter);
         let begun = begun.map_err(MemoryError::Keep)?;
-        self.copied = begun.as_ref().map_or_else(Weak::new, Freezing::file);
+        self.last_copy = begun.as_ref().map_or_else(Weak::new, Freezing::file);
         Ok(begun)
     }
 
@@ -188,11 +190,11 @@ impl Memory {
         let private = self.scan(PageState::Private)?;
         let (short, _) = private.shortest(TRIM_MAX);
         // A deduplicated page is mapped over the dedup source, not over the image.
-        let over_image = short.difference(self.deduped.ranges());
+        let over_image = short.difference(self.off_image.ranges());
         let same = self.image.unchanged(&self.guest, &over_image).map_err(MemoryError::Scan)?;
         pages::discard(&self.guest, &same).map_err(MemoryError::Discard)?;
         let left = short.difference(&same);
-        let deduped = self.deduped.share(&self.guest, &left, &self.image)?;
+        let deduped = self.off_image.share(&self.guest, &left, &self.image)?;
         self.exclude_from_forks_and_dumps();
         Ok(same.bytes() + deduped)
     }
@@ -204,9 +206,9 @@ impl Memory {
         image.with_dedup_source(&self.guest, &short)
     }
 
-    /// Makes the kernel map single pages on a read, without their neighbours, until the result is
+    /// Makes the kernel map single pages on a read, without their neighbours, until the guard is
     /// dropped. Returns `None` where the kernel cannot.
-    pub fn report_each_page(&self) -> Option<Userfault> {
+    pub fn without_fault_around(&self) -> Option<Userfault> {
         Userfault::without_fault_around(&self.guest).ok()
     }
 
@@ -228,15 +230,15 @@ impl Memory {
     /// Takes the memory back to `image`, whatever was written or frozen since. The guest must be
     /// paused.
     pub fn rollback(&mut self, image: &MemoryImage) -> Result<(), MemoryError> {
-        if image.has_same_layers(&self.image) && self.deduped.ranges().count() == 0 {
+        if image.has_same_layers(&self.image) && self.off_image.ranges().count() == 0 {
             let private = self.scan(PageState::Private)?;
             image.revert_dirty_pages(&self.guest, &private).map_err(MemoryError::Discard)?
         } else {
             image.remap(&self.guest)?;
-            self.deduped = DedupedPages::default();
+            self.off_image = OffImageRanges::default();
         }
         self.image = image.clone();
-        self.copied = Weak::new();
+        self.last_copy = Weak::new();
         // A VM that is rolled back has short lives, and would clear whole huge pages in each for
         // the few pages that it writes.
         self.use_small_pages();

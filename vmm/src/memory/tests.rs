@@ -304,7 +304,7 @@ fn working_set_is_what_was_touched_and_is_ready_in_the_next_mapping() {
     }
     parent.freeze().unwrap();
     let first = Memory::map(parent.image.clone(), Mode::Tracked, None).unwrap();
-    let each_page = first.report_each_page();
+    let each_page = first.without_fault_around();
     get(&first, 0x40_000);
     put(&first, 0x60_000, 2);
     let touched = first.touched().unwrap();

@@ -96,7 +96,8 @@ impl Vm {
 
     /// Makes a template of the VM as it is now. A VM that ran runs on. With an agent in the guest,
     /// call [`Agent::freeze`] before and [`Agent::thaw`] after it, so that in forks no workload
-    /// runs before they are refreshed.
+    /// runs before they are refreshed. Much memory is copied; [`Vm::adopt`] makes the VM share the
+    /// copy.
     pub fn freeze(&mut self) -> Result<Template, Error> {
         self.begin_freeze()?.finish()
     }

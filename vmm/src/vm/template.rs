@@ -181,7 +181,7 @@ impl Template {
         // Small pages, each of which counts by itself.
         overrides.host.track_changes = true;
         let mut vm = self.fork(overrides)?.without_refresh();
-        let each_page = vm.machine().memory.report_each_page();
+        let each_page = vm.machine().memory.without_fault_around();
         first_use(&mut vm)?;
         vm.pause()?;
         let touched = vm.machine().memory.touched().map_err(Error::from)?;

@@ -4,7 +4,7 @@ use std::fs::{self, File, Metadata};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
 
-use pvmm::agent::{FileKind, Owner, SparseError, WriteOptions};
+use pvmm::agent::{FileKind, FileWriteOptions, Owner, SparseError};
 
 use super::{Copy, destination, ends_with_slash, in_guest, on_host, tree};
 use crate::exit::Failure;
@@ -46,7 +46,7 @@ fn file(copy: &mut Copy, from: &Path, to: &Path, metadata: &Metadata) -> Result<
     let source = File::open(from).map_err(on_host("read", from))?;
     let mode = Some(metadata.permissions().mode() & 0o7777);
     let owner = copy.owners.then(|| Owner { uid: metadata.uid(), gid: metadata.gid() });
-    let options = WriteOptions { mode, owner, ..WriteOptions::default() };
+    let options = FileWriteOptions { mode, owner, ..FileWriteOptions::default() };
     let mut writer = copy.agent.open_write_sparse(to, &options).map_err(in_guest("write", to))?;
     let mut at = 0;
     loop {
