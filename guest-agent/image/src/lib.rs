@@ -2,8 +2,8 @@
 //!
 //! A single `pvmm` file can start a guest because it has this in it. A crate of its own, so that
 //! what only prepares kernels and templates does not wait for the agent to be built. The build
-//! script builds the agent in the workspace around this crate; elsewhere the environment variable
-//! `PVMM_AGENT_BIN` must name an agent that is already built.
+//! script builds the agent from the source of `pvmm-guest-agent`, unless the environment variable
+//! `PVMM_AGENT_BIN` names an agent that is already built.
 
 /// The agent that `build.rs` compiled; it becomes the guest's `/init`.
 pub static AGENT: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/pvmm-agent"));
