@@ -27,7 +27,7 @@ const IDLE: Duration = Duration::from_secs(60);
 /// The longest datagram that the guest takes in one packet: fragments are not carried.
 pub const PAYLOAD_MAX: usize = MTU - 20 - 8;
 /// The room of the kernel's queue for datagrams to the guest.
-const RECEIVE_ROOM: i32 = 128 << 10;
+const RECEIVE_ROOM: usize = 128 << 10;
 
 /// All associations of the guest.
 #[derive(Debug, Default)]

@@ -5,6 +5,8 @@
 
 use std::io;
 
+use rustix::process::Resource;
+
 use crate::associations::ASSOCIATIONS_MAX;
 use crate::connections::CONNECTIONS_MAX;
 use crate::resolver::QUESTIONS_MAX;
@@ -30,11 +32,11 @@ pub fn confine() -> Result<(), ConfineError> {
     let step = |act, done: io::Result<()>| done.map_err(|source| ConfineError { act, source });
     step("give up new privileges", sys::forbid_new_privileges())?;
     step("drop capabilities", sys::drop_capabilities())?;
-    step("forbid core dumps", sys::limit(libc::RLIMIT_CORE, 0))?;
-    step("forbid processes", sys::limit(libc::RLIMIT_NPROC, 0))?;
+    step("forbid core dumps", sys::limit(Resource::Core, 0))?;
+    step("forbid processes", sys::limit(Resource::Nproc, 0))?;
     let files = (CONNECTIONS_MAX + ASSOCIATIONS_MAX + QUESTIONS_MAX + OTHER_FILES) as u64;
-    step("limit open files", sys::limit(libc::RLIMIT_NOFILE, files))?;
-    step("limit memory", sys::limit(libc::RLIMIT_AS, ADDRESS_SPACE))?;
+    step("limit open files", sys::limit(Resource::Nofile, files))?;
+    step("limit memory", sys::limit(Resource::As, ADDRESS_SPACE))?;
     step("forbid inspection", sys::forbid_dumps())?;
     step("tie its life to its parent's", sys::die_with_parent())
 }

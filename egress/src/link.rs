@@ -24,7 +24,7 @@ const WAITING_MAX: usize = 256;
 const DATAGRAMS_MAX: usize = 64;
 // Answers of the gateway itself may exceed that, and are then dropped.
 const ANSWERS_MAX: usize = WAITING_MAX + DATAGRAMS_MAX + 128;
-const SEND_ROOM: i32 = 1 << 20;
+const SEND_ROOM: usize = 1 << 20;
 
 /// The host's end of the link.
 #[derive(Debug)]
