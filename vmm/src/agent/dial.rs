@@ -1,11 +1,8 @@
 //! Connects a VM's vsock socket to an agent: connect, `CONNECT port`, hello, welcome.
 //!
 //! One deadline bounds all reads, and none reads a byte beyond its message.
-#![allow(unsafe_code)] // a Unix connect with a time limit, poll and SO_LINGER, which the standard library lacks
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,6 +11,8 @@ use pvmm_guest_agent::frame::{HEADER_LEN, Header};
 use pvmm_guest_agent::limits::VERSION;
 use pvmm_guest_agent::message::{Code, Goodbye, Hello, Welcome};
 use pvmm_guest_agent::{Kind, decode, encode};
+use rustix::io::retry_on_intr;
+use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::error::AgentError;
 use crate::trace;
@@ -144,20 +143,9 @@ fn ask_for_port(mut socket: &UnixStream, words: &[u8], deadline: Instant) -> io:
 
 /// Waits for bytes and returns how many there are, without taking them from the socket.
 fn peek(socket: &UnixStream, bytes: &mut [u8]) -> io::Result<usize> {
-    loop {
-        // SAFETY: the pointer and the length are those of a buffer that outlives the call.
-        let count = unsafe {
-            let buffer = bytes.as_mut_ptr().cast();
-            libc::recv(socket.as_raw_fd(), buffer, bytes.len(), libc::MSG_PEEK)
-        };
-        match usize::try_from(count) {
-            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-            Ok(count) => return Ok(count),
-            Err(_) => match io::Error::last_os_error() {
-                e if e.kind() == ErrorKind::Interrupted => {}
-                e => return Err(e),
-            },
-        }
+    match retry_on_intr(|| rustix::net::recv(socket, &mut *bytes, RecvFlags::PEEK))? {
+        (0, _) => Err(ErrorKind::UnexpectedEof.into()),
+        (count, _) => Ok(count),
     }
 }
 
@@ -195,79 +183,11 @@ fn limit_write(socket: &UnixStream, deadline: Instant) -> io::Result<()> {
 /// Connects to a Unix socket. A listener whose queue is full blocks a plain connect forever; the
 /// write timeout, set before, bounds it.
 fn dial(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
-    let bytes = path.as_os_str().as_bytes();
-    // SAFETY: sockaddr_un is plain data for which zeroes are a valid value.
-    let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
-    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    if bytes.is_empty() || bytes.contains(&0) || bytes.len() >= address.sun_path.len() {
-        return Err(io::Error::from_raw_os_error(libc::ENAMETOOLONG));
-    }
-    for (slot, byte) in address.sun_path.iter_mut().zip(bytes) {
-        *slot = *byte as libc::c_char;
-    }
-    // SAFETY: the descriptor is new and owned here; the address is a sockaddr_un of the size
-    // passed.
-    unsafe {
-        let fd = libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0);
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        let socket = UnixStream::from(OwnedFd::from_raw_fd(fd));
-        limit_write(&socket, deadline)?;
-        let size = size_of::<libc::sockaddr_un>() as libc::socklen_t;
-        if libc::connect(socket.as_raw_fd(), (&raw const address).cast(), size) < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        Ok(socket)
-    }
-}
-
-/// Waits until a descriptor is readable and returns whether it is before the deadline.
-pub fn wait_readable(fd: BorrowedFd<'_>, deadline: Instant) -> io::Result<bool> {
-    loop {
-        let millis = deadline.saturating_duration_since(Instant::now()).as_nanos();
-        let millis = millis.div_ceil(1_000_000).min(i32::MAX as u128) as libc::c_int;
-        let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd that outlives the call.
-        match unsafe { libc::poll(&mut poll, 1, millis) } {
-            0 => return Ok(false),
-            count if count > 0 => return Ok(true),
-            _ => match io::Error::last_os_error() {
-                e if e.kind() == ErrorKind::Interrupted => {}
-                e => return Err(e),
-            },
-        }
-    }
-}
-
-/// Makes closing the socket send a reset, so that the peer does not take a failure for a regular
-/// end.
-pub fn reset_on_close(socket: &std::net::TcpStream) {
-    let linger = libc::linger { l_onoff: 1, l_linger: 0 };
-    // SAFETY: the option is a linger that lives through the call, with its size. If the call fails,
-    // the peer sees a regular end.
-    unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            libc::SO_LINGER,
-            (&raw const linger).cast(),
-            size_of::<libc::linger>() as libc::socklen_t,
-        );
-    }
-}
-
-/// Waits until one of two descriptors is readable and returns whether the first is.
-pub fn wait_either(first: BorrowedFd<'_>, second: BorrowedFd<'_>) -> io::Result<bool> {
-    let polled =
-        |fd: BorrowedFd<'_>| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    let mut poll = [polled(first), polled(second)];
-    // SAFETY: two pollfds that outlive the call.
-    while unsafe { libc::poll(poll.as_mut_ptr(), 2, -1) } < 0 {
-        let error = io::Error::last_os_error();
-        if error.kind() != ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
-    Ok(poll[0].revents != 0)
+    let address = SocketAddrUnix::new(path)?;
+    let (kind, flags) = (SocketType::STREAM, SocketFlags::CLOEXEC);
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
+    let socket = UnixStream::from(socket);
+    limit_write(&socket, deadline)?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(socket)
 }

@@ -5,15 +5,14 @@
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, PipeWriter, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use super::connection::lock;
-use super::dial::{reset_on_close, wait_either};
 use super::error::AgentError;
 use super::{Agent, GuestTcpReader, GuestTcpWriter};
+use crate::sys::{reset_on_close, wait_either};
 
 /// The most clients that one forward serves at once; more wait in the listener's queue. The limit
 /// leaves streams of the agent's connection for other requests.
@@ -140,7 +139,7 @@ impl Acceptor {
     fn run(self) {
         while self.has_room() {
             // The forward holds the only writer: the pipe ends when the forward is dropped.
-            if !wait_either(self.listener.as_fd(), self.stop.as_fd()).unwrap_or(false) {
+            if !matches!(wait_either(&self.listener, &self.stop, None), Ok((true, _))) {
                 return;
             }
             match self.listener.accept() {

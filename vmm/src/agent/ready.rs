@@ -16,6 +16,7 @@ use pvmm_guest_agent::message::Welcome;
 
 use super::dial;
 use super::error::AgentError;
+use crate::sys::wait_readable;
 
 /// The time limit of one caller for its frame, so that it does not delay others.
 const FRAME_TIME: Duration = Duration::from_secs(2);
@@ -46,7 +47,8 @@ impl ReadyListener {
     /// Waits for the agent's welcome. A caller that sends anything else is ignored.
     pub fn wait(&self, deadline: Instant) -> Result<Welcome, AgentError> {
         let failed = |source| AgentError::Listen { path: self.path.clone(), source };
-        while dial::wait_readable(self.listener.as_fd(), deadline).map_err(failed)? {
+        let left = || Some(deadline.saturating_duration_since(Instant::now()));
+        while wait_readable(&self.listener, left()).map_err(failed)? {
             let socket = match self.listener.accept() {
                 Ok((socket, _)) => socket,
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => continue,

@@ -8,6 +8,8 @@ use std::fs::{self, File};
 use std::io;
 use std::path::{Component, Path, PathBuf};
 
+use rustix::fs::OFlags;
+
 use crate::sys;
 
 /// The folders below which a snapshot may name files; `None` allows every path.
@@ -28,7 +30,7 @@ pub fn is_allowed(path: &Path, roots: &Roots) -> bool {
 /// Opens a regular file for reading, without following links. Links were resolved when the snapshot
 /// was written, so its path contains none.
 pub fn open_file(path: &Path) -> io::Result<File> {
-    let file = sys::open_without_links(path, 0)?;
+    let file = sys::open_without_links(path, OFlags::empty())?;
     if file.metadata()?.is_file() {
         Ok(file)
     } else {
@@ -38,7 +40,7 @@ pub fn open_file(path: &Path) -> io::Result<File> {
 
 /// Opens a folder without following links.
 pub fn open_folder(path: &Path) -> io::Result<File> {
-    sys::open_without_links(path, libc::O_DIRECTORY)
+    sys::open_without_links(path, OFlags::DIRECTORY)
 }
 
 #[cfg(test)]

@@ -1,20 +1,21 @@
 //! System calls and unions without a safe wrapper: the place for `unsafe` outside `kvm/`.
 #![allow(unsafe_code)]
 
-use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::marker::PhantomData;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd};
-use std::os::unix::ffi::OsStrExt;
+use std::net::TcpStream;
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::thread::JoinHandleExt;
 use std::path::Path;
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvm_bindings::kvm_run__bindgen_ty_1;
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, RenameFlags, ResolveFlags, SeekFrom};
+use rustix::io::{Errno, retry_on_intr};
+use rustix::rand::GetRandomFlags;
 
 /// Returns the reason that KVM gives with an internal error. Valid only after an exit with that
 /// reason.
@@ -27,15 +28,9 @@ pub fn internal_suberror(exit: &kvm_run__bindgen_ty_1) -> u32 {
 /// Fills `bytes` with random bytes from the kernel.
 pub fn fill_random(mut bytes: &mut [u8]) -> io::Result<()> {
     while !bytes.is_empty() {
-        // SAFETY: `bytes` is writable for its length.
-        let count = unsafe { libc::getrandom(bytes.as_mut_ptr().cast(), bytes.len(), 0) };
-        match usize::try_from(count) {
-            Ok(count) => bytes = &mut bytes[count..],
-            Err(_) => match io::Error::last_os_error() {
-                e if e.kind() == io::ErrorKind::Interrupted => {}
-                e => return Err(e),
-            },
-        }
+        let count =
+            retry_on_intr(|| rustix::rand::getrandom(&mut *bytes, GetRandomFlags::empty()))?;
+        bytes = &mut bytes[count..];
     }
     Ok(())
 }
@@ -43,16 +38,7 @@ pub fn fill_random(mut bytes: &mut [u8]) -> io::Result<()> {
 /// Returns the name of the file's file system, if it keeps its data in memory.
 pub fn memory_file_system(file: &File) -> io::Result<Option<&'static str>> {
     const RAMFS_MAGIC: libc::__fsword_t = 0x8584_58f6;
-    let mut facts = MaybeUninit::<libc::statfs>::uninit();
-    // SAFETY: the kernel fills the structure, which lives across the call; it is read only if that
-    // succeeded.
-    let kind = unsafe {
-        if libc::fstatfs(file.as_raw_fd(), facts.as_mut_ptr()) < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        facts.assume_init().f_type
-    };
-    Ok(match kind {
+    Ok(match rustix::fs::fstatfs(file)?.f_type {
         libc::TMPFS_MAGIC => Some("tmpfs"),
         RAMFS_MAGIC => Some("ramfs"),
         _ => None,
@@ -144,29 +130,10 @@ pub fn borrowed<T: AsRawFd>(of: &T) -> BorrowedFd<'_> {
 }
 
 /// Waits until `fd` is readable; returns false when `timeout` passes first.
-pub fn wait_readable(
-    fd: &impl std::os::fd::AsRawFd,
-    timeout: Option<Duration>,
-) -> io::Result<bool> {
-    let deadline = timeout.map(|timeout| std::time::Instant::now() + timeout);
-    loop {
-        let left = deadline.map(|d| d.saturating_duration_since(std::time::Instant::now()));
-        // Rounded up: a poll that is too short would spin.
-        let millis = left.map_or(-1, |left| left.as_millis().saturating_add(1).min(1 << 30) as i32);
-        let mut poll = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 };
-        // SAFETY: one pollfd, which lives across the call.
-        match unsafe { libc::poll(&mut poll, 1, millis) } {
-            0 if left.is_none_or(|left| left.is_zero()) => return Ok(false),
-            0 => {}
-            1.. => return Ok(true),
-            _ => {
-                let error = io::Error::last_os_error();
-                if error.kind() != io::ErrorKind::Interrupted {
-                    return Err(error);
-                }
-            }
-        }
-    }
+pub fn wait_readable(fd: &impl AsRawFd, timeout: Option<Duration>) -> io::Result<bool> {
+    let mut one = [libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 }];
+    poll(&mut one, timeout)?;
+    Ok(one[0].revents != 0)
 }
 
 /// Waits until one of two descriptors is readable or has ended, and returns which. Both are false
@@ -178,13 +145,34 @@ pub fn wait_either(
 ) -> io::Result<(bool, bool)> {
     let watch = |fd| libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
     let mut polls = [watch(one.as_raw_fd()), watch(two.as_raw_fd())];
-    // Rounded up: a poll that is too short would spin.
-    let millis = timeout.map_or(-1, |t| t.as_millis().saturating_add(1).min(1 << 30) as i32);
-    // SAFETY: two pollfds, which live across the call.
-    match unsafe { libc::poll(polls.as_mut_ptr(), 2, millis) } {
-        0.. => Ok((polls[0].revents != 0, polls[1].revents != 0)),
-        _ => Err(io::Error::last_os_error()),
+    poll(&mut polls, timeout)?;
+    Ok((polls[0].revents != 0, polls[1].revents != 0))
+}
+
+/// Waits for an event of one of `polls`, or until `timeout` has passed, also over signals.
+fn poll(polls: &mut [libc::pollfd], timeout: Option<Duration>) -> io::Result<()> {
+    let deadline = timeout.map(|timeout| Instant::now() + timeout);
+    loop {
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        // Rounded up: a poll that is too short would spin.
+        let millis = left.map_or(-1, |left| left.as_micros().div_ceil(1000).min(1 << 30) as i32);
+        // SAFETY: a live array of exactly that many entries.
+        match unsafe { libc::poll(polls.as_mut_ptr(), polls.len() as libc::nfds_t, millis) } {
+            0 if left.is_some_and(|left| !left.is_zero()) => {}
+            0.. => return Ok(()),
+            _ => match io::Error::last_os_error() {
+                error if error.kind() == io::ErrorKind::Interrupted => {}
+                error => return Err(error),
+            },
+        }
     }
+}
+
+/// Makes closing the socket send a reset, so that the peer does not take a failure for a regular
+/// end.
+pub fn reset_on_close(socket: &TcpStream) {
+    // If it fails, the peer sees a regular end.
+    let _ = rustix::net::sockopt::set_socket_linger(socket, Some(Duration::ZERO));
 }
 
 /// Opens a folder, to open files beneath it.
@@ -192,102 +180,57 @@ pub fn open_dir(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECTORY | libc::O_CLOEXEC).open(path)
 }
 
+/// For reading: never through a link, and without waiting for a FIFO's writer.
+fn plain_read() -> OFlags {
+    OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC
+}
+
 /// Opens a file of a folder for reading: never through a link, and without waiting for a FIFO's
 /// writer.
 pub fn open_beneath(dir: &File, name: &str) -> io::Result<File> {
-    let name = CString::new(name)?;
-    let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
-    // SAFETY: the name ends in NUL and outlives the call; the descriptor is borrowed.
-    let fd = unsafe { libc::openat(dir.as_raw_fd(), name.as_ptr(), flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a new descriptor that nobody else has.
-    Ok(unsafe { File::from_raw_fd(fd) })
+    Ok(rustix::fs::openat(dir, name, plain_read(), Mode::empty())?.into())
 }
 
 /// Opens a file or folder for reading if its path contains no link, without waiting for a FIFO's
 /// writer.
-pub fn open_without_links(path: &Path, flags: i32) -> io::Result<File> {
-    let path = CString::new(path.as_os_str().as_bytes())?;
-    let flags = flags | libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_CLOEXEC;
-    // SAFETY: all zeros is a valid value of this plain structure.
-    let mut how: libc::open_how = unsafe { std::mem::zeroed() };
-    how.flags = flags as u64;
-    how.resolve = libc::RESOLVE_NO_SYMLINKS;
-    // SAFETY: the path ends in NUL, and both it and the structure, whose size is passed, outlive
-    // the call.
-    let fd = unsafe {
-        libc::syscall(
-            libc::SYS_openat2,
-            libc::AT_FDCWD,
-            path.as_ptr(),
-            &raw const how,
-            size_of::<libc::open_how>(),
-        )
-    };
-    match i32::try_from(fd) {
-        // SAFETY: a new descriptor that nobody else has.
-        Ok(fd) if fd >= 0 => Ok(unsafe { File::from_raw_fd(fd) }),
-        _ => Err(io::Error::last_os_error()),
-    }
+pub fn open_without_links(path: &Path, flags: OFlags) -> io::Result<File> {
+    let (flags, beneath) = (plain_read() | flags, ResolveFlags::NO_SYMLINKS);
+    Ok(rustix::fs::openat2(CWD, path, flags, Mode::empty(), beneath)?.into())
 }
 
 /// Takes a lock that lasts as long as the file is open, or fails at once.
 pub fn lock_file(file: &File) -> io::Result<()> {
-    // SAFETY: no memory is passed.
-    check(unsafe { libc::flock(file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) })
+    Ok(rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)?)
 }
 
 pub fn set_mode(file: &File, mode: u32) -> io::Result<()> {
-    // SAFETY: no memory is passed.
-    check(unsafe { libc::fchmod(file.as_raw_fd(), mode) })
+    Ok(rustix::fs::fchmod(file, Mode::from_raw_mode(mode))?)
 }
 
 /// Renames a file or folder, and fails if the new name exists.
 pub fn rename_new(from: &Path, to: &Path) -> io::Result<()> {
-    rename(from, to, libc::RENAME_NOREPLACE)
+    Ok(rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE)?)
 }
 
 /// Exchanges two names atomically.
 pub fn rename_exchange(from: &Path, to: &Path) -> io::Result<()> {
-    rename(from, to, libc::RENAME_EXCHANGE)
-}
-
-fn rename(from: &Path, to: &Path, flags: u32) -> io::Result<()> {
-    let from = CString::new(from.as_os_str().as_bytes())?;
-    let to = CString::new(to.as_os_str().as_bytes())?;
-    let here = libc::AT_FDCWD;
-    // SAFETY: both names end in NUL and outlive the call.
-    check(unsafe { libc::renameat2(here, from.as_ptr(), here, to.as_ptr(), flags) })
-}
-
-fn check(result: i32) -> io::Result<()> {
-    match result {
-        0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
-    }
+    Ok(rustix::fs::renameat_with(CWD, from, CWD, to, RenameFlags::EXCHANGE)?)
 }
 
 /// Returns where the next data of a file begins; `None` if only a hole is left.
-pub fn next_data(file: &std::fs::File, from: u64) -> io::Result<Option<u64>> {
-    seek_for(file, from, libc::SEEK_DATA)
+pub fn next_data(file: &File, from: u64) -> io::Result<Option<u64>> {
+    seek(file, SeekFrom::Data(from))
 }
 
 /// Returns where the next hole of a file begins; the end of the file counts as a hole.
-pub fn next_hole(file: &std::fs::File, from: u64) -> io::Result<Option<u64>> {
-    seek_for(file, from, libc::SEEK_HOLE)
+pub fn next_hole(file: &File, from: u64) -> io::Result<Option<u64>> {
+    seek(file, SeekFrom::Hole(from))
 }
 
-fn seek_for(file: &std::fs::File, from: u64, whence: libc::c_int) -> io::Result<Option<u64>> {
-    let from = libc::off_t::try_from(from).unwrap_or(libc::off_t::MAX);
-    // SAFETY: takes no pointer.
-    let found = unsafe { libc::lseek(std::os::fd::AsRawFd::as_raw_fd(file), from, whence) };
-    match u64::try_from(found) {
+fn seek(file: &File, to: SeekFrom) -> io::Result<Option<u64>> {
+    match rustix::fs::seek(file, to) {
         Ok(found) => Ok(Some(found)),
-        Err(_) => match io::Error::last_os_error() {
-            e if e.raw_os_error() == Some(libc::ENXIO) => Ok(None),
-            e => Err(e),
-        },
+        Err(Errno::NXIO) => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }
