@@ -3,12 +3,10 @@
 //! A device node or a /proc file can exist without working, so only the call's result counts.
 #![allow(unsafe_code)] // Raw system calls and ioctls, each with its own note.
 
-use std::ffi::CString;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::mem::{size_of, zeroed};
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
-use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
@@ -28,16 +26,8 @@ fn owned(result: libc::c_long) -> io::Result<OwnedFd> {
 }
 
 /// Returns the running kernel's release, as in `6.12.0-1-amd64`.
-pub fn kernel_release() -> io::Result<String> {
-    // SAFETY: plain bytes, all zero is valid; uname fills it with terminated strings.
-    let name = unsafe {
-        let mut name: libc::utsname = zeroed();
-        answer(libc::uname(&mut name).into())?;
-        name
-    };
-    let bytes: Vec<u8> =
-        name.release.iter().map(|byte| *byte as u8).take_while(|byte| *byte != 0).collect();
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+pub fn kernel_release() -> String {
+    rustix::system::uname().release().to_string_lossy().into_owned()
 }
 
 /// Creates a tap device, which is removed when its descriptor closes.
@@ -153,29 +143,17 @@ pub fn landlock_abi() -> io::Result<i64> {
 
 /// Returns the type of the filesystem at `path`.
 pub fn filesystem_type(path: &Path) -> io::Result<i64> {
-    let path = CString::new(path.as_os_str().as_bytes())?;
-    // SAFETY: plain data, all zero is valid; the path is terminated and both outlive the call.
-    unsafe {
-        let mut stat: libc::statfs = zeroed();
-        answer(libc::statfs(path.as_ptr(), &mut stat).into())?;
-        Ok(stat.f_type)
-    }
+    Ok(rustix::fs::statfs(path)?.f_type)
 }
 
 /// Returns the bytes that an ordinary user can still write to the filesystem at `path`.
 pub fn free_space(path: &Path) -> io::Result<u64> {
-    let path = CString::new(path.as_os_str().as_bytes())?;
-    // SAFETY: plain data, all zero is valid; the path is terminated and both outlive the call.
-    unsafe {
-        let mut stat: libc::statvfs = zeroed();
-        answer(libc::statvfs(path.as_ptr(), &mut stat).into())?;
-        Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
-    }
+    let stat = rustix::fs::statvfs(path)?;
+    Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 /// Clones one unnamed file into another.
 pub fn reflink(dir: &Path) -> io::Result<()> {
-    const FICLONE: libc::c_ulong = 0x4004_9409;
     let nameless = || {
         OpenOptions::new()
             .read(true)
@@ -186,8 +164,7 @@ pub fn reflink(dir: &Path) -> io::Result<()> {
     };
     let (from, to) = (nameless()?, nameless()?);
     io::Write::write_all(&mut &from, &[1; 4096])?;
-    // SAFETY: the argument is a descriptor number, and both files are open.
-    answer(unsafe { libc::ioctl(to.as_raw_fd(), FICLONE, from.as_raw_fd()) }.into()).map(drop)
+    Ok(rustix::fs::ioctl_ficlone(&to, &from)?)
 }
 
 /// Creates a user namespace, in a child process because it cannot be left again.

@@ -2,16 +2,17 @@
 //!
 //! A VM is alive exactly while its lock is held: the kernel releases it however the process ends,
 //! so it cannot go stale.
-#![allow(unsafe_code)] // flock(2) has no safe wrapper in the oldest supported toolchain.
 
 use std::fs::File;
 use std::io;
-use std::os::fd::AsRawFd;
 use std::time::{Duration, Instant};
+
+use rustix::fs::FlockOperation;
+use rustix::io::Errno;
 
 /// Takes the lock if it is free; returns false if not.
 pub fn try_exclusive(file: &File) -> io::Result<bool> {
-    flock(file, libc::LOCK_EX)
+    flock(file, FlockOperation::NonBlockingLockExclusive)
 }
 
 /// A lock that is released on drop, also if a process that was forked meanwhile still has the file
@@ -28,29 +29,26 @@ impl Guard {
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        // SAFETY: the descriptor is open for as long as the file is.
-        unsafe { libc::flock(self.0.as_raw_fd(), libc::LOCK_UN) };
+        // The kernel refuses it for no file that is open.
+        let _ = rustix::fs::flock(&self.0, FlockOperation::Unlock);
     }
 }
 
 /// Takes the lock beside other shared ones, unless one process has it alone; returns false then.
 pub fn try_shared(file: &File) -> io::Result<bool> {
-    flock(file, libc::LOCK_SH)
+    flock(file, FlockOperation::NonBlockingLockShared)
 }
 
 /// Whether the lock is free. The check takes a shared lock, so concurrent checks do not disturb it.
 pub fn is_free(file: &File) -> io::Result<bool> {
-    flock(file, libc::LOCK_SH)
+    flock(file, FlockOperation::NonBlockingLockShared)
 }
 
-fn flock(file: &File, kind: libc::c_int) -> io::Result<bool> {
-    // SAFETY: the descriptor is open for as long as `file` is borrowed.
-    match unsafe { libc::flock(file.as_raw_fd(), kind | libc::LOCK_NB) } {
-        0 => Ok(true),
-        _ => match io::Error::last_os_error() {
-            error if error.raw_os_error() == Some(libc::EWOULDBLOCK) => Ok(false),
-            error => Err(error),
-        },
+fn flock(file: &File, kind: FlockOperation) -> io::Result<bool> {
+    match rustix::fs::flock(file, kind) {
+        Ok(()) => Ok(true),
+        Err(Errno::WOULDBLOCK) => Ok(false),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -1,12 +1,14 @@
 //! Passes open files over a Unix socket, and looks at a socket that was passed.
 //!
 //! A template's memory goes from one process to another as file descriptors, not as bytes.
-#![allow(unsafe_code)] // Received descriptors become owned ones; getsockopt.
+#![allow(unsafe_code)] // Received descriptors become owned ones.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::net::UnixStream;
 
+use rustix::io::FdFlags;
+use rustix::net::{SocketType, sockopt};
 use vmm_sys_util::sock_ctrl_msg::ScmSocket;
 
 /// The most files that one message can carry.
@@ -28,11 +30,9 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Vec
         // SAFETY: the kernel has just made the descriptor for this process, and it has no other
         // owner.
         let file = unsafe { OwnedFd::from_raw_fd(*fd) };
-        // SAFETY: no memory is passed. Close-on-exec, like all descriptors that this program opens.
-        match unsafe { libc::fcntl(*fd, libc::F_SETFD, libc::FD_CLOEXEC) } {
-            0 => Ok(file),
-            _ => Err(io::Error::last_os_error()),
-        }
+        // Like all descriptors that this program opens.
+        rustix::io::fcntl_setfd(&file, FdFlags::CLOEXEC)?;
+        Ok(file)
     };
     let files = raw.iter().take(files).map(own).collect::<io::Result<_>>()?;
     Ok((bytes, files))
@@ -40,16 +40,8 @@ pub fn receive(socket: &UnixStream, buffer: &mut [u8]) -> io::Result<(usize, Vec
 
 /// Returns whether `file` is a stream socket that accepts connections.
 pub fn is_listening(file: BorrowedFd<'_>) -> bool {
-    let has = |option, wanted: libc::c_int| {
-        let (mut value, mut size) = (0, size_of::<libc::c_int>() as libc::socklen_t);
-        let place = (&raw mut value).cast();
-        // SAFETY: the kernel writes at most `size` bytes to `value`, and both outlive the call.
-        let result = unsafe {
-            libc::getsockopt(file.as_raw_fd(), libc::SOL_SOCKET, option, place, &mut size)
-        };
-        result == 0 && value == wanted
-    };
-    has(libc::SO_ACCEPTCONN, 1) && has(libc::SO_TYPE, libc::SOCK_STREAM)
+    sockopt::socket_acceptconn(file) == Ok(true)
+        && sockopt::socket_type(file) == Ok(SocketType::STREAM)
 }
 
 /// Receives a line of at most `max` bytes. Returns the line, the bytes after it, and the files sent
