@@ -39,6 +39,21 @@ pub struct PolicyDocument {
     pub allow_ech: bool,
 }
 
+impl PolicyDocument {
+    /// Returns a policy that allows what one list of networks and names says. `*` is `all`.
+    pub fn allowing<S: AsRef<str>>(rules: impl IntoIterator<Item = S>) -> Self {
+        let mut document = Self::default();
+        for rule in rules {
+            match rule.as_ref() {
+                "*" => document.allow.push("all".to_owned()),
+                rule if rule::is_network(rule) => document.allow.push(rule.to_owned()),
+                rule => document.allow_host.push(rule.to_owned()),
+            }
+        }
+        document
+    }
+}
+
 /// Why a rule is not accepted. The message names the rule and how to write it.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PolicyError {

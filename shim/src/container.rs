@@ -46,6 +46,7 @@ impl Container {
         bundle: Bundle,
         rootfs: &Mounted,
         paths: Paths,
+        own_resolver: bool,
     ) -> Result<Self, ShimError> {
         let container = Self {
             id: id.to_owned(),
@@ -55,13 +56,14 @@ impl Container {
             paused: Mutex::new(false),
             agent,
         };
-        container.fill(rootfs).inspect_err(|_| container.remove_files())?;
+        container.fill(rootfs, own_resolver).inspect_err(|_| container.remove_files())?;
         Ok(container)
     }
 
-    fn fill(&self, rootfs: &Mounted) -> Result<(), ShimError> {
+    fn fill(&self, rootfs: &Mounted, own_resolver: bool) -> Result<(), ShimError> {
         let place = self.place();
-        let GuestSpec { config, copies } = GuestSpec::new(self.bundle.config()?, &self.id, &place)?;
+        let GuestSpec { config, copies } =
+            GuestSpec::new(self.bundle.config()?, &self.id, &place, own_resolver)?;
         self.copy_tree(rootfs.path(), &format!("{place}/rootfs"))?;
         for Copy { from, to } in copies {
             let meta = fs::metadata(&from)

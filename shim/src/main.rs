@@ -6,6 +6,7 @@
 //! run by crun in the guest. `delete` (`delete`) cleans up after a daemon that is gone.
 
 mod bundle;
+mod checkpoint;
 mod container;
 mod daemon;
 mod delete;

@@ -1,13 +1,16 @@
 //! A pod: one VM, made with its first container, and the containers in it.
 
 use std::collections::HashMap;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-use pvmm_sandbox::{CreateOptions, Sandbox, Sandboxes};
+use pvmm_sandbox::vm_dir::Egress;
+use pvmm_sandbox::{CreateOptions, Sandbox, Sandboxes, snapshots};
 use serde_json::Value;
 
 use crate::bundle::{self, Bundle};
+use crate::checkpoint;
 use crate::container::Container;
 use crate::error::ShimError;
 use crate::events::Publisher;
@@ -17,10 +20,15 @@ use crate::stdio::Paths;
 
 /// The template of a pod's VM unless an annotation names one.
 const TEMPLATE: &str = "container";
-/// The folder of a checkpoint that has the VM's snapshot.
+/// The VM's snapshot in a checkpoint: its folder while it is made, and the archive of it.
 const SNAPSHOT: &str = "snapshot";
+const ARCHIVE: &str = "snapshot.tar";
 /// The annotation with the template of a pod's VM, which must have crun in it.
 const TEMPLATE_ANNOTATION: &str = "pvmm/template";
+/// The annotation with the name of the snapshot that a pod's VM goes on from, in a template's place.
+const FROM_ANNOTATION: &str = "pvmm/from";
+/// The annotation with what a pod's VM may reach: networks and names, with commas between them.
+const EGRESS_ANNOTATION: &str = "pvmm/egress";
 
 pub struct Pod {
     pub events: Publisher,
@@ -31,6 +39,39 @@ pub struct Pod {
     sandboxes: Sandboxes,
     vm: Mutex<Option<Sandbox>>,
     containers: Mutex<HashMap<String, Arc<Container>>>,
+}
+
+/// The VM that a pod's annotations ask for.
+#[derive(Debug)]
+struct Wish {
+    /// The folder of a snapshot.
+    from: Option<PathBuf>,
+    options: CreateOptions,
+}
+
+impl Wish {
+    fn of(config: &Value) -> Result<Self, ShimError> {
+        let annotation = |key: &str| config["annotations"][key].as_str();
+        let mut options = CreateOptions::of(annotation(TEMPLATE_ANNOTATION).unwrap_or(TEMPLATE));
+        if let Some(rules) = annotation(EGRESS_ANNOTATION) {
+            let rules = rules.split(',').map(str::trim).filter(|rule| !rule.is_empty());
+            let egress = Egress::allowing(rules).map_err(|error| {
+                ShimError::Invalid(format!("annotation {EGRESS_ANNOTATION}: {error}"))
+            })?;
+            options.egress = Some(egress);
+        }
+        let place = |name: &str| {
+            // Whoever writes a pod's annotations does not choose among the host's files.
+            if name.contains('/') {
+                let why =
+                    format!("annotation {FROM_ANNOTATION}: {name:?} is no name of a snapshot");
+                return Err(ShimError::Invalid(why));
+            }
+            Ok(snapshots::place(name)?)
+        };
+        let from = annotation(FROM_ANNOTATION).map(place).transpose()?;
+        Ok(Self { from, options })
+    }
 }
 
 impl Pod {
@@ -65,7 +106,8 @@ impl Pod {
         }
         let vm = self.vm(&bundle.config()?)?;
         let rootfs = Mounted::new(mounts, &bundle.rootfs())?;
-        let container = Container::create(vm.agent()?, id, bundle, &rootfs, paths)?;
+        let own_resolver = vm.egress().is_some();
+        let container = Container::create(vm.agent()?, id, bundle, &rootfs, paths, own_resolver)?;
         drop(rootfs);
         let container = Arc::new(container);
         lock(&self.containers).insert(id.to_owned(), container.clone());
@@ -78,8 +120,11 @@ impl Pod {
         if let Some(vm) = &*vm {
             return Ok(vm.clone());
         }
-        let template = config["annotations"][TEMPLATE_ANNOTATION].as_str().unwrap_or(TEMPLATE);
-        let made = self.sandboxes.create(&CreateOptions::of(template))?;
+        let wish = Wish::of(config)?;
+        let made = match &wish.from {
+            Some(snapshot) => self.sandboxes.restore(snapshot, &wish.options)?,
+            None => self.sandboxes.create(&wish.options)?,
+        };
         // So that `delete` finds it if this process is killed.
         self.bundle.write_vm(made.id()).inspect_err(|_| drop(made.end()))?;
         log::info!("pod {} of {} is VM {}", self.id, self.namespace, made.id());
@@ -109,7 +154,11 @@ impl Pod {
     pub fn checkpoint(&self, folder: &Path) -> Result<(), ShimError> {
         let vm = lock(&self.vm).clone();
         let vm = vm.ok_or_else(|| ShimError::NotFound("VM".to_owned()))?;
-        Ok(vm.snapshot(&folder.join(SNAPSHOT)).map(drop)?)
+        let snapshot = folder.join(SNAPSHOT);
+        vm.snapshot(&snapshot)?;
+        let packed = checkpoint::pack(&snapshot, &folder.join(ARCHIVE));
+        let removed = fs::remove_dir_all(&snapshot);
+        packed.and(removed).map_err(ShimError::io("cannot pack the snapshot"))
     }
 
     /// Ends the VM.
@@ -118,6 +167,46 @@ impl Pod {
             && let Err(failure) = vm.end()
         {
             log::warn!("the VM does not end: {}", failure.message);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn annotations_choose_template_snapshot_and_network() {
+        let wish = Wish::of(&json!({})).unwrap();
+        assert_eq!((wish.options.template.as_str(), wish.from), (TEMPLATE, None));
+        assert!(wish.options.egress.is_none());
+        let annotations = json!({
+            TEMPLATE_ANNOTATION: "mine",
+            FROM_ANNOTATION: "warm",
+            EGRESS_ANNOTATION: "192.0.2.0/24, *.example.org",
+        });
+        let wish = Wish::of(&json!({"annotations": annotations})).unwrap();
+        assert_eq!(wish.options.template, "mine");
+        assert!(wish.from.unwrap().ends_with("snapshots/warm"));
+        let policy = wish.options.egress.unwrap().policy;
+        assert_eq!(
+            (policy.allow, policy.allow_host),
+            (vec!["192.0.2.0/24".to_owned()], vec!["*.example.org".to_owned()])
+        );
+    }
+
+    #[test]
+    fn annotations_lead_to_no_file_of_the_host() {
+        for (key, value) in [
+            (FROM_ANNOTATION, "/etc"),
+            (FROM_ANNOTATION, "../other"),
+            (FROM_ANNOTATION, ""),
+            (EGRESS_ANNOTATION, "no name"),
+        ] {
+            let config = json!({"annotations": {key: value}});
+            assert!(Wish::of(&config).is_err(), "{key} {value}");
         }
     }
 }

@@ -12,6 +12,9 @@ use crate::error::ShimError;
 /// Namespaces that a container has of its own in the guest. The network is the VM's.
 const NAMESPACES: [&str; 5] = ["pid", "ipc", "uts", "mount", "cgroup"];
 
+/// The file with the addresses of resolvers.
+const RESOLVER: &str = "/etc/resolv.conf";
+
 /// The version of the specification that crun in the guest knows. It refuses a later number, and
 /// ignores what later versions have added.
 const VERSION: &str = "1.0.2";
@@ -32,8 +35,13 @@ pub struct Copy {
 
 impl GuestSpec {
     /// Converts the configuration of the container `id`, whose files are in the folder `place` of
-    /// the guest.
-    pub fn new(mut config: Value, id: &str, place: &str) -> Result<Self, ShimError> {
+    /// the guest. With `own_resolver` names are asked of the VM's resolver, not of the host's.
+    pub fn new(
+        mut config: Value,
+        id: &str,
+        place: &str,
+        own_resolver: bool,
+    ) -> Result<Self, ShimError> {
         let invalid = |what: &str| ShimError::Invalid(format!("config.json: {what}"));
         let root = config.as_object_mut().ok_or_else(|| invalid("is no object"))?;
         if !root.get("process").is_some_and(Value::is_object) {
@@ -47,7 +55,9 @@ impl GuestSpec {
             json!({"path": format!("{place}/rootfs"), "readonly": read_only.unwrap_or(false)}),
         );
         let mut copies = Vec::new();
-        if let Some(mounts) = root.get_mut("mounts").and_then(Value::as_array_mut) {
+        let mounts = root.entry("mounts").or_insert_with(|| json!([]));
+        if let Some(mounts) = mounts.as_array_mut() {
+            mounts.retain(|mount| !own_resolver || mount["destination"] != RESOLVER);
             for (number, mount) in mounts.iter_mut().enumerate() {
                 if is_bind(mount) {
                     let to = format!("{place}/mounts/{number}");
@@ -55,6 +65,11 @@ impl GuestSpec {
                     copies.push(Copy { from: PathBuf::from(from), to: to.clone() });
                     mount["source"] = to.into();
                 }
+            }
+            if own_resolver {
+                let options = ["rbind", "ro"];
+                mounts.push(json!({"destination": RESOLVER, "source": RESOLVER, "type": "bind",
+                                   "options": options}));
             }
         }
         if let Some(process) = root.get_mut("process") {
@@ -120,7 +135,7 @@ mod tests {
                 "resources": {"devices": [{"allow": false}], "pids": {"limit": 5}},
             },
         });
-        let spec = GuestSpec::new(config, "c", "/c").unwrap();
+        let spec = GuestSpec::new(config, "c", "/c", false).unwrap();
         assert_eq!(spec.config["ociVersion"], VERSION);
         assert_eq!(spec.config["root"], json!({"path": "/c/rootfs", "readonly": true}));
         let linux = &spec.config["linux"];
@@ -135,8 +150,20 @@ mod tests {
     }
 
     #[test]
+    fn resolver_of_the_vm_takes_the_place_of_the_hosts() {
+        let config = json!({
+            "process": {},
+            "mounts": [{"type": "bind", "source": "/host/resolv.conf", "destination": RESOLVER}],
+        });
+        let spec = GuestSpec::new(config, "c", "/c", true).unwrap();
+        assert!(spec.copies.is_empty());
+        assert_eq!(spec.config["mounts"].as_array().map(Vec::len), Some(1));
+        assert_eq!(spec.config["mounts"][0]["source"], RESOLVER);
+    }
+
+    #[test]
     fn configuration_without_a_process_is_refused() {
-        assert!(GuestSpec::new(json!({}), "c", "/c").is_err());
-        assert!(GuestSpec::new(json!([]), "c", "/c").is_err());
+        assert!(GuestSpec::new(json!({}), "c", "/c", false).is_err());
+        assert!(GuestSpec::new(json!([]), "c", "/c", false).is_err());
     }
 }

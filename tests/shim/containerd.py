@@ -5,10 +5,13 @@
 The template `container` must be built; it is baked first.
 """
 
+import json
 import os
 import pty
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -64,6 +67,40 @@ class Containerd:
             return file.read()
 
 
+class Far:
+    """A server with two ports in a network namespace of its own."""
+
+    ADDRESS = "198.51.100.2"
+
+    def __init__(self):
+        for line in ("netns add far", "link add near0 type veth peer name far0 netns far",
+                     "addr add 198.51.100.1/24 dev near0", "link set near0 up",
+                     f"-n far addr add {self.ADDRESS}/24 dev far0", "-n far link set far0 up"):
+            subprocess.run(["ip", *line.split()], check=True, timeout=30)
+        self.place = tempfile.mkdtemp(prefix="far-")
+        with open(f"{self.place}/word", "w") as file:
+            file.write("far\n")
+        serve = ["ip", "netns", "exec", "far", sys.executable, "-m", "http.server", "-d", self.place]
+        options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.servers = [subprocess.Popen([*serve, port], **options) for port in ("8000", "8001")]
+        for port in (8000, 8001):
+            wait(lambda: self.answers(port), 60, f"port {port}")
+
+    def answers(self, port):
+        try:
+            socket.create_connection((self.ADDRESS, port), 5).close()
+        except OSError:
+            return False
+        return True
+
+    def close(self):
+        for server in self.servers:
+            server.kill()
+            server.wait()
+        subprocess.run(["ip", "netns", "del", "far"], check=True, timeout=30)
+        shutil.rmtree(self.place)
+
+
 def wait(condition, seconds, what):
     end = time.time() + seconds
     while not condition():
@@ -78,10 +115,22 @@ def expect(said, code, out=None):
         assert said.stdout.strip() == out, said
 
 
-def vms():
-    said = subprocess.run([PVMM, "ps", "-q"], capture_output=True, text=True, timeout=60)
+def pvmm(*words):
+    """Runs a command of pvmm and returns its output."""
+    said = subprocess.run([PVMM, *words], capture_output=True, text=True, timeout=300)
     assert said.returncode == 0, said
-    return said.stdout.split()
+    return said.stdout
+
+
+def vms():
+    return pvmm("ps", "-q").split()
+
+
+def image_digest(containerd, name):
+    for line in containerd.ctr("image", "ls").stdout.splitlines():
+        if line.split()[0] == name:
+            return re.search(r"sha256:[0-9a-f]{64}", line).group()
+    raise SystemExit(f"there is no image {name}")
 
 
 def shims():
@@ -153,6 +202,37 @@ def flow_exec_pause_kill(containerd):
     nothing_left()
 
 
+def flow_checkpoint(containerd):
+    line = "echo kept >/mark; while sleep 1; do :; done"
+    expect(containerd.run("saved", "sh", "-c", line, flags=("--detach",)), 0)
+    said = containerd.ctr("task", "checkpoint", "saved", timeout=900)
+    expect(said, 0)
+    # The container goes on.
+    wait(lambda: has_state(containerd, "saved", "RUNNING"), 30, "the container to go on")
+    said_in = containerd.ctr("task", "exec", "--exec-id", "e", "saved", "cat", "/mark")
+    expect(said_in, 0, "kept")
+    end(containerd, "saved")
+    nothing_left()
+
+    # What containerd packed is a VM that goes on where the container was.
+    name = said.stdout.strip()
+    index = json.loads(containerd.ctr("content", "get", image_digest(containerd, name)).stdout)
+    (packed,) = [part["digest"] for part in index["manifests"]
+                 if part["mediaType"].endswith("checkpoint.criu.tar")]
+    folder = f"{containerd.place}/checkpoint"
+    os.mkdir(folder)
+    blob = f"{containerd.place}/root/io.containerd.content.v1.content/blobs/sha256/{packed[7:]}"
+    for archive in (blob, f"{folder}/snapshot.tar"):
+        subprocess.run(["tar", "-C", folder, "-xf", archive], check=True, timeout=300)
+    pvmm("restore", folder, "--name", "again")
+    mark = "cat /var/lib/containers/saved/rootfs/mark"
+    assert pvmm("exec", "again", "--", "sh", "-c", mark) == "kept\n"
+    pvmm("kill", "again")
+    shutil.rmtree(folder)
+    expect(containerd.ctr("image", "rm", name), 0)
+    nothing_left()
+
+
 def flow_terminal(containerd):
     ours, theirs = pty.openpty()
     words = ["ctr", "--address", f"{containerd.place}/containerd.sock", "run", "--rm", "--tty"]
@@ -176,6 +256,37 @@ def flow_containers_of_a_pod_share_a_vm(containerd):
     said = containerd.ctr("task", "exec", "--exec-id", "e", "pod", "ls", "/")
     assert "mark" not in said.stdout and "bin" in said.stdout, said
     end(containerd, "pod")
+    nothing_left()
+
+
+def flow_pod_from_a_snapshot(containerd):
+    pvmm("run", "--quiet", "--detach", "--template", "container", "--name", "warmed")
+    pvmm("exec", "warmed", "--", "sh", "-c", "echo 54321 >/proc/sys/kernel/pid_max")
+    pvmm("snapshot", "warmed", "shim-warm")
+    pvmm("kill", "warmed")
+    flags = ("--rm", "--annotation", "pvmm/from=shim-warm")
+    expect(containerd.run("warm", "cat", "/proc/sys/kernel/pid_max", flags=flags), 0, "54321")
+    pvmm("snapshots", "rm", "shim-warm")
+    said = containerd.run("lost", "true", flags=("--rm", "--annotation", "pvmm/from=/etc"))
+    assert said.returncode != 0 and "no name of a snapshot" in said.stderr, said
+    nothing_left()
+
+
+def flow_pod_with_a_network(containerd):
+    """A pod reaches what its annotation says, and nothing else."""
+    pvmm("--quiet", "template", "bake", "container", "--net")
+    far = Far()
+    try:
+        flags = ("--rm", "--annotation", f"pvmm/egress={Far.ADDRESS}:8000, far.test:8000")
+        line = f"cat /etc/resolv.conf; wget -qO- http://{Far.ADDRESS}:8000/word"
+        said = containerd.run("reaches", "sh", "-c", line, flags=flags)
+        assert said.returncode == 0 and said.stdout.endswith("far\n"), said
+        assert "nameserver 10.0.2.1" in said.stdout, said
+        line = f"wget -T 20 -qO- http://{Far.ADDRESS}:8001/word"
+        said = containerd.run("denied", "sh", "-c", line, flags=flags)
+        assert said.returncode != 0 and "far" not in said.stdout, said
+    finally:
+        far.close()
     nothing_left()
 
 

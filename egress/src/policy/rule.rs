@@ -117,6 +117,12 @@ impl fmt::Display for RulePort {
     }
 }
 
+/// Returns whether a rule is for addresses: it begins with one, or is `all`.
+pub(super) fn is_network(text: &str) -> bool {
+    let first = text.split([':', '/']).next().unwrap_or_default();
+    text == "all" || first.parse::<IpAddr>().is_ok() || text.contains("::")
+}
+
 impl Rule {
     /// Parses `CIDR[:port[/tcp|/udp]]` or `all`.
     pub fn network(text: &str) -> Result<Self, PolicyError> {
@@ -163,9 +169,7 @@ impl Rule {
 
     /// Parses either form: what begins with an address is a network.
     pub fn any(text: &str) -> Result<Self, PolicyError> {
-        let first = text.split([':', '/']).next().unwrap_or_default();
-        let is_network = text == "all" || first.parse::<IpAddr>().is_ok() || text.contains("::");
-        if is_network { Self::network(text) } else { Self::host(text) }
+        if is_network(text) { Self::network(text) } else { Self::host(text) }
     }
 
     pub fn text(&self) -> &Rc<str> {

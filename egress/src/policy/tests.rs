@@ -124,6 +124,14 @@ fn deny_comes_before_allow() {
 }
 
 #[test]
+fn rules_of_one_list_are_told_apart_by_their_start() {
+    let rules = ["10.0.0.0/8", "192.0.2.1:443", "example.com:443", "*.example.org", "*"];
+    let document = PolicyDocument::allowing(rules);
+    assert_eq!(document.allow, ["10.0.0.0/8", "192.0.2.1:443", "all"]);
+    assert_eq!(document.allow_host, ["example.com:443", "*.example.org"]);
+}
+
+#[test]
 fn rule_added_later_replaces_its_opposite() {
     let mut policy = policy(&["all"], &[], &[]);
     policy.deny(Rule::any("1.1.1.1").unwrap()).unwrap();

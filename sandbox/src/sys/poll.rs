@@ -27,21 +27,9 @@ pub fn borrowed<T: AsRawFd>(of: &T) -> BorrowedFd<'_> {
 /// Waits until a descriptor is readable or hung up, and returns which are. None is on timeout or
 /// interrupt.
 pub fn readable(fds: &[BorrowedFd<'_>], patience: Option<Duration>) -> io::Result<Vec<bool>> {
-    let mut polled: Vec<libc::pollfd> = fds
-        .iter()
-        .map(|fd| libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLIN, revents: 0 })
-        .collect();
-    let timeout = milliseconds(patience);
-    // SAFETY: `polled` is a live array of exactly that many entries, and every descriptor is
-    // borrowed.
-    let count = unsafe { libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, timeout) };
-    if count < 0 {
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
-    Ok(polled.iter().map(|entry| count > 0 && entry.revents != 0).collect())
+    let mut entries: Vec<_> = fds.iter().map(|fd| entry(*fd, libc::POLLIN)).collect();
+    poll(&mut entries, patience)?;
+    Ok(entries.iter().map(|entry| entry.revents != 0).collect())
 }
 
 /// The events to wait for on a file descriptor.
@@ -72,27 +60,36 @@ pub fn wait(
         Want::Write => libc::POLLOUT,
         Want::Nothing => 0,
     };
-    let mut polled: Vec<libc::pollfd> = wants
-        .iter()
-        .map(|(fd, want)| libc::pollfd { fd: fd.as_raw_fd(), events: events(*want), revents: 0 })
-        .collect();
-    // SAFETY: `polled` is a live array of exactly that many entries, and every descriptor is
-    // borrowed.
-    let count = unsafe {
-        libc::poll(polled.as_mut_ptr(), polled.len() as libc::nfds_t, milliseconds(patience))
-    };
-    if count < 0 {
-        let error = io::Error::last_os_error();
-        if error.kind() != io::ErrorKind::Interrupted {
-            return Err(error);
-        }
-    }
+    let mut entries: Vec<_> = wants.iter().map(|(fd, want)| entry(*fd, events(*want))).collect();
+    poll(&mut entries, patience)?;
     let ready = |entry: &libc::pollfd| {
-        let has = |bits| count > 0 && entry.revents & bits != 0;
+        let has = |bits| entry.revents & bits != 0;
         let gone = has(libc::POLLHUP | libc::POLLERR | libc::POLLNVAL);
         Ready { read: has(libc::POLLIN), write: has(libc::POLLOUT), gone }
     };
-    Ok(polled.iter().map(ready).collect())
+    Ok(entries.iter().map(ready).collect())
+}
+
+/// Waits until `fd` is writable.
+pub fn writable(fd: BorrowedFd<'_>) -> io::Result<()> {
+    poll(&mut [entry(fd, libc::POLLOUT)], None)
+}
+
+fn entry(fd: BorrowedFd<'_>, events: libc::c_short) -> libc::pollfd {
+    libc::pollfd { fd: fd.as_raw_fd(), events, revents: 0 }
+}
+
+/// Waits for the events of entries, whose descriptors are open. None is set on timeout or
+/// interrupt.
+fn poll(entries: &mut [libc::pollfd], patience: Option<Duration>) -> io::Result<()> {
+    let (first, count) = (entries.as_mut_ptr(), entries.len() as libc::nfds_t);
+    // SAFETY: `entries` is a live array of exactly that many entries. Not by rustix, which calls
+    // ppoll: the system call filters of the monitor name poll.
+    if unsafe { libc::poll(first, count, milliseconds(patience)) } >= 0 {
+        return Ok(());
+    }
+    let error = io::Error::last_os_error();
+    if error.kind() == io::ErrorKind::Interrupted { Ok(()) } else { Err(error) }
 }
 
 /// Converts to milliseconds, rounded up: a wait that ends early would spin until its deadline.
@@ -100,17 +97,5 @@ fn milliseconds(patience: Option<Duration>) -> i32 {
     match patience {
         Some(patience) => patience.as_micros().div_ceil(1000).min(i32::MAX as u128) as i32,
         None => -1,
-    }
-}
-
-/// Waits until `fd` is writable.
-pub fn writable(fd: BorrowedFd<'_>) -> io::Result<()> {
-    let mut polled = libc::pollfd { fd: fd.as_raw_fd(), events: libc::POLLOUT, revents: 0 };
-    // SAFETY: `polled` is one live entry, and its descriptor is borrowed.
-    match unsafe { libc::poll(&mut polled, 1, -1) } {
-        -1 if io::Error::last_os_error().kind() != io::ErrorKind::Interrupted => {
-            Err(io::Error::last_os_error())
-        }
-        _ => Ok(()),
     }
 }

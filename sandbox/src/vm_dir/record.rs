@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use pvmm_egress::ConnectionKey;
-use pvmm_egress::policy::PolicyDocument;
+use pvmm_egress::policy::{Policy, PolicyDocument, PolicyError};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -84,6 +84,17 @@ pub struct Egress {
     /// Connections that were open in the VM that this one was copied from.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inherited: Vec<ConnectionKey>,
+}
+
+impl Egress {
+    /// Returns a network that reaches what these rules say; each begins with an address or a name.
+    pub fn allowing<S: AsRef<str>>(
+        rules: impl IntoIterator<Item = S>,
+    ) -> Result<Self, PolicyError> {
+        let policy = PolicyDocument::allowing(rules);
+        Policy::new(&policy)?;
+        Ok(Self { policy, ..Self::default() })
+    }
 }
 
 /// The time to live of a running VM.

@@ -7,7 +7,6 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use pvmm_egress::policy::{Policy, PolicyDocument};
 use pvmm_sandbox::vm_dir::Egress;
 use pvmm_sandbox::volumes::Volumes;
 use pvmm_sandbox::{CreateOptions, Sandbox, VolumeMount};
@@ -243,29 +242,8 @@ pub fn prepare(app: &Arc<App>) {
 /// Returns the network of a sandbox with these rules. A rule begins with an address or a name; `*`
 /// allows every public address.
 pub fn egress_of(rules: &[String]) -> Result<Egress, ApiError> {
-    let mut policy = PolicyDocument::default();
-    for rule in rules {
-        if rule == "*" || rule == "all" {
-            policy.allow.push("all".to_owned());
-        } else if is_network(rule) {
-            policy.allow.push(rule.clone());
-        } else {
-            policy.allow_host.push(rule.clone());
-        }
-    }
-    Policy::new(&policy)
-        .map_err(|error| ApiError::bad_request(format!("egress_allowlist: {}", chain(&error))))?;
-    Ok(Egress { policy, ..Egress::default() })
-}
-
-/// Returns whether a rule begins with an address.
-fn is_network(rule: &str) -> bool {
-    let host = rule.trim_start_matches('[');
-    let end = host.find(['/', ']']).unwrap_or(host.len());
-    let address = &host[..end];
-    let without_port = address.rsplit_once(':').map_or(address, |(host, _)| host);
-    let parses = |text: &str| text.parse::<std::net::IpAddr>().is_ok();
-    parses(address) || parses(without_port)
+    Egress::allowing(rules)
+        .map_err(|error| ApiError::bad_request(format!("egress_allowlist: {}", chain(&error))))
 }
 
 /// Returns the mounts of a sandbox's volumes; `mounted` says that its guest has them already.
@@ -285,14 +263,6 @@ pub fn mounts(volumes: &[VolumeUse], mounted: bool) -> Result<Vec<VolumeMount>, 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn rules_are_told_apart_by_their_start() {
-        let rules = ["10.0.0.0/8", "192.0.2.1:443", "example.com:443", "*.example.org", "*"];
-        let policy = egress_of(&rules.map(str::to_owned)).unwrap().policy;
-        assert_eq!(policy.allow, ["10.0.0.0/8", "192.0.2.1:443", "all"]);
-        assert_eq!(policy.allow_host, ["example.com:443", "*.example.org"]);
-    }
 
     #[test]
     fn bad_rule_is_refused_by_the_name_of_the_field() {

@@ -29,7 +29,7 @@ pub fn run(options: &Options) -> ExitCode {
 }
 
 fn test(options: &Options) -> Result<u8, Box<dyn Error>> {
-    packages::install(&["busybox-static", "procps", "python3"])?;
+    packages::install(&["busybox-static", "iproute2", "procps", "python3"])?;
     let built = ["build", "--release", "--package", "pvmm-launcher", "--package", "pvmm-shim"];
     cargo::run(&built)?;
     artifacts::prepare()?;
