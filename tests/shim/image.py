@@ -33,12 +33,12 @@ def layer(busybox):
     return out.getvalue()
 
 
-def write(path, name, busybox):
+def write(path, name, busybox, command=("sh",)):
     files = layer(busybox)
     config = {
         "architecture": "amd64",
         "os": "linux",
-        "config": {"Env": ["PATH=/bin", "GREETING=hello from an image"], "Cmd": ["sh"]},
+        "config": {"Env": ["PATH=/bin", "GREETING=hello from an image"], "Cmd": list(command)},
         "rootfs": {"type": "layers", "diff_ids": ["sha256:" + hashlib.sha256(files).hexdigest()]},
     }
     config = json.dumps(config).encode()
