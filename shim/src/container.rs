@@ -1,11 +1,13 @@
 //! A container in the guest of a pod: its files there, its processes, and what crun does for it.
 
 use std::collections::HashMap;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
+use containerd_shim_protos::cgroups_v2::metrics::Metrics;
 use pvmm::agent::trees::pack;
 use pvmm::agent::{Agent, FileWriteOptions};
 use pvmm::exec::ExecRequest;
@@ -15,7 +17,8 @@ use crate::bundle::{self, Bundle};
 use crate::error::ShimError;
 use crate::process::{Exit, Process, lock};
 use crate::rootfs::Mounted;
-use crate::spec::{self, Copy, GuestSpec};
+use crate::spec::{self, Copy, First, GuestSpec};
+use crate::stats;
 use crate::stdio::Paths;
 
 /// The folder of the guest in which containers have theirs.
@@ -26,6 +29,8 @@ const STATUS: &str = "/run/crun";
 /// is twice the one before.
 const FIRST_STEP: Duration = Duration::from_millis(4);
 const LAST_STEP: Duration = Duration::from_millis(256);
+/// The longest note of crun that is read.
+const MAX_STATUS: u64 = 64 << 10;
 /// How long crun may take for what is not a process of a container.
 const CRUN_TIME: Duration = Duration::from_secs(60);
 
@@ -46,6 +51,7 @@ impl Container {
         bundle: Bundle,
         rootfs: &Mounted,
         paths: Paths,
+        first: Option<&Container>,
     ) -> Result<Self, ShimError> {
         let container = Self {
             id: id.to_owned(),
@@ -55,18 +61,25 @@ impl Container {
             paused: Mutex::new(false),
             agent,
         };
-        container.fill(rootfs).inspect_err(|_| container.remove_files())?;
+        let first = first.and_then(Container::as_first);
+        container.fill(rootfs, first).inspect_err(|_| container.remove_files())?;
         Ok(container)
     }
 
-    fn fill(&self, rootfs: &Mounted) -> Result<(), ShimError> {
+    fn fill(&self, rootfs: &Mounted, first: Option<First>) -> Result<(), ShimError> {
         let place = self.place();
-        let GuestSpec { config, copies } = GuestSpec::new(self.bundle.config()?, &self.id, &place)?;
+        let GuestSpec { config, copies } =
+            GuestSpec::new(self.bundle.config()?, &self.id, &place, first)?;
         self.copy_tree(rootfs.path(), &format!("{place}/rootfs"))?;
-        for Copy { from, to } in copies {
+        for Copy { from, to, shared } in copies {
+            if shared && self.agent.stat(&to, false).is_ok() {
+                continue;
+            }
             let meta = fs::metadata(&from)
                 .map_err(ShimError::io(format!("mount of {}", from.display())))?;
             if meta.is_dir() {
+                // An archive has what is in the folder, not the folder.
+                self.agent.mkdir(&to, Some(meta.permissions().mode() & 0o7777), true)?;
                 self.copy_tree(&from, &to)?;
             } else if meta.is_file() {
                 let failed = || ShimError::io(format!("mount of {}", from.display()));
@@ -84,12 +97,19 @@ impl Container {
         self.write(&format!("{place}/config.json"), config.to_string().as_bytes())
     }
 
+    /// Returns what another container of the pod needs to know of this one.
+    fn as_first(&self) -> Option<First> {
+        let status = self.agent.read_file(self.status_file(), MAX_STATUS).ok()?;
+        let status: Value = serde_json::from_slice(&status).ok()?;
+        Some(First { pid: u32::try_from(status["pid"].as_u64()?).ok()? })
+    }
+
     /// Starts the first process.
     pub fn start(&self, ended: impl FnOnce(Exit) + Send + 'static) -> Result<(), ShimError> {
-        let (place, id) = (self.place(), &self.id);
-        let request = ExecRequest::argv(["crun", "run", "--bundle", &place, id]);
+        let place = self.place();
+        let request = ExecRequest::argv(["crun", "run", "--bundle", &place, &self.id]);
         self.init.start(&self.agent, request, ended)?;
-        self.wait_for(&self.init, &format!("{STATUS}/{id}/status"))
+        self.wait_for(&self.init, &self.status_file())
     }
 
     /// Adds a process, which is described as in an OCI configuration.
@@ -171,6 +191,11 @@ impl Container {
             process.discard_output();
         }
         Ok(None)
+    }
+
+    /// Returns what the container uses of its VM.
+    pub fn stats(&self) -> Metrics {
+        stats::read(&self.agent, &self.id)
     }
 
     pub fn pause(&self) -> Result<(), ShimError> {
@@ -256,6 +281,10 @@ impl Container {
             return Err(ShimError::NotFound(format!("running container {}: {said}", self.id)));
         }
         Err(ShimError::Conflict(said))
+    }
+
+    fn status_file(&self) -> String {
+        format!("{STATUS}/{}/status", self.id)
     }
 
     fn place(&self) -> String {

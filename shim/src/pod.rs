@@ -65,7 +65,10 @@ impl Pod {
         }
         let vm = self.vm(&bundle.config()?)?;
         let rootfs = Mounted::new(mounts, &bundle.rootfs())?;
-        let container = Container::create(vm.agent()?, id, bundle, &rootfs, paths)?;
+        // The pod has the name of its first container.
+        let first = lock(&self.containers).get(&self.id).cloned();
+        let container =
+            Container::create(vm.agent()?, id, bundle, &rootfs, paths, first.as_deref())?;
         drop(rootfs);
         let container = Arc::new(container);
         lock(&self.containers).insert(id.to_owned(), container.clone());

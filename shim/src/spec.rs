@@ -16,6 +16,11 @@ const NAMESPACES: [&str; 5] = ["pid", "ipc", "uts", "mount", "cgroup"];
 /// ignores what later versions have added.
 const VERSION: &str = "1.0.2";
 
+/// The folder of the guest with what the containers of a pod share.
+const SHARED: &str = "/var/lib/pod";
+/// What a path of kubelet has before the name of a volume that begins empty.
+const EMPTY_DIR: &str = "/volumes/kubernetes.io~empty-dir/";
+
 /// A configuration for the guest, and what it needs from the host.
 #[derive(Debug)]
 pub struct GuestSpec {
@@ -28,12 +33,26 @@ pub struct GuestSpec {
 pub struct Copy {
     pub from: PathBuf,
     pub to: String,
+    /// Whether it is one for all containers of the pod, and so may be there already.
+    pub shared: bool,
+}
+
+/// The first container of a pod, from the view of another.
+#[derive(Clone, Copy, Debug)]
+pub struct First {
+    /// Its first process in the guest.
+    pub pid: u32,
 }
 
 impl GuestSpec {
     /// Converts the configuration of the container `id`, whose files are in the folder `place` of
-    /// the guest.
-    pub fn new(mut config: Value, id: &str, place: &str) -> Result<Self, ShimError> {
+    /// the guest. Namespaces that the container shares with its pod are those of `first`.
+    pub fn new(
+        mut config: Value,
+        id: &str,
+        place: &str,
+        first: Option<First>,
+    ) -> Result<Self, ShimError> {
         let invalid = |what: &str| ShimError::Invalid(format!("config.json: {what}"));
         let root = config.as_object_mut().ok_or_else(|| invalid("is no object"))?;
         if !root.get("process").is_some_and(Value::is_object) {
@@ -50,10 +69,14 @@ impl GuestSpec {
         if let Some(mounts) = root.get_mut("mounts").and_then(Value::as_array_mut) {
             for (number, mount) in mounts.iter_mut().enumerate() {
                 if is_bind(mount) {
-                    let to = format!("{place}/mounts/{number}");
-                    let from = mount["source"].as_str().unwrap_or_default();
-                    copies.push(Copy { from: PathBuf::from(from), to: to.clone() });
-                    mount["source"] = to.into();
+                    let from = mount["source"].as_str().unwrap_or_default().to_owned();
+                    let shared = shared_name(&from, &mount["destination"]);
+                    let to = match &shared {
+                        Some(name) => format!("{SHARED}/{name}"),
+                        None => format!("{place}/mounts/{number}"),
+                    };
+                    mount["source"] = to.clone().into();
+                    copies.push(Copy { from: from.into(), to, shared: shared.is_some() });
                 }
             }
         }
@@ -62,12 +85,18 @@ impl GuestSpec {
         }
         if let Some(linux) = root.get_mut("linux").and_then(Value::as_object_mut) {
             let kinds = linux.get("namespaces").and_then(Value::as_array);
-            let asked =
-                |kind: &str| kinds.is_some_and(|all| all.iter().any(|one| one["type"] == *kind));
+            let asked = |kind: &str| kinds?.iter().find(|one| one["type"] == *kind);
             let own: Vec<_> = NAMESPACES
                 .into_iter()
-                .filter(|kind| asked(kind))
-                .map(|kind| json!({"type": kind}))
+                .filter_map(|kind| {
+                    let shared = asked(kind)?.get("path").is_some();
+                    Some(match first.filter(|_| shared) {
+                        Some(First { pid }) => {
+                            json!({"type": kind, "path": format!("/proc/{pid}/ns/{kind}")})
+                        }
+                        None => json!({"type": kind}),
+                    })
+                })
                 .collect();
             linux.insert("namespaces".to_owned(), own.into());
             linux.insert("cgroupsPath".to_owned(), format!("/containers/{id}").into());
@@ -79,6 +108,15 @@ impl GuestSpec {
         }
         Ok(Self { config, copies })
     }
+}
+
+/// Returns the name in the guest of a folder that all containers of a pod share: a volume that lives
+/// as long as the pod, or its shared memory.
+fn shared_name(source: &str, destination: &Value) -> Option<String> {
+    if let Some((_, volume)) = source.split_once(EMPTY_DIR) {
+        return Some(format!("volume-{}", volume.replace('/', "-")));
+    }
+    (*destination == "/dev/shm").then(|| "shm".to_owned())
 }
 
 /// Removes what names a security module of the host.
@@ -120,7 +158,7 @@ mod tests {
                 "resources": {"devices": [{"allow": false}], "pids": {"limit": 5}},
             },
         });
-        let spec = GuestSpec::new(config, "c", "/c").unwrap();
+        let spec = GuestSpec::new(config, "c", "/c", None).unwrap();
         assert_eq!(spec.config["ociVersion"], VERSION);
         assert_eq!(spec.config["root"], json!({"path": "/c/rootfs", "readonly": true}));
         let linux = &spec.config["linux"];
@@ -129,14 +167,36 @@ mod tests {
         assert_eq!(linux["resources"], json!({"pids": {"limit": 5}}));
         assert_eq!(spec.config["process"], json!({"args": ["sh"]}));
         assert!(spec.config.get("hooks").is_none());
-        let copied = Copy { from: "/etc/hosts".into(), to: "/c/mounts/1".to_owned() };
+        let copied =
+            Copy { from: "/etc/hosts".into(), to: "/c/mounts/1".to_owned(), shared: false };
         assert_eq!(spec.copies, [copied]);
         assert_eq!(spec.config["mounts"][1]["source"], "/c/mounts/1");
     }
 
     #[test]
     fn configuration_without_a_process_is_refused() {
-        assert!(GuestSpec::new(json!({}), "c", "/c").is_err());
-        assert!(GuestSpec::new(json!([]), "c", "/c").is_err());
+        assert!(GuestSpec::new(json!({}), "c", "/c", None).is_err());
+        assert!(GuestSpec::new(json!([]), "c", "/c", None).is_err());
+    }
+    #[test]
+    fn container_of_a_pod_shares_what_kubelet_says() {
+        let volume = "/var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/data";
+        let config = json!({
+            "process": {"args": ["sh"]},
+            "mounts": [
+                {"type": "bind", "source": volume, "destination": "/data"},
+                {"type": "bind", "source": "/run/containerd/pod/shm", "destination": "/dev/shm"},
+            ],
+            "linux": {
+                "namespaces": [{"type": "pid"}, {"type": "uts", "path": "/proc/9/ns/uts"},
+                               {"type": "network", "path": "/proc/9/ns/net"}],
+            },
+        });
+        let spec = GuestSpec::new(config, "c", "/c", Some(First { pid: 5 })).unwrap();
+        let namespaces = json!([{"type": "pid"}, {"type": "uts", "path": "/proc/5/ns/uts"}]);
+        assert_eq!(spec.config["linux"]["namespaces"], namespaces);
+        let targets: Vec<_> = spec.copies.iter().map(|copy| (&*copy.to, copy.shared)).collect();
+        assert_eq!(targets, [("/var/lib/pod/volume-data", true), ("/var/lib/pod/shm", true)]);
+        assert_eq!(spec.config["mounts"][0]["source"], "/var/lib/pod/volume-data");
     }
 }

@@ -2,7 +2,8 @@
 
     cluster.py PVMM FOLDER_WITH_SHIM CLUSTER_ROOT [NAME...]
 
-The template `container` must be built; it is baked first.
+The template `container` must be built; the installer of shim/kubernetes bakes it, and installs the
+programs.
 """
 
 import json
@@ -17,12 +18,13 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, f"{HERE}/../shim")
 
 import image
-from control_plane import PAUSE, Cluster, wait
+from control_plane import NODE, PAUSE, Cluster, wait
 
 PVMM, SHIM, ROOT = sys.argv[1:4]
 MANIFESTS = f"{HERE}/../../shim/kubernetes"
 BUSYBOX = "/bin/busybox"
 IMAGE = "example.test/busybox:1"
+INSTALLER = "example.test/installer:1"
 PODS_AT_ONCE = 10
 # How long a pod may take: processors are emulated, and ten VMs share one.
 LONG = 1800
@@ -187,11 +189,37 @@ def flow_ready_times(cluster):
 
 
 def import_images(cluster):
-    for name, command in [(IMAGE, ["sh"]), (PAUSE, ["sleep", "1000000000"])]:
+    ours = {}
+    for name in ["pvmm", "containerd-shim-pvmm-v1"]:
+        with open(f"{SHIM}/{name}", "rb") as file:
+            ours[f"opt/pvmm/{name}"] = file.read()
+    images = [(IMAGE, ["sh"], {}), (PAUSE, ["sleep", "2147483647"], {}), (INSTALLER, ["sh"], ours)]
+    for name, command, files in images:
         archive = cluster.path("image.tar")
-        image.write(archive, name, BUSYBOX, command)
+        image.write(archive, name, BUSYBOX, command, files)
         said = cluster.ctr("image", "import", archive)
         assert said.returncode == 0, said
+        os.unlink(archive)
+
+
+def install(cluster):
+    """Prepares the node as install.yaml does anywhere, but for where things are here."""
+    text = manifest("install.yaml")
+    for there, here in [("image: pvmm-installer", f"image: {INSTALLER}"),
+                        ("value: /usr/local/bin", f"value: {cluster.programs}"),
+                        ("value: /etc/containerd/config.toml", f"value: {cluster.path('containerd.toml')}"),
+                        ("value: systemctl restart containerd", f"value: touch {cluster.path('restart')}"),
+                        ("value: /root", f"value: {os.environ.get('HOME', '/root')}")]:
+        assert text.count(there) >= 1, there
+        text = text.replace(there, here)
+    cluster.apply(manifest("runtimeclass.yaml"))
+    cluster.apply(text)
+    cluster.kubectl("label", "node", NODE, "pvmm=true")
+    wait(lambda: os.path.exists(cluster.path("restart")), LONG, "the installer")
+    cluster.stop("containerd")
+    cluster.start_containerd()
+    of_installer = ["-n", "pvmm", "-l", "app=pvmm-installer"]
+    wait(lambda: any(map(is_ready, all_pods(cluster, *of_installer))), LONG, "the installer's pod")
 
 
 def main():
@@ -201,7 +229,7 @@ def main():
         os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
     chosen = sys.argv[4:]
     flows = [(name[5:], flow) for name, flow in globals().items() if name.startswith("flow_")]
-    cluster = Cluster(ROOT, SHIM)
+    cluster = Cluster(ROOT)
 
     def step(name, run):
         begun = time.time()
@@ -209,21 +237,19 @@ def main():
         print(f"{name}: ok ({time.time() - begun:.1f} s)", flush=True)
 
     try:
-        step("template", lambda: subprocess.run(
-            [PVMM, "--quiet", "template", "bake", "container"], check=True))
         step("control plane", cluster.start_control_plane)
         cluster.start_controllers()
         step("containerd", cluster.start_node)
         import_images(cluster)
         step("node", cluster.start_kubelet)
-        cluster.apply(manifest("runtimeclass.yaml"))
+        step("install", lambda: install(cluster))
         for name, flow in flows:
             if not chosen or any(word in name for word in chosen):
                 step(name, lambda: flow(cluster))
     except BaseException:
         for name in cluster.running:
             print(f"--- {name}\n{cluster.log(name)[-4000:]}", flush=True)
-        print(cluster.kubectl("describe", "pods", check=False).stdout[-6000:], flush=True)
+        print(cluster.kubectl("describe", "pods", "-A", check=False).stdout[-6000:], flush=True)
         raise
     finally:
         cluster.stop_all()

@@ -86,11 +86,13 @@ def wait(condition, seconds, what):
 class Cluster:
     """The programs of a node and of a control plane."""
 
-    def __init__(self, root, programs):
+    def __init__(self, root):
         self.root = root
         self.place = tempfile.mkdtemp(prefix="cluster-")
         self.kubeconfig = f"{self.place}/kubeconfig"
-        self.node_programs = programs
+        # Where the runtime is installed.
+        self.programs = self.path("programs")
+        os.mkdir(self.programs)
         self.running = {}
 
     def path(self, name):
@@ -107,7 +109,7 @@ class Cluster:
             return file.read()
 
     def start(self, name, *words):
-        path = f"{self.node_programs}:{self.root}/usr/sbin:{self.root}/usr/bin:{os.environ['PATH']}"
+        path = f"{self.programs}:{self.root}/usr/sbin:{self.root}/usr/bin:{os.environ['PATH']}"
         env = dict(os.environ, PATH=path)
         log = open(self.path(f"{name}.log"), "ab")
         words = [f"{self.root}/usr/bin/{words[0]}", *words[1:]]
