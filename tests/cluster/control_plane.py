@@ -21,6 +21,11 @@ state = "/run/pvmm-cluster/containerd"
 imports = ["{place}/conf.d/*.toml"]
 [grpc]
 address = "{place}/containerd.sock"
+[timeouts]
+"io.containerd.timeout.shim.cleanup" = "120s"
+"io.containerd.timeout.shim.load" = "120s"
+"io.containerd.timeout.shim.shutdown" = "60s"
+"io.containerd.timeout.task.state" = "60s"
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{pause}"
 [plugins."io.containerd.grpc.v1.cri".cni]
