@@ -1,6 +1,6 @@
 # Short names for `cargo xtask`, which does the work and has `--help`.
 
-.PHONY: help build demo test test-security test-serve test-shim test-page test-packages deb tarball site soak soak-serve clocks compat check fuzz bench bench-quick bench-native kernel clean
+.PHONY: help build demo test test-security test-serve test-shim test-cluster test-page test-packages deb tarball site soak soak-serve clocks compat check fuzz bench bench-quick bench-native kernel clean
 
 help:
 	@echo "make demo    boot a guest, run a line of Python in it, say what it took"
@@ -10,6 +10,7 @@ help:
 	@echo "make test-security  the jail, the filters and the network policy, with counts"
 	@echo "make test-serve  examples and published clients against the service; soak-serve: 50 clients, 10 minutes"
 	@echo "make test-shim  containers in VMs by Debian's containerd and the runtime io.containerd.pvmm.v1"
+	@echo "make test-cluster  pods of Kubernetes in VMs: a control plane from Debian's source, a kubelet, containerd"
 	@echo "make test-page  the page of the service in a headless Chromium, with pictures in target/page"
 	@echo "make test-packages  the Debian package in a clean Debian: install, use, upgrade, remove, purge"
 	@echo "make site    the documentation as a site, in target/site"
@@ -24,7 +25,7 @@ help:
 	@echo "make clean   remove what was built here"
 
 # The tool is built where its progress is seen, then run without a word of cargo's.
-build deb tarball demo test test-security test-serve test-shim test-page test-packages site soak clocks compat check fuzz bench kernel:
+build deb tarball demo test test-security test-serve test-shim test-cluster test-page test-packages site soak clocks compat check fuzz bench kernel:
 	@cargo build --release --package xtask
 	@cargo xtask $@
 

@@ -1,11 +1,13 @@
 //! A container in the guest of a pod: its files there, its processes, and what crun does for it.
 
 use std::collections::HashMap;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
+use containerd_shim_protos::cgroups_v2::metrics::Metrics;
 use pvmm::agent::trees::pack;
 use pvmm::agent::{Agent, FileWriteOptions};
 use pvmm::exec::ExecRequest;
@@ -15,7 +17,8 @@ use crate::bundle::{self, Bundle};
 use crate::error::ShimError;
 use crate::process::{Exit, Process, lock};
 use crate::rootfs::Mounted;
-use crate::spec::{self, Copy, GuestSpec};
+use crate::spec::{self, Copy, GuestSpec, PodFacts};
+use crate::stats;
 use crate::stdio::Paths;
 
 /// The folder of the guest in which containers have theirs.
@@ -26,6 +29,8 @@ const STATUS: &str = "/run/crun";
 /// is twice the one before.
 const FIRST_STEP: Duration = Duration::from_millis(4);
 const LAST_STEP: Duration = Duration::from_millis(256);
+/// The longest note of crun that is read.
+const MAX_STATUS: u64 = 64 << 10;
 /// How long crun may take for what is not a process of a container.
 const CRUN_TIME: Duration = Duration::from_secs(60);
 
@@ -46,7 +51,7 @@ impl Container {
         bundle: Bundle,
         rootfs: &Mounted,
         paths: Paths,
-        own_resolver: bool,
+        pod: PodFacts,
     ) -> Result<Self, ShimError> {
         let container = Self {
             id: id.to_owned(),
@@ -56,19 +61,24 @@ impl Container {
             paused: Mutex::new(false),
             agent,
         };
-        container.fill(rootfs, own_resolver).inspect_err(|_| container.remove_files())?;
+        container.fill(rootfs, pod).inspect_err(|_| container.remove_files())?;
         Ok(container)
     }
 
-    fn fill(&self, rootfs: &Mounted, own_resolver: bool) -> Result<(), ShimError> {
+    fn fill(&self, rootfs: &Mounted, pod: PodFacts) -> Result<(), ShimError> {
         let place = self.place();
         let GuestSpec { config, copies } =
-            GuestSpec::new(self.bundle.config()?, &self.id, &place, own_resolver)?;
+            GuestSpec::new(self.bundle.config()?, &self.id, &place, pod)?;
         self.copy_tree(rootfs.path(), &format!("{place}/rootfs"))?;
-        for Copy { from, to } in copies {
+        for Copy { from, to, shared } in copies {
+            if shared && self.agent.stat(&to, false).is_ok() {
+                continue;
+            }
             let meta = fs::metadata(&from)
                 .map_err(ShimError::io(format!("mount of {}", from.display())))?;
             if meta.is_dir() {
+                // An archive has what is in the folder, not the folder.
+                self.agent.mkdir(&to, Some(meta.permissions().mode() & 0o7777), true)?;
                 self.copy_tree(&from, &to)?;
             } else if meta.is_file() {
                 let failed = || ShimError::io(format!("mount of {}", from.display()));
@@ -86,12 +96,19 @@ impl Container {
         self.write(&format!("{place}/config.json"), config.to_string().as_bytes())
     }
 
+    /// Returns the first process of a container that runs, as the guest numbers it.
+    pub fn first_process(&self) -> Option<u32> {
+        let status = self.agent.read_file(self.status_file(), MAX_STATUS).ok()?;
+        let status: Value = serde_json::from_slice(&status).ok()?;
+        u32::try_from(status["pid"].as_u64()?).ok()
+    }
+
     /// Starts the first process.
     pub fn start(&self, ended: impl FnOnce(Exit) + Send + 'static) -> Result<(), ShimError> {
-        let (place, id) = (self.place(), &self.id);
-        let request = ExecRequest::argv(["crun", "run", "--bundle", &place, id]);
+        let place = self.place();
+        let request = ExecRequest::argv(["crun", "run", "--bundle", &place, &self.id]);
         self.init.start(&self.agent, request, ended)?;
-        self.wait_for(&self.init, &format!("{STATUS}/{id}/status"))
+        self.wait_for(&self.init, &self.status_file())
     }
 
     /// Adds a process, which is described as in an OCI configuration.
@@ -173,6 +190,11 @@ impl Container {
             process.discard_output();
         }
         Ok(None)
+    }
+
+    /// Returns what the container uses of its VM.
+    pub fn stats(&self) -> Metrics {
+        stats::read(&self.agent, &self.id)
     }
 
     pub fn pause(&self) -> Result<(), ShimError> {
@@ -258,6 +280,10 @@ impl Container {
             return Err(ShimError::NotFound(format!("running container {}: {said}", self.id)));
         }
         Err(ShimError::Conflict(said))
+    }
+
+    fn status_file(&self) -> String {
+        format!("{STATUS}/{}/status", self.id)
     }
 
     fn place(&self) -> String {

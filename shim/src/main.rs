@@ -18,6 +18,7 @@ mod process;
 mod rootfs;
 mod spec;
 mod start;
+mod stats;
 mod stdio;
 mod sys;
 mod task;

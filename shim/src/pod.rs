@@ -16,6 +16,7 @@ use crate::error::ShimError;
 use crate::events::Publisher;
 use crate::process::lock;
 use crate::rootfs::Mounted;
+use crate::spec::PodFacts;
 use crate::stdio::Paths;
 
 /// The template of a pod's VM unless an annotation names one.
@@ -106,8 +107,13 @@ impl Pod {
         }
         let vm = self.vm(&bundle.config()?)?;
         let rootfs = Mounted::new(mounts, &bundle.rootfs())?;
-        let own_resolver = vm.egress().is_some();
-        let container = Container::create(vm.agent()?, id, bundle, &rootfs, paths, own_resolver)?;
+        // The pod has the name of its first container.
+        let first = lock(&self.containers).get(&self.id).cloned();
+        let facts = PodFacts {
+            first: first.and_then(|first| first.first_process()),
+            own_resolver: vm.egress().is_some(),
+        };
+        let container = Container::create(vm.agent()?, id, bundle, &rootfs, paths, facts)?;
         drop(rootfs);
         let container = Arc::new(container);
         lock(&self.containers).insert(id.to_owned(), container.clone());

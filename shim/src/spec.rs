@@ -19,6 +19,11 @@ const RESOLVER: &str = "/etc/resolv.conf";
 /// ignores what later versions have added.
 const VERSION: &str = "1.0.2";
 
+/// The folder of the guest with what the containers of a pod share.
+const SHARED: &str = "/var/lib/pod";
+/// What a path of kubelet has before the name of a volume that begins empty.
+const EMPTY_DIR: &str = "/volumes/kubernetes.io~empty-dir/";
+
 /// A configuration for the guest, and what it needs from the host.
 #[derive(Debug)]
 pub struct GuestSpec {
@@ -31,17 +36,24 @@ pub struct GuestSpec {
 pub struct Copy {
     pub from: PathBuf,
     pub to: String,
+    /// Whether it is one for all containers of the pod, and so may be there already.
+    pub shared: bool,
+}
+
+/// What a container needs to know of its pod.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PodFacts {
+    /// The first process of the pod's first container, as the guest numbers it. Namespaces that the
+    /// container shares with its pod are its.
+    pub first: Option<u32>,
+    /// Whether names are asked of the VM's own resolver, not of the host's.
+    pub own_resolver: bool,
 }
 
 impl GuestSpec {
     /// Converts the configuration of the container `id`, whose files are in the folder `place` of
-    /// the guest. With `own_resolver` names are asked of the VM's resolver, not of the host's.
-    pub fn new(
-        mut config: Value,
-        id: &str,
-        place: &str,
-        own_resolver: bool,
-    ) -> Result<Self, ShimError> {
+    /// the guest.
+    pub fn new(mut config: Value, id: &str, place: &str, pod: PodFacts) -> Result<Self, ShimError> {
         let invalid = |what: &str| ShimError::Invalid(format!("config.json: {what}"));
         let root = config.as_object_mut().ok_or_else(|| invalid("is no object"))?;
         if !root.get("process").is_some_and(Value::is_object) {
@@ -57,16 +69,20 @@ impl GuestSpec {
         let mut copies = Vec::new();
         let mounts = root.entry("mounts").or_insert_with(|| json!([]));
         if let Some(mounts) = mounts.as_array_mut() {
-            mounts.retain(|mount| !own_resolver || mount["destination"] != RESOLVER);
+            mounts.retain(|mount| !pod.own_resolver || mount["destination"] != RESOLVER);
             for (number, mount) in mounts.iter_mut().enumerate() {
                 if is_bind(mount) {
-                    let to = format!("{place}/mounts/{number}");
-                    let from = mount["source"].as_str().unwrap_or_default();
-                    copies.push(Copy { from: PathBuf::from(from), to: to.clone() });
-                    mount["source"] = to.into();
+                    let from = mount["source"].as_str().unwrap_or_default().to_owned();
+                    let shared = shared_name(&from, &mount["destination"]);
+                    let to = match &shared {
+                        Some(name) => format!("{SHARED}/{name}"),
+                        None => format!("{place}/mounts/{number}"),
+                    };
+                    mount["source"] = to.clone().into();
+                    copies.push(Copy { from: from.into(), to, shared: shared.is_some() });
                 }
             }
-            if own_resolver {
+            if pod.own_resolver {
                 let options = ["rbind", "ro"];
                 mounts.push(json!({"destination": RESOLVER, "source": RESOLVER, "type": "bind",
                                    "options": options}));
@@ -77,12 +93,18 @@ impl GuestSpec {
         }
         if let Some(linux) = root.get_mut("linux").and_then(Value::as_object_mut) {
             let kinds = linux.get("namespaces").and_then(Value::as_array);
-            let asked =
-                |kind: &str| kinds.is_some_and(|all| all.iter().any(|one| one["type"] == *kind));
+            let asked = |kind: &str| kinds?.iter().find(|one| one["type"] == *kind);
             let own: Vec<_> = NAMESPACES
                 .into_iter()
-                .filter(|kind| asked(kind))
-                .map(|kind| json!({"type": kind}))
+                .filter_map(|kind| {
+                    let shared = asked(kind)?.get("path").is_some();
+                    Some(match pod.first.filter(|_| shared) {
+                        Some(pid) => {
+                            json!({"type": kind, "path": format!("/proc/{pid}/ns/{kind}")})
+                        }
+                        None => json!({"type": kind}),
+                    })
+                })
                 .collect();
             linux.insert("namespaces".to_owned(), own.into());
             linux.insert("cgroupsPath".to_owned(), format!("/containers/{id}").into());
@@ -94,6 +116,15 @@ impl GuestSpec {
         }
         Ok(Self { config, copies })
     }
+}
+
+/// Returns the name in the guest of a folder that all containers of a pod share: a volume that lives
+/// as long as the pod, or its shared memory.
+fn shared_name(source: &str, destination: &Value) -> Option<String> {
+    if let Some((_, volume)) = source.split_once(EMPTY_DIR) {
+        return Some(format!("volume-{}", volume.replace('/', "-")));
+    }
+    (*destination == "/dev/shm").then(|| "shm".to_owned())
 }
 
 /// Removes what names a security module of the host.
@@ -135,7 +166,7 @@ mod tests {
                 "resources": {"devices": [{"allow": false}], "pids": {"limit": 5}},
             },
         });
-        let spec = GuestSpec::new(config, "c", "/c", false).unwrap();
+        let spec = GuestSpec::new(config, "c", "/c", PodFacts::default()).unwrap();
         assert_eq!(spec.config["ociVersion"], VERSION);
         assert_eq!(spec.config["root"], json!({"path": "/c/rootfs", "readonly": true}));
         let linux = &spec.config["linux"];
@@ -144,7 +175,8 @@ mod tests {
         assert_eq!(linux["resources"], json!({"pids": {"limit": 5}}));
         assert_eq!(spec.config["process"], json!({"args": ["sh"]}));
         assert!(spec.config.get("hooks").is_none());
-        let copied = Copy { from: "/etc/hosts".into(), to: "/c/mounts/1".to_owned() };
+        let copied =
+            Copy { from: "/etc/hosts".into(), to: "/c/mounts/1".to_owned(), shared: false };
         assert_eq!(spec.copies, [copied]);
         assert_eq!(spec.config["mounts"][1]["source"], "/c/mounts/1");
     }
@@ -155,7 +187,8 @@ mod tests {
             "process": {},
             "mounts": [{"type": "bind", "source": "/host/resolv.conf", "destination": RESOLVER}],
         });
-        let spec = GuestSpec::new(config, "c", "/c", true).unwrap();
+        let pod = PodFacts { own_resolver: true, ..PodFacts::default() };
+        let spec = GuestSpec::new(config, "c", "/c", pod).unwrap();
         assert!(spec.copies.is_empty());
         assert_eq!(spec.config["mounts"].as_array().map(Vec::len), Some(1));
         assert_eq!(spec.config["mounts"][0]["source"], RESOLVER);
@@ -163,7 +196,30 @@ mod tests {
 
     #[test]
     fn configuration_without_a_process_is_refused() {
-        assert!(GuestSpec::new(json!({}), "c", "/c", false).is_err());
-        assert!(GuestSpec::new(json!([]), "c", "/c", false).is_err());
+        assert!(GuestSpec::new(json!({}), "c", "/c", PodFacts::default()).is_err());
+        assert!(GuestSpec::new(json!([]), "c", "/c", PodFacts::default()).is_err());
+    }
+
+    #[test]
+    fn container_of_a_pod_shares_what_kubelet_says() {
+        let volume = "/var/lib/kubelet/pods/u/volumes/kubernetes.io~empty-dir/data";
+        let config = json!({
+            "process": {"args": ["sh"]},
+            "mounts": [
+                {"type": "bind", "source": volume, "destination": "/data"},
+                {"type": "bind", "source": "/run/containerd/pod/shm", "destination": "/dev/shm"},
+            ],
+            "linux": {
+                "namespaces": [{"type": "pid"}, {"type": "uts", "path": "/proc/9/ns/uts"},
+                               {"type": "network", "path": "/proc/9/ns/net"}],
+            },
+        });
+        let pod = PodFacts { first: Some(5), ..PodFacts::default() };
+        let spec = GuestSpec::new(config, "c", "/c", pod).unwrap();
+        let namespaces = json!([{"type": "pid"}, {"type": "uts", "path": "/proc/5/ns/uts"}]);
+        assert_eq!(spec.config["linux"]["namespaces"], namespaces);
+        let targets: Vec<_> = spec.copies.iter().map(|copy| (&*copy.to, copy.shared)).collect();
+        assert_eq!(targets, [("/var/lib/pod/volume-data", true), ("/var/lib/pod/shm", true)]);
+        assert_eq!(spec.config["mounts"][0]["source"], "/var/lib/pod/volume-data");
     }
 }

@@ -8,10 +8,13 @@ use containerd_shim_protos::api::{
     CheckpointTaskRequest, CloseIORequest, ConnectRequest, ConnectResponse, CreateTaskRequest,
     CreateTaskResponse, DeleteRequest, DeleteResponse, Empty, ExecProcessRequest, KillRequest,
     PauseRequest, PidsRequest, PidsResponse, ProcessInfo, ResizePtyRequest, ResumeRequest,
-    ShutdownRequest, StartRequest, StartResponse, StateRequest, StateResponse, Status,
-    UpdateTaskRequest, WaitRequest, WaitResponse,
+    ShutdownRequest, StartRequest, StartResponse, StateRequest, StateResponse, StatsRequest,
+    StatsResponse, Status, UpdateTaskRequest, WaitRequest, WaitResponse,
 };
+use containerd_shim_protos::cgroups_v2::metrics::Metrics;
 use containerd_shim_protos::events::task as event;
+use containerd_shim_protos::protobuf::well_known_types::any::Any;
+use containerd_shim_protos::protobuf::{Message, MessageFull};
 use containerd_shim_protos::ttrpc::{Result, TtrpcContext};
 use containerd_shim_protos::{Task, topics};
 use pvmm::exec::WindowSize;
@@ -247,6 +250,16 @@ impl Task for TaskService {
             process.close_input();
         }
         Ok(Empty::new())
+    }
+
+    fn stats(&self, _: &TtrpcContext, asked: StatsRequest) -> Result<StatsResponse> {
+        let metrics = self.pod.container(&asked.id)?.stats();
+        let value = metrics.write_to_bytes();
+        let value = value.map_err(|error| ShimError::Invalid(error.to_string()))?;
+        let type_url = Metrics::descriptor().full_name().to_owned();
+        let mut answer = StatsResponse::new();
+        answer.set_stats(Any { type_url, value, ..Any::default() });
+        Ok(answer)
     }
 
     fn update(&self, _: &TtrpcContext, _: UpdateTaskRequest) -> Result<Empty> {

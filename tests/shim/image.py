@@ -5,10 +5,10 @@ import io
 import json
 import tarfile
 
-APPLETS = "cat echo env false grep head hostname id kill ls nproc ps pwd sh sleep stat sync test true tty uname yes"
+APPLETS = "cat chmod chroot cp dirname echo env false grep head hostname id kill ls mkdir mv nproc ps pwd sh sleep stat sync test true tty uname yes"
 
 
-def layer(busybox):
+def layer(busybox, files):
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         def add(name, content=None, mode=0o755, link=None):
@@ -28,17 +28,20 @@ def layer(busybox):
         add("bin/busybox", open(busybox, "rb").read())
         for name in APPLETS.split():
             add(f"bin/{name}", link="busybox")
+        for path, content in files.items():
+            add(path, content)
         add("etc/passwd", b"root:x:0:0::/root:/bin/sh\nuser:x:1000:1000::/tmp:/bin/sh\n", 0o644)
         add("etc/group", b"root:x:0:\nuser:x:1000:\n", 0o644)
     return out.getvalue()
 
 
-def write(path, name, busybox):
-    files = layer(busybox)
+def write(path, name, busybox, command=("sh",), files=None):
+    """Writes an archive with the image `name`, with more `files` by their paths in it."""
+    files = layer(busybox, files or {})
     config = {
         "architecture": "amd64",
         "os": "linux",
-        "config": {"Env": ["PATH=/bin", "GREETING=hello from an image"], "Cmd": ["sh"]},
+        "config": {"Env": ["PATH=/bin", "GREETING=hello from an image"], "Cmd": list(command)},
         "rootfs": {"type": "layers", "diff_ids": ["sha256:" + hashlib.sha256(files).hexdigest()]},
     }
     config = json.dumps(config).encode()

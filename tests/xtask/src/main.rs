@@ -12,6 +12,7 @@ mod cargo;
 mod check;
 mod checkout;
 mod clocks;
+mod cluster;
 mod compat;
 mod cycles;
 mod deb;
@@ -78,6 +79,8 @@ enum Verb {
     TestServe(serve::Options),
     /// Run containers in VMs by containerd's own client
     TestShim(shim_test::Options),
+    /// Run pods of Kubernetes in VMs, with a control plane built from Debian's source package
+    TestCluster(cluster::Options),
     /// Look at the page of `pvmm serve` in a headless browser, with real sandboxes
     TestPage,
     /// Build the documentation as a site: target/site/index.html
@@ -154,6 +157,7 @@ fn main() -> ExitCode {
         Verb::TestSecurity { long } => suite::security(long),
         Verb::TestServe(options) => serve::run(&options),
         Verb::TestShim(options) => shim_test::run(&options),
+        Verb::TestCluster(options) => cluster::run(&options),
         Verb::TestPage => page::run(),
         Verb::Site => site::run(),
         Verb::Clocks => clocks::run(),

@@ -76,16 +76,61 @@ pub fn unpack(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
     unpack_download(name, dir)
 }
 
-/// Downloads and unpacks a package of another release of Debian than this machine's. What apt knows
-/// of this machine is not touched: lists and sources of that release are kept in `dir`.
+/// Downloads and unpacks a package of another release of Debian than this machine's.
 pub fn unpack_of(release: &str, name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
-    const LISTS: [&str; 2] = ["state/lists/partial", "cache/archives/partial"];
-    let failed = |e| PackageError::Read(dir.to_path_buf(), e);
-    LISTS.iter().try_for_each(|list| fs::create_dir_all(dir.join(list))).map_err(failed)?;
-    let source = format!("deb [signed-by={KEYS}] {} {release} main\n", archive()?);
-    fs::write(dir.join("sources.list"), source).map_err(failed)?;
-    fs::write(dir.join("status"), "").map_err(failed)?;
-    let apt = |words: &[&str]| {
+    let release = Release::open(release, dir)?;
+    release.download(&[name])?;
+    let unpacked = unpack_download(name, dir)?;
+    release.close()?;
+    Ok(unpacked)
+}
+
+/// A release of Debian that may be another than this machine's. What apt knows of this machine is
+/// not touched: lists and sources of that release are kept in a folder.
+pub struct Release<'a> {
+    name: &'a str,
+    dir: &'a Path,
+}
+
+impl<'a> Release<'a> {
+    /// Fetches the lists of a release into `dir`.
+    pub fn open(name: &'a str, dir: &'a Path) -> Result<Self, PackageError> {
+        const LISTS: [&str; 2] = ["state/lists/partial", "cache/archives/partial"];
+        let failed = |e| PackageError::Read(dir.to_path_buf(), e);
+        LISTS.iter().try_for_each(|list| fs::create_dir_all(dir.join(list))).map_err(failed)?;
+        let archive = archive()?;
+        let source = |kind| format!("{kind} [signed-by={KEYS}] {archive} {name} main\n");
+        let sources = source("deb") + &source("deb-src");
+        fs::write(dir.join("sources.list"), sources).map_err(failed)?;
+        fs::write(dir.join("status"), "").map_err(failed)?;
+        let release = Self { name, dir };
+        release.apt(&format!("the package lists of {name}"), &["update"])?;
+        Ok(release)
+    }
+
+    /// Downloads packages into the folder.
+    pub fn download(&self, names: &[&str]) -> Result<(), PackageError> {
+        let what = format!("downloading {} of {}", names.join(" "), self.name);
+        progress::step(&what);
+        self.apt(&what, &[&["download"], names].concat())
+    }
+
+    /// Downloads the files of a source package into the folder.
+    pub fn download_source(&self, name: &str) -> Result<(), PackageError> {
+        let what = format!("downloading the source of {name} of {}", self.name);
+        progress::step(&what);
+        self.apt(&what, &["source", "--download-only", name])
+    }
+
+    /// Removes what is apt's: the lists are large and not needed again.
+    pub fn close(self) -> Result<(), PackageError> {
+        let folders = ["state", "cache"].map(|name| fs::remove_dir_all(self.dir.join(name)));
+        let files = ["sources.list", "status"].map(|name| fs::remove_file(self.dir.join(name)));
+        let failed = |e| PackageError::Read(self.dir.to_path_buf(), e);
+        folders.into_iter().chain(files).try_for_each(|removed| removed.map_err(failed))
+    }
+
+    fn apt(&self, what: &str, words: &[&str]) -> Result<(), PackageError> {
         let mut apt = apt_get();
         let places = [
             ("State", "state"),
@@ -94,22 +139,12 @@ pub fn unpack_of(release: &str, name: &str, dir: &Path) -> Result<PathBuf, Packa
             ("Etc::sourcelist", "sources.list"),
         ];
         for (key, place) in places {
-            apt.arg("-o").arg(format!("Dir::{key}={}", dir.join(place).display()));
+            apt.arg("-o").arg(format!("Dir::{key}={}", self.dir.join(place).display()));
         }
         apt.args(["-o", "Dir::Etc::sourceparts=/dev/null", "-o", "APT::Sandbox::User=root"]);
-        apt.args(words).current_dir(dir);
-        run("apt-get", apt)
-    };
-    progress::step(format!("downloading {name} of {release}"));
-    expect(&format!("the package lists of {release}"), apt(&["update"])?)?;
-    expect(&format!("downloading {name} of {release}"), apt(&["download", name])?)?;
-    let unpacked = unpack_download(name, dir)?;
-    // The lists are large, and not needed again.
-    ["state", "cache"]
-        .iter()
-        .try_for_each(|of_apt| fs::remove_dir_all(dir.join(of_apt)))
-        .map_err(failed)?;
-    Ok(unpacked)
+        apt.args(words).current_dir(self.dir);
+        expect(what, run("apt-get", apt)?).map(drop)
+    }
 }
 
 /// Returns the address of the archive that this machine's packages are from.
