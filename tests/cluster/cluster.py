@@ -18,7 +18,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, f"{HERE}/../shim")
 
 import image
-from control_plane import NODE, PAUSE, Cluster, wait
+from control_plane import LONG, NODE, PAUSE, Cluster, wait
 
 PVMM, SHIM, ROOT = sys.argv[1:4]
 MANIFESTS = f"{HERE}/../../shim/kubernetes"
@@ -26,8 +26,6 @@ BUSYBOX = "/bin/busybox"
 IMAGE = "example.test/busybox:1"
 INSTALLER = "example.test/installer:1"
 PODS_AT_ONCE = 10
-# How long a pod may take: processors are emulated, and ten VMs share one.
-LONG = 1800
 
 
 def manifest(name):

@@ -73,6 +73,8 @@ users: [{{name: u, user: {{token: "{token}"}}}}]
 contexts: [{{name: c, context: {{cluster: c, user: u}}}}]
 current-context: c
 """
+# How long anything may take: processors are emulated, and ten VMs share one.
+LONG = 1800
 CONTROLLERS = ("serviceaccount,serviceaccount-token,root-ca-cert-publisher,deployment,replicaset,"
                "daemonset,garbagecollector,nodelifecycle")
 
@@ -151,7 +153,7 @@ class Cluster:
 
     def start_containerd(self):
         self.start("containerd", "containerd", "--config", self.path("containerd.toml"))
-        wait(lambda: self.ctr("version").returncode == 0, 120, "containerd to answer")
+        wait(lambda: self.ctr("version").returncode == 0, LONG, "containerd to answer")
 
     def start_node(self):
         self.write("containerd.toml", CONTAINERD.format(place=self.place, root=self.root, pause=PAUSE))
@@ -179,7 +181,7 @@ class Cluster:
                    "--request-timeout=10m", "--enable-priority-and-fairness=false",
                    "--kubelet-preferred-address-types=InternalIP", "-v=1")
         ready = ["get", "--raw", "/readyz"]
-        wait(lambda: self.kubectl(*ready, check=False).stdout == "ok", 900, "the API server")
+        wait(lambda: self.kubectl(*ready, check=False).stdout == "ok", LONG, "the API server")
 
     def start_controllers(self):
         self.start("controllers", "kube-controller-manager", "--kubeconfig", self.kubeconfig,
@@ -201,9 +203,9 @@ class Cluster:
                    "--node-ip", ADDRESS, "--cert-dir", self.path("kubelet-certificates"), "-v=3")
         where = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
         ready = ["get", "node", NODE, "-o", where]
-        wait(lambda: self.kubectl(*ready, check=False).stdout == "True", 600, "the node")
+        wait(lambda: self.kubectl(*ready, check=False).stdout == "True", LONG, "the node")
         account = ["get", "serviceaccount", "default", "-o", "jsonpath={.secrets[0].name}"]
-        wait(lambda: self.kubectl(*account, check=False).stdout, 300, "the default service account")
+        wait(lambda: self.kubectl(*account, check=False).stdout, LONG, "the default service account")
 
     def ready_seconds(self, pod):
         """How long a pod took by the kubelet's clock: from its first sight of the pod to the report
