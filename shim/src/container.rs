@@ -31,6 +31,8 @@ const FIRST_STEP: Duration = Duration::from_millis(4);
 const LAST_STEP: Duration = Duration::from_millis(256);
 /// The longest note of crun that is read.
 const MAX_STATUS: u64 = 64 << 10;
+/// How long crun may take to start a process. Whoever asked waits less long if that is too much.
+const START_TIME: Duration = Duration::from_secs(600);
 /// How long crun may take for what is not a process of a container.
 const CRUN_TIME: Duration = Duration::from_secs(60);
 
@@ -143,10 +145,12 @@ impl Container {
 
     /// Waits until crun has written a file of a process, after which it can be reached by its name.
     fn wait_for(&self, process: &Process, file: &str) -> Result<(), ShimError> {
-        let late = Instant::now() + CRUN_TIME;
+        let late = Instant::now() + START_TIME;
         let mut step = FIRST_STEP;
         while process.is_running() && self.agent.stat(file, false).is_err() {
             if Instant::now() > late {
+                // What is not told as started must not start later.
+                process.kill()?;
                 return Err(ShimError::Conflict("crun did not start the process".to_owned()));
             }
             thread::sleep(step);
@@ -181,7 +185,13 @@ impl Container {
                 words.push("--all");
             }
             words.extend([&*self.id, &*signal]);
-            self.crun(&words)?;
+            if let Err(error) = self.crun(&words) {
+                if signal != "9" {
+                    return Err(error);
+                }
+                // A container that crun has not started yet consists of crun.
+                process.kill()?;
+            }
         } else {
             let line = format!("kill -{signal} \"$(cat {})\"", self.file_of(exec_id, "pid"));
             self.run(ExecRequest::shell(line))?;

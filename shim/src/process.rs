@@ -148,6 +148,14 @@ impl Process {
         }
     }
 
+    /// Kills the command of the guest that runs the process.
+    pub fn kill(&self) -> Result<(), ShimError> {
+        match &*self.phase() {
+            Phase::Running { control } => Ok(control.send(9)?),
+            _ => Ok(()),
+        }
+    }
+
     /// Ends the input.
     pub fn close_input(&self) {
         *lock(&self.input) = Input::Closed;

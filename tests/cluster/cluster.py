@@ -18,7 +18,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, f"{HERE}/../shim")
 
 import image
-from control_plane import NODE, PAUSE, Cluster, wait
+from control_plane import LONG, NODE, PAUSE, Cluster, is_ready, wait
 
 PVMM, SHIM, ROOT = sys.argv[1:4]
 MANIFESTS = f"{HERE}/../../shim/kubernetes"
@@ -26,8 +26,6 @@ BUSYBOX = "/bin/busybox"
 IMAGE = "example.test/busybox:1"
 INSTALLER = "example.test/installer:1"
 PODS_AT_ONCE = 10
-# How long a pod may take: processors are emulated, and ten VMs share one.
-LONG = 1800
 
 
 def manifest(name):
@@ -50,16 +48,12 @@ def make(cluster, *pods):
 
 
 def get(cluster, name):
-    return json.loads(cluster.kubectl("get", "pod", name, "-o", "json").stdout)
+    return wait(lambda: cluster.get(f"/api/v1/namespaces/default/pods/{name}"), 300, "the API server")
 
 
-def is_ready(pod):
-    conditions = pod["status"].get("conditions", [])
-    return any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
-
-
-def all_pods(cluster, *selector):
-    return json.loads(cluster.kubectl("get", "pods", *selector, "-o", "json").stdout)["items"]
+def all_pods(cluster, namespace="default"):
+    path = f"/api/v1/namespaces/{namespace}/pods"
+    return wait(lambda: cluster.get(path), 300, "the API server")["items"]
 
 
 def wait_ready(cluster, *names):
@@ -81,8 +75,7 @@ def wait_ended(cluster, name):
 
 def delete(cluster, *names):
     cluster.kubectl("delete", "pod", "--wait=false", *names)
-    gone = ["get", "pods", "-o", "name"]
-    wait(lambda: not {f"pod/{name}" for name in names} & set(cluster.kubectl(*gone).stdout.split()),
+    wait(lambda: not {one["metadata"]["name"] for one in all_pods(cluster)} & set(names),
          LONG, f"pods {' '.join(names)} to be gone")
 
 
@@ -112,9 +105,13 @@ def flow_ten_pods(cluster):
     assert len(codes) == PODS_AT_ONCE
     script = "echo I am {0}; echo error of {0} >&2; until test -e /tmp/go; do sleep 1; done; exit {1}"
     begun = time.time()
-    make(cluster, *(pod(name, script.format(name, code)) for name, code in codes.items()))
-    wait_ready(cluster, *codes)
-    print(f"ten pods ready at once after {time.time() - begun:.0f} s", flush=True)
+    names = list(codes)
+    # Two at a time: one emulated processor does not start ten guests before the first is given up.
+    for some in (names[at:at + 2] for at in range(0, PODS_AT_ONCE, 2)):
+        make(cluster, *(pod(name, script.format(name, codes[name])) for name in some))
+        wait_ready(cluster, *some)
+    assert all(is_ready(one) for one in all_pods(cluster) if one["metadata"]["name"] in codes)
+    print(f"ten pods run at once after {time.time() - begun:.0f} s", flush=True)
     assert len(vms()) == PODS_AT_ONCE
     for name in codes:
         cluster.kubectl("exec", name, "--", "sh", "-c", "echo > /tmp/go")
@@ -218,8 +215,7 @@ def install(cluster):
     wait(lambda: os.path.exists(cluster.path("restart")), LONG, "the installer")
     cluster.stop("containerd")
     cluster.start_containerd()
-    of_installer = ["-n", "pvmm", "-l", "app=pvmm-installer"]
-    wait(lambda: any(map(is_ready, all_pods(cluster, *of_installer))), LONG, "the installer's pod")
+    wait(lambda: any(map(is_ready, all_pods(cluster, "pvmm"))), LONG, "the installer's pod")
 
 
 def main():

@@ -3,12 +3,15 @@
 Every program is started here with folders below one temporary folder, and ends with this process.
 """
 
+import json
 import os
 import re
 import secrets
+import ssl
 import subprocess
 import tempfile
 import time
+import urllib.request
 
 ADDRESS = "10.77.0.1"
 NODE = "node"
@@ -73,6 +76,8 @@ users: [{{name: u, user: {{token: "{token}"}}}}]
 contexts: [{{name: c, context: {{cluster: c, user: u}}}}]
 current-context: c
 """
+# How long anything may take: processors are emulated, and ten VMs share one.
+LONG = 1800
 CONTROLLERS = ("serviceaccount,serviceaccount-token,root-ca-cert-publisher,deployment,replicaset,"
                "daemonset,garbagecollector,nodelifecycle")
 
@@ -146,46 +151,71 @@ class Cluster:
             raise SystemExit(f"{' '.join(words[3:])}: {said.stdout}{said.stderr}")
         return said
 
+    def get(self, path):
+        """Returns what the API server has under a path; `None` if it does not answer with that.
+        For what is asked often: a kubectl takes seconds of an emulated processor to start."""
+        headers = {"Authorization": f"Bearer {self.token}"}
+        request = urllib.request.Request(f"{SERVER}{path}", headers=headers)
+        try:
+            trusted = ssl.create_default_context(cafile=self.path("server.crt"))
+            with urllib.request.urlopen(request, timeout=120, context=trusted) as answer:
+                text = answer.read()
+        except OSError:
+            return None
+        return json.loads(text) if text[:1] == b"{" else text.decode()
+
     def apply(self, text):
         self.kubectl("apply", "-f", "-", input=text)
 
     def start_containerd(self):
         self.start("containerd", "containerd", "--config", self.path("containerd.toml"))
-        wait(lambda: self.ctr("version").returncode == 0, 120, "containerd to answer")
+        wait(lambda: self.ctr("version").returncode == 0, LONG, "containerd to answer")
 
     def start_node(self):
         self.write("containerd.toml", CONTAINERD.format(place=self.place, root=self.root, pause=PAUSE))
         self.write("cni/pods.conflist", PODS % self.place)
         self.start_containerd()
 
+    def make_key(self, name):
+        """Makes a key and a certificate; of a curve, because RSA is slow where processors are
+        emulated."""
+        subprocess.run(
+            ["openssl", "req", "-x509", "-nodes", "-newkey", "ec", "-days", "2",
+             "-pkeyopt", "ec_paramgen_curve:P-256", "-subj", f"/CN={name}",
+             "-addext", f"subjectAltName=IP:{ADDRESS}",
+             "-keyout", self.path(f"{name}.key"), "-out", self.path(f"{name}.crt")],
+            check=True, capture_output=True)
+
     def start_control_plane(self):
         network()
-        token = secrets.token_hex(16)
-        self.write("tokens.csv", f'{token},admin,admin,"system:masters"\n')
-        key = self.path("accounts.key")
-        subprocess.run(["openssl", "genrsa", "-out", key, "2048"], check=True, capture_output=True)
-        authority = self.path("certificates/apiserver.crt")
-        self.write("kubeconfig", KUBECONFIG.format(server=SERVER, authority=authority, token=token))
+        self.token = secrets.token_hex(16)
+        self.write("tokens.csv", f'{self.token},admin,admin,"system:masters"\n')
+        for name in ["server", "accounts"]:
+            self.make_key(name)
+        key, authority = self.path("accounts.key"), self.path("server.crt")
+        text = KUBECONFIG.format(server=SERVER, authority=authority, token=self.token)
+        self.write("kubeconfig", text)
         etcd = "http://127.0.0.1:2379"
         self.start("etcd", "etcd", "--data-dir", self.path("etcd"),
                    "--heartbeat-interval=1000", "--election-timeout=20000",
                    "--listen-client-urls", etcd, "--advertise-client-urls", etcd)
         self.start("apiserver", "kube-apiserver", "--etcd-servers", etcd,
                    "--advertise-address", ADDRESS, "--cert-dir", self.path("certificates"),
+                   "--tls-cert-file", authority, "--tls-private-key-file", self.path("server.key"),
                    "--token-auth-file", self.path("tokens.csv"), "--authorization-mode=AlwaysAllow",
                    "--service-cluster-ip-range=10.96.0.0/24", "--allow-privileged=true",
                    "--service-account-issuer=https://kubernetes.default.svc",
-                   "--service-account-signing-key-file", key, "--service-account-key-file", key,
+                   "--service-account-signing-key-file", key,
+                   "--service-account-key-file", self.path("accounts.crt"),
                    "--request-timeout=10m", "--enable-priority-and-fairness=false",
                    "--kubelet-preferred-address-types=InternalIP", "-v=1")
-        ready = ["get", "--raw", "/readyz"]
-        wait(lambda: self.kubectl(*ready, check=False).stdout == "ok", 900, "the API server")
+        wait(lambda: self.get("/readyz") == "ok", LONG, "the API server")
 
     def start_controllers(self):
         self.start("controllers", "kube-controller-manager", "--kubeconfig", self.kubeconfig,
                    "--leader-elect=false", "--controllers", CONTROLLERS,
                    "--service-account-private-key-file", self.path("accounts.key"),
-                   "--root-ca-file", self.path("certificates/apiserver.crt"),
+                   "--root-ca-file", self.path("server.crt"),
                    "--node-monitor-grace-period=20m", "--kube-api-qps=100", "--kube-api-burst=100")
         self.start("scheduler", "kube-scheduler", "--kubeconfig", self.kubeconfig,
                    "--leader-elect=false")
@@ -199,11 +229,9 @@ class Cluster:
                    "--container-runtime=remote", "--container-runtime-endpoint", socket,
                    "--image-service-endpoint", socket, "--hostname-override", NODE,
                    "--node-ip", ADDRESS, "--cert-dir", self.path("kubelet-certificates"), "-v=3")
-        where = "jsonpath={.status.conditions[?(@.type=='Ready')].status}"
-        ready = ["get", "node", NODE, "-o", where]
-        wait(lambda: self.kubectl(*ready, check=False).stdout == "True", 600, "the node")
-        account = ["get", "serviceaccount", "default", "-o", "jsonpath={.secrets[0].name}"]
-        wait(lambda: self.kubectl(*account, check=False).stdout, 300, "the default service account")
+        wait(lambda: is_ready(self.get(f"/api/v1/nodes/{NODE}")), LONG, "the node")
+        account = "/api/v1/namespaces/default/serviceaccounts/default"
+        wait(lambda: (self.get(account) or {}).get("secrets"), LONG, "the default service account")
 
     def ready_seconds(self, pod):
         """How long a pod took by the kubelet's clock: from its first sight of the pod to the report
@@ -218,6 +246,12 @@ class Cluster:
         first, last = ((int(h) * 60 + int(m)) * 60 + float(s)
                        for h, m, s in (seen.groups(), told.groups()))
         return (last - first) % 86400
+
+
+def is_ready(one):
+    """Whether a node or a pod is Ready."""
+    conditions = (one or {}).get("status", {}).get("conditions", [])
+    return any(it["type"] == "Ready" and it["status"] == "True" for it in conditions)
 
 
 def network():
