@@ -26,7 +26,7 @@ const SNAPSHOT: &str = "snapshot";
 const ARCHIVE: &str = "snapshot.tar";
 /// The annotation with the template of a pod's VM, which must have crun in it.
 const TEMPLATE_ANNOTATION: &str = "pvmm/template";
-/// The annotation with the name of the snapshot that a pod's VM goes on from, in a template's place.
+/// The annotation with the name of a snapshot that a pod's VM goes on from, not from a template.
 const FROM_ANNOTATION: &str = "pvmm/from";
 /// The annotation with what a pod's VM may reach: networks and names, with commas between them.
 const EGRESS_ANNOTATION: &str = "pvmm/egress";

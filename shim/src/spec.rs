@@ -21,7 +21,7 @@ const VERSION: &str = "1.0.2";
 
 /// The folder of the guest with what the containers of a pod share.
 const SHARED: &str = "/var/lib/pod";
-/// What a path of kubelet has before the name of a volume that begins empty.
+/// The part of a kubelet's path before the name of a volume that begins empty.
 const EMPTY_DIR: &str = "/volumes/kubernetes.io~empty-dir/";
 
 /// A configuration for the guest, and what it needs from the host.
@@ -40,7 +40,7 @@ pub struct Copy {
     pub shared: bool,
 }
 
-/// What a container needs to know of its pod.
+/// Facts of a pod that its containers depend on.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PodFacts {
     /// The first process of the pod's first container, as the guest numbers it. Namespaces that the
@@ -118,8 +118,8 @@ impl GuestSpec {
     }
 }
 
-/// Returns the name in the guest of a folder that all containers of a pod share: a volume that lives
-/// as long as the pod, or its shared memory.
+/// Returns the name in the guest of a folder that all containers of a pod share: a volume that
+/// lives as long as the pod, or its shared memory.
 fn shared_name(source: &str, destination: &Value) -> Option<String> {
     if let Some((_, volume)) = source.split_once(EMPTY_DIR) {
         return Some(format!("volume-{}", volume.replace('/', "-")));

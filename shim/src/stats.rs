@@ -1,4 +1,4 @@
-//! What a container uses of its VM, as containerd's metrics of a control group.
+//! Use of a VM by a container, as containerd's metrics of a control group.
 
 use containerd_shim_protos::cgroups_v2::metrics::{CPUStat, MemoryStat, Metrics, PidsStat};
 use pvmm::agent::Agent;

@@ -3,7 +3,8 @@
 //!
 //! vCPUs and devices stand still while registers are read and each disk gets an empty layer on top.
 //! The pages that the guest has changed go into a sealed file: few of them at once, many while the
-//! guest runs on, by a forked process that holds them still. Writing any of it to a disk comes later.
+//! guest runs on, by a forked process that holds them still. Writing any of it to a disk comes
+//! later.
 
 use std::sync::Arc;
 use std::thread;
