@@ -1,7 +1,7 @@
 //! The description of a machine: typed by the caller, checked once, before anything is made.
 //!
-//! A boot starts from a `VmConfig`, a restore from a template and `Overrides`; a bad value is refused
-//! here by the name of its field, so that no later step has to doubt what it was given.
+//! A boot starts from a `VmConfig`, a restore from a template and `Overrides`; a bad value is
+//! refused here by the name of its field, so that no later step has to doubt what it was given.
 
 mod host;
 mod open;
