@@ -31,9 +31,7 @@ const FIRST_STEP: Duration = Duration::from_millis(4);
 const LAST_STEP: Duration = Duration::from_millis(256);
 /// The longest note of crun that is read.
 const MAX_STATUS: u64 = 64 << 10;
-/// How long crun may take to start a process. Whoever asked waits less long if that is too much.
-const START_TIME: Duration = Duration::from_secs(600);
-/// How long crun may take for what is not a process of a container.
+/// How long crun may take to start a process, and for what is not a process of a container.
 const CRUN_TIME: Duration = Duration::from_secs(60);
 
 pub struct Container {
@@ -145,7 +143,7 @@ impl Container {
 
     /// Waits until crun has written a file of a process, after which it can be reached by its name.
     fn wait_for(&self, process: &Process, file: &str) -> Result<(), ShimError> {
-        let late = Instant::now() + START_TIME;
+        let late = Instant::now() + CRUN_TIME;
         let mut step = FIRST_STEP;
         while process.is_running() && self.agent.stat(file, false).is_err() {
             if Instant::now() > late {
@@ -185,12 +183,10 @@ impl Container {
                 words.push("--all");
             }
             words.extend([&*self.id, &*signal]);
-            if let Err(error) = self.crun(&words) {
-                if signal != "9" {
-                    return Err(error);
-                }
+            match self.crun(&words) {
                 // A container that crun has not started yet consists of crun.
-                process.kill()?;
+                Err(ShimError::NotFound(_)) if signal == "9" => process.kill()?,
+                done => done?,
             }
         } else {
             let line = format!("kill -{signal} \"$(cat {})\"", self.file_of(exec_id, "pid"));
