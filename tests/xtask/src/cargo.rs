@@ -26,7 +26,16 @@ pub const BUILD_PVMM: [&str; 4] = ["build", "--release", "--package", "pvmm-laun
 fn command(arguments: &[&str]) -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(arguments).current_dir(checkout::root()).stdin(Stdio::null());
+    for (name, _) in env::vars_os().filter(|(name, _)| is_of_one_package(&name.to_string_lossy())) {
+        cargo.env_remove(name);
+    }
     cargo
+}
+
+/// Returns whether `cargo run` sets the variable for the package that it runs. Build scripts that
+/// look at such variables would run again after each change between `cargo` and `cargo xtask`.
+fn is_of_one_package(name: &str) -> bool {
+    name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_")
 }
 
 /// Returns the folder for cargo's output.
