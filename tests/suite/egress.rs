@@ -4,9 +4,12 @@
 use std::time::{Duration, Instant};
 
 use pvmm_tests::cli::{Said, User};
+use pvmm_tests::guest;
 use pvmm_tests::internet::{Internet, OTHER, RESOLVER, SERVER};
 use pvmm_tests::network;
 use serde_json::Value;
+
+use crate::tools::TEMPLATE;
 
 /// The time within which a refusal reaches the guest.
 const AT_ONCE: Duration = Duration::from_secs(1);
@@ -50,22 +53,50 @@ fn status(user: &User, vm: &str) -> Value {
     serde_json::from_slice(&ok(user.pvmm(["net", vm, "--json"])).stdout).unwrap()
 }
 
+/// Runs a guest of `user`, made by `pvmm run` with `words`, that may reach one name.
+fn reaches_one_name(user: &User, words: &[&str]) {
+    let internet = internet();
+    let allowed = ["--allow-host", "example.test:80", "--resolver", RESOLVER];
+    let vm = user.detached(&[words, &allowed].concat());
+    assert_eq!(fetch(user, &vm, "http://example.test/"), format!("{SERVER} example.test"));
+    refused(user, &vm, "http://other.test/");
+    refused(user, &vm, &format!("http://{OTHER}/"));
+    refused(user, &vm, "http://169.254.169.254/latest/meta-data/");
+    refused(user, &vm, "http://127.0.0.1:1/");
+    let denied = status(user, &vm)["denied"].to_string();
+    assert!(denied.contains("other.test") && denied.contains("169.254.169.254"), "{denied}");
+    let seen = internet.seen();
+    assert_eq!(seen, ["dns example.test", &format!("http {SERVER} example.test")]);
+    ok(user.pvmm(["kill", &vm]));
+}
+
 #[test]
 fn guest_reaches_the_names_of_its_policy_and_no_other() {
+    network::isolated(|| reaches_one_name(&User::new(), &[]));
+}
+
+#[test]
+fn guest_of_an_ordinary_user_reaches_the_names_of_its_policy_and_no_other() {
     network::isolated(|| {
-        let (internet, user) = (internet(), User::new());
-        let allowed = ["--allow-host", "example.test:80", "--resolver", RESOLVER];
-        let vm = user.detached(&allowed);
-        assert_eq!(fetch(&user, &vm, "http://example.test/"), format!("{SERVER} example.test"));
-        refused(&user, &vm, "http://other.test/");
-        refused(&user, &vm, &format!("http://{OTHER}/"));
-        refused(&user, &vm, "http://169.254.169.254/latest/meta-data/");
-        refused(&user, &vm, "http://127.0.0.1:1/");
-        let denied = status(&user, &vm)["denied"].to_string();
-        assert!(denied.contains("other.test") && denied.contains("169.254.169.254"), "{denied}");
-        let seen = internet.seen();
-        assert_eq!(seen, ["dns example.test", &format!("http {SERVER} example.test")]);
-        ok(user.pvmm(["kill", &vm]));
+        let user = User::ordinary();
+        let kernel = user.brings(&guest::default_kernel().vmlinux);
+        let rootfs = user.brings(&guest::base().rootfs);
+        reaches_one_name(&user, &["--kernel", &kernel, "--rootfs", &rootfs]);
+    });
+}
+
+#[test]
+fn curl_in_a_run_of_one_line_prints_the_page_or_says_at_once_why_not() {
+    network::isolated(|| {
+        let (_internet, user) = (internet(), User::new());
+        let run = ["run", "--net", "--allow-host", "example.test", "--resolver", RESOLVER];
+        let curl = ["--template", TEMPLATE, "--", "curl", "-sS", "--max-time"];
+        let get = |seconds, url| user.pvmm([&run[..], &curl, &[seconds, url]].concat());
+        assert_eq!(ok(get("20", "http://example.test/")).text(), format!("{SERVER} example.test"));
+        let said = get("1", "http://other.test/");
+        let could_not_resolve = Some(6);
+        assert_eq!(said.code, could_not_resolve, "{said:?}");
+        assert!(said.stderr.contains("Could not resolve host: other.test"), "{said:?}");
     });
 }
 

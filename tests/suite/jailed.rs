@@ -9,6 +9,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use pvmm_tests::cli::{self, User};
+use pvmm_tests::guest;
 use serde_json::Value;
 
 const SOON: Duration = Duration::from_secs(40);
@@ -296,33 +297,13 @@ fn k12_confined_process_can_do_what_it_must_and_nothing_else() {
 
 #[test]
 fn k11_vm_of_an_ordinary_user_gets_every_layer_but_those_that_take_root() {
-    let user = User::new();
-    let home = tempfile::tempdir().unwrap();
-    for path in [home.path(), user.runtime().parent().unwrap()] {
-        chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
-    }
-    let mode = fs::metadata("/dev/kvm").unwrap().mode();
-    fs::set_permissions("/dev/kvm", fs::Permissions::from_mode(0o666)).unwrap();
-    let as_nobody = |words: &[&str]| {
-        let id = NOBODY.to_string();
-        let pvmm = user.command(words);
-        let mut command = Command::new("setpriv");
-        command.args(["--reuid", &id, "--regid", &id, "--clear-groups"]);
-        command.arg(pvmm.get_program()).args(words).env("HOME", home.path());
-        command.env("PVMM_RUNTIME_DIR", user.runtime()).env("PVMM_SCRATCH_IN_MEMORY", "1");
-        command.env("TMPDIR", home.path()).env("XDG_CACHE_HOME", home.path());
-        command.output().unwrap()
-    };
-    let kernel = home.path().join("vmlinux");
-    fs::copy(pvmm_tests::guest::default_kernel().vmlinux, &kernel).unwrap();
-    let rootfs = home.path().join("rootfs");
-    fs::copy(pvmm_tests::guest::base().rootfs, &rootfs).unwrap();
-    let text = |path: &Path| path.to_str().unwrap().to_owned();
-    let said = as_nobody(&["run", "-d", "--kernel", &text(&kernel), "--rootfs", &text(&rootfs)]);
-    let stderr = String::from_utf8_lossy(&said.stderr).into_owned();
-    assert!(stderr.contains("the jail lacks: user of its own (it takes root)"), "{stderr}");
-    let vm = String::from_utf8_lossy(&said.stdout).trim().to_owned();
-    let listed: Value = serde_json::from_slice(&as_nobody(&["ps", "--json"]).stdout).unwrap();
+    let user = User::ordinary();
+    let kernel = user.brings(&guest::default_kernel().vmlinux);
+    let rootfs = user.brings(&guest::base().rootfs);
+    let said = user.pvmm(["run", "-d", "--kernel", &kernel, "--rootfs", &rootfs]);
+    let lacks = "the jail lacks: user of its own (it takes root)";
+    assert!(said.stderr.contains(lacks), "{said:?}");
+    let listed: Value = serde_json::from_str(&user.ok(&["ps", "--json"])).unwrap();
     let process = Process { pid: listed[0]["pid"].as_u64().unwrap() as u32 };
     assert_eq!(process.status("CapEff"), "0000000000000000");
     assert_eq!(fs::read_to_string(process.file("mountinfo")).unwrap().lines().count(), 3);
@@ -330,6 +311,5 @@ fn k11_vm_of_an_ordinary_user_gets_every_layer_but_those_that_take_root() {
         let of = |process: &str| fs::read_link(format!("/proc/{process}/ns/{name}")).unwrap();
         assert_ne!(of(&process.pid.to_string()), of("self"), "{name}");
     }
-    assert!(as_nobody(&["kill", &vm]).status.success());
-    fs::set_permissions("/dev/kvm", fs::Permissions::from_mode(mode & 0o777)).unwrap();
+    user.ok(&["kill", said.text()]);
 }

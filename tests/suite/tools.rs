@@ -7,8 +7,8 @@ use pvmm::exec::ExecRequest;
 use pvmm_tests::cli::User;
 use pvmm_tests::guest::{self, Guest};
 
-/// A template with Debian's nodejs and git, made before the suite runs.
-const TEMPLATE: &str = "suite-tools";
+/// A template with Debian's nodejs, git and curl, made before the suite runs.
+pub const TEMPLATE: &str = "suite-tools";
 
 #[test]
 fn node_and_git_run_in_a_guest() {

@@ -23,7 +23,7 @@ const PACKAGES: [&str; 2] = ["e2fsprogs", "ca-certificates"];
 const SCIENCE: [&str; 2] = ["python3-matplotlib", "python3-pandas"];
 
 /// The packages that the template of `prepare_tools` has in addition to `base`.
-const TOOLS: [&str; 2] = ["nodejs", "git"];
+const TOOLS: [&str; 3] = ["nodejs", "git", "curl"];
 
 #[derive(Debug, thiserror::Error)]
 pub enum ArtifactError {
@@ -65,7 +65,7 @@ pub fn prepare_science() -> Result<Template, ArtifactError> {
         .map_err(ArtifactError::Template)
 }
 
-/// Prepares a template with Node and git, for the tests that run them in a guest.
+/// Prepares a template with Node, git and curl, for the tests that run them in a guest.
 pub fn prepare_tools() -> Result<Template, ArtifactError> {
     Recipe::new("suite-tools", &TOOLS.map(str::to_owned))
         .and_then(|recipe| Template::ensure(&Cache::open()?, &recipe, &mut lines()))
