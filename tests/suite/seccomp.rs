@@ -155,7 +155,7 @@ fn soak_policy_has_a_rule_for_every_traced_call_and_no_rule_that_nothing_needs()
 /// Runs tests of this suite under strace, with a file of `dir` for each thread.
 fn trace(dir: &Path, calls: &str, tests: &[&str]) {
     let ran = Command::new("strace")
-        .args(["-ff", "--seccomp-bpf", "-qq", "-X", "raw", "-s", "16", "-o"])
+        .args(["-ff", "--seccomp-bpf", "--pidns-translation", "-qq", "-X", "raw", "-s", "16", "-o"])
         .arg(dir.join("t"))
         .args(["-e", &format!("trace={calls}")])
         .arg(std::env::current_exe().unwrap())
@@ -243,20 +243,31 @@ fn traced(dir: &Path) -> BTreeMap<&'static str, Vec<Call>> {
     for lines in threads.values() {
         let Some(at) = lines.iter().position(installs) else { continue };
         let Some(kind) = kind(&lines[..at]) else { continue };
-        let confined = &lines[at + 1..];
-        calls.entry(kind).or_default().extend(confined.iter().filter_map(|l| Call::parse(l)));
-        // Threads that a confined one starts inherit its filter; the copier adds its own.
-        for started in confined.iter().filter(|line| line.starts_with("clone(")) {
-            let id = started.rsplit("= ").next().and_then(|id| id.parse::<u64>().ok());
-            let Some(lines) = id.and_then(|id| threads.get(&id)) else { continue };
-            let at = lines.iter().position(installs).map_or(lines.len(), |at| at + 1);
-            let inherited = lines[..at].iter().filter_map(|line| Call::parse(line));
-            calls.entry(kind).or_default().extend(inherited);
-            let copier = lines[at..].iter().filter_map(|line| Call::parse(line));
-            calls.entry("copier").or_default().extend(copier);
+        let mut confined = vec![&lines[at + 1..]];
+        while let Some(lines) = confined.pop() {
+            calls.entry(kind).or_default().extend(lines.iter().filter_map(|l| Call::parse(l)));
+            // Threads that a confined one starts inherit its filter, and may add their own.
+            for begun in
+                lines.iter().filter_map(|line| begun(line)).filter_map(|id| threads.get(&id))
+            {
+                let at = begun.iter().position(installs).map_or(begun.len(), |at| at + 1);
+                confined.push(&begun[..at]);
+                if self::kind(&begun[..at]) == Some("api") {
+                    let copier = begun[at..].iter().filter_map(|line| Call::parse(line));
+                    calls.entry("copier").or_default().extend(copier);
+                }
+            }
         }
     }
     calls
+}
+
+/// Returns the thread or process that a call has begun, as strace numbers it: the jail numbers it
+/// anew, and strace adds its own number in a comment.
+fn begun(line: &str) -> Option<u64> {
+    let ids = line.strip_prefix("clone(")?.rsplit("= ").next()?;
+    let own = ids.split_once("/* ").map_or(ids, |(_, own)| own);
+    own.split(' ').next()?.parse().ok()
 }
 
 /// Returns the kind of a thread by the name that it has given itself.

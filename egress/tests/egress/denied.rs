@@ -137,6 +137,22 @@ fn rebinding_after_the_first_answer_is_denied_at_the_second() {
 }
 
 #[test]
+fn rebinding_address_that_was_closed_since_is_not_dialled_in_place_of_an_open_one() {
+    let dns = DnsServer::start(&[("a.example", "127.0.0.2 127.0.0.1")]);
+    let upstream = Upstream::start(b"secret");
+    let flags = ["--allow-host", "a.example", "--names-into", "127.0.0.0/8"];
+    let mut guest = Guest::start_with_dns(&dns, &flags);
+    guest.resolve("a.example.").unwrap();
+    let narrower = r#"{"set": {"allow_host": ["a.example"], "names_into": ["127.0.0.2/32"]}}"#;
+    assert_eq!(guest.control(narrower)["ok"], true);
+    // Nobody listens there, so the next address of the name has its turn.
+    let open = SocketAddrV4::new([127, 0, 0, 2].into(), upstream.address.port());
+    refused(&mut guest, open, &http("a.example"));
+    assert!(upstream.heard().is_empty());
+    assert_eq!(guest.denials(), ["special-range"]);
+}
+
+#[test]
 fn shown_name_without_a_rule_is_reset_before_a_byte_arrives() {
     let upstream = Upstream::start(b"secret");
     let dns = DnsServer::start(&[("good.example", "127.0.0.1")]);

@@ -133,6 +133,7 @@ fn flood_of_hostile_frames_reaches_nobody_and_ends_nothing() {
     });
     assert!(frames.is_some(), "the gateway stands still");
     assert!(upstream.heard().is_empty(), "a denied connection arrived");
+    println!("egress: {FLOOD} hostile frames tried, none arrived");
     assert!(guest.is_alive());
     let status = guest.status();
     assert_eq!(status["denied"].as_array().unwrap().len(), 100);

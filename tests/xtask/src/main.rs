@@ -30,6 +30,7 @@ mod packages;
 mod page;
 mod probe;
 mod progress;
+mod removals;
 mod report;
 mod sbom;
 mod serve;
@@ -74,6 +75,9 @@ enum Verb {
         /// Also the long ones: thousands of VMs, and a kill at every system call
         #[arg(long)]
         long: bool,
+        /// Only take out each rule of the network policy in turn, which needs no guest
+        #[arg(long, conflicts_with = "long")]
+        rules: bool,
     },
     /// Run examples, published clients and many clients at once against `pvmm serve`
     TestServe(serve::Options),
@@ -154,7 +158,8 @@ fn main() -> ExitCode {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
         Verb::Soak { filter } => suite::soak(filter),
-        Verb::TestSecurity { long } => suite::security(long),
+        Verb::TestSecurity { rules: true, .. } => removals::only(),
+        Verb::TestSecurity { long, .. } => suite::security(long),
         Verb::TestServe(options) => serve::run(&options),
         Verb::TestShim(options) => shim_test::run(&options),
         Verb::TestCluster(options) => cluster::run(&options),

@@ -16,7 +16,7 @@ use self::shares::Queue;
 use crate::nested_host::background;
 use crate::on_kvm::{self, NestedPlace, OnKvmError, Ran};
 use crate::probe::{self, Found};
-use crate::{artifacts, cargo, checkout, packages, progress, report, serve};
+use crate::{artifacts, cargo, checkout, packages, progress, removals, report, serve};
 
 /// The exit code of the suite's program if a test has failed.
 const FAILED: u8 = 101;
@@ -95,7 +95,9 @@ pub fn security(long: bool) -> ExitCode {
     let test = || -> Result<u8, Box<dyn Error>> {
         packages::install(&PACKAGES)?;
         let packages = ["--package", "pvmm-egress", "--package", "pvmm-jailer"];
-        cargo::run(&[&["test", "--release"], &packages[..]].concat())?;
+        let counted = ["--", "--show-output"];
+        cargo::run(&[&["test", "--release"], &packages[..], &counted].concat())?;
+        removals::run()?;
         let mut arguments: Vec<OsString> = vec!["--nocapture".into()];
         if long {
             arguments.push("--include-ignored".into());

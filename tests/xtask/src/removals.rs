@@ -1,0 +1,137 @@
+//! Takes each rule of the network policy out of a copy of its source, and checks that a named test
+//! fails without it. A rule whose removal no test notices is a rule that a change can lose.
+
+mod rules;
+
+use std::error::Error;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+
+use self::rules::RULES;
+use crate::{cargo, checkout, compat, progress, report};
+
+const PACKAGE: &str = "pvmm-egress";
+/// The time for a build and its tests, in seconds.
+const DEADLINE: &str = "900";
+
+/// A rule, how it is taken out, and the test that must fail without it.
+struct Rule {
+    what: &'static str,
+    file: &'static str,
+    /// A text that is in the file once.
+    text: &'static str,
+    /// What stands in its place without the rule.
+    without: &'static str,
+    /// The test: of the crate itself below `lib::`, or of its process.
+    test: &'static str,
+}
+
+impl Rule {
+    /// Returns the source without the rule, if its text is there once.
+    fn removed_from(&self, source: &str) -> Result<String, String> {
+        match source.matches(self.text).count() {
+            1 => Ok(source.replacen(self.text, self.without, 1)),
+            count => Err(format!("{}: {} has its text {count} times", self.what, self.file)),
+        }
+    }
+}
+
+/// Does what [`run`] does, as a command of its own.
+pub fn only() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            eprintln!("test-security: {}", report::chain(e.as_ref()));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Takes out each rule in turn, and prints how many there were. The copy has build results of its
+/// own, so that no other command runs a program without a rule.
+pub fn run() -> Result<(), Box<dyn Error>> {
+    let place = cargo::target_dir().join("removals");
+    let copy = place.join("checkout");
+    let _ = fs::remove_dir_all(&copy);
+    fs::create_dir_all(&copy)?;
+    // With the time of now (m): a build of an earlier run without some rule is older.
+    let script = "tar -C \"$0\" --exclude=./target --exclude=./.git -cf - . | tar -C \"$1\" -xmf -";
+    let mut tar = Command::new("sh");
+    compat::check(tar.args(["-c", script]).arg(checkout::root()).arg(&copy), "the copy")?;
+    progress::step("each rule of the network policy is taken out in turn");
+    let target = place.join("target");
+    let all = test(&copy, &target).status()?;
+    if !all.success() {
+        return Err("a test fails with every rule in its place".into());
+    }
+    let mut kept = 0;
+    for rule in RULES {
+        match misses(rule, &copy, &target) {
+            Ok(()) => println!("without {}: {} fails", rule.what, rule.test),
+            Err(e) => {
+                println!("without {}: {}", rule.what, report::chain(e.as_ref()));
+                kept += 1;
+            }
+        }
+    }
+    fs::remove_dir_all(&copy)?;
+    println!("rules: {} removed, {kept} missed by no test", RULES.len());
+    if kept == 0 { Ok(()) } else { Err("a rule can be lost unnoticed".into()) }
+}
+
+/// Returns the command that builds the copy and runs its tests.
+fn test(copy: &Path, target: &Path) -> Command {
+    let mut command = Command::new("timeout");
+    command.args([DEADLINE, "cargo", "test", "--quiet", "--package", PACKAGE]);
+    command.current_dir(copy).env("CARGO_TARGET_DIR", target).stdin(Stdio::null());
+    command
+}
+
+/// Takes a rule out, checks that its test fails, and puts the rule back.
+fn misses(rule: &Rule, copy: &Path, target: &Path) -> Result<(), Box<dyn Error>> {
+    let file = copy.join(rule.file);
+    let source = fs::read_to_string(&file)?;
+    fs::write(&file, rule.removed_from(&source)?)?;
+    let (kind, name) = match rule.test.strip_prefix("lib::") {
+        Some(name) => (&["--lib"][..], name),
+        None => (&["--test", "egress"][..], rule.test),
+    };
+    let output = test(copy, target).args(kind).args(["--", "--exact", name]).output()?;
+    fs::write(&file, source)?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    if said.contains("1 passed") && output.status.success() {
+        return Err(format!("{} PASSES", rule.test).into());
+    }
+    if !said.contains("1 failed") {
+        let why = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{} did not run: {said}{why}", rule.test).into());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_rule_that_is_removed_is_in_its_file_once_and_its_test_is_there() {
+        let sources = ["egress/src", "egress/tests/egress"].map(|dir| checkout::root().join(dir));
+        let mut all = String::new();
+        let mut folders = sources.to_vec();
+        while let Some(folder) = folders.pop() {
+            for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
+                match entry.file_type().unwrap().is_dir() {
+                    true => folders.push(entry.path()),
+                    false => all.push_str(&fs::read_to_string(entry.path()).unwrap()),
+                }
+            }
+        }
+        for rule in RULES {
+            let source = fs::read_to_string(checkout::root().join(rule.file)).unwrap();
+            assert_ne!(rule.removed_from(&source).unwrap(), source, "{}", rule.what);
+            let name = rule.test.rsplit("::").next().unwrap();
+            assert!(all.contains(&format!("fn {name}()")), "{}: no test {name}", rule.what);
+        }
+    }
+}
