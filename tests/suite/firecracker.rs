@@ -205,6 +205,14 @@ impl Baked {
         baked
     }
 
+    /// Leaves a folder beside the files, as a killed `pvmm snapshot` does.
+    fn leave_an_unfinished_folder(&self) -> std::path::PathBuf {
+        let left = self.dir.path().join(".pvmm-unfinished-0");
+        std::fs::create_dir(&left).unwrap();
+        std::fs::write(left.join("memory.bin"), "half").unwrap();
+        left
+    }
+
     fn save(&self, kind: &str) {
         let body = json!({"snapshot_type": kind, "snapshot_path": self.state(),
                           "mem_file_path": self.memory()});
@@ -391,6 +399,19 @@ fn load_of_what_cannot_go_on_is_refused_and_ends_the_process() {
     let fault = vm.refused("PUT", "/snapshot/load", baked.load(&vm));
     assert!(fault.contains("not allowed after configuring boot-specific resources"), "{fault}");
     assert_eq!(vm.get("/")["state"], "Not started");
+}
+
+#[test]
+fn snapshot_beside_an_unfinished_one_is_written() {
+    let vm = Firecracker::new();
+    vm.describe();
+    vm.start();
+    let baked = Baked::of(vm);
+    let left = baked.leave_an_unfinished_folder();
+    baked.save("Full");
+    assert!(left.exists(), "a folder is removed by the next writer of a folder");
+    baked.vm.patch("/vm", json!({"state": "Resumed"}));
+    assert_eq!(baked.vm.prints("echo alive"), "alive");
 }
 
 #[test]

@@ -296,7 +296,7 @@ impl Unfinished {
             }
         };
         let failed = |error| cannot(&dir.display().to_string(), error);
-        sweep(&parent);
+        sweep(&parent, |path| fs::remove_dir_all(path).or_else(|_| fs::remove_file(path)));
         let path = parent.join(format!("{UNFINISHED}{}", random_id().map_err(failed)?));
         fs::DirBuilder::new().mode(0o700).create(&path).map_err(failed)?;
         let begun = Self::lock(&path).map(|lock| Self {
@@ -429,13 +429,14 @@ impl Drop for Unfinished {
     }
 }
 
-/// Removes the folders and files that killed writers have left in `parent`.
-pub(super) fn sweep(parent: &Path) {
+/// Calls `remove` for each folder and file that a killed writer has left in `parent`.
+pub(super) fn sweep(parent: &Path, remove: impl Fn(&Path) -> io::Result<()>) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     for entry in entries.flatten() {
         let ours = entry.file_name().to_string_lossy().starts_with(UNFINISHED);
         if ours && Unfinished::lock(&entry.path()).is_ok() {
-            let _ = fs::remove_dir_all(entry.path()).or_else(|_| fs::remove_file(entry.path()));
+            // What cannot be removed now is removed by the next writer.
+            let _ = remove(&entry.path());
         }
     }
 }

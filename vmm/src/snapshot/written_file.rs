@@ -44,7 +44,9 @@ impl WrittenFile {
             return Self::open_in_place(path, named);
         }
         let parent = folder(&named);
-        sweep(&parent);
+        // Folders are left to the next writer of a folder: removing one takes system calls that the
+        // API server of a confined process may not make.
+        sweep(&parent, |path| fs::remove_file(path));
         let id = random_id().map_err(|error| cannot(path, error))?;
         let hidden = parent.join(format!("{UNFINISHED}{id}"));
         let mode = existing.as_ref().map_or(0o600, |facts| facts.mode() & 0o777);
