@@ -21,7 +21,7 @@ struct Rule {
     file: &'static str,
     /// A text that is in the file once.
     text: &'static str,
-    /// What stands in its place without the rule.
+    /// The text in its place without the rule.
     without: &'static str,
     /// The test: of the crate itself below `lib::`, or of its process.
     test: &'static str,
@@ -121,9 +121,10 @@ mod tests {
         let mut folders = sources.to_vec();
         while let Some(folder) = folders.pop() {
             for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
-                match entry.file_type().unwrap().is_dir() {
-                    true => folders.push(entry.path()),
-                    false => all.push_str(&fs::read_to_string(entry.path()).unwrap()),
+                if entry.file_type().unwrap().is_dir() {
+                    folders.push(entry.path());
+                } else {
+                    all.push_str(&fs::read_to_string(entry.path()).unwrap());
                 }
             }
         }
