@@ -33,6 +33,8 @@ pub enum FailureKind {
     DiskFull,
     /// Something took longer than it may.
     Timeout,
+    /// A VM that has just ended, or is about to answer again.
+    Unreachable,
     /// pvmm or its host failed.
     Internal,
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use pvmm::agent::{Agent, AgentError};
 use pvmm::exec::{ExecError, ExecRequest, ExecStatus, ExitStatus, Stage};
 
-use crate::failure::{self, Failure};
+use crate::failure::{self, Failure, FailureKind};
 use crate::vm_dir::VmDir;
 
 /// How long the agent of a running VM may take to answer: a hundred clients at once on a small host
@@ -45,6 +45,7 @@ pub fn refuse(error: AgentError) -> Failure {
     let message = format!("{error}{}", cause.unwrap_or_default());
     match error {
         AgentError::InvalidRequest { .. } => Failure::usage(message),
+        AgentError::Dial { .. } => Failure::fault(message).of_kind(FailureKind::Unreachable),
         _ => Failure::fault(message),
     }
 }

@@ -75,6 +75,11 @@ impl ApiError {
         Self { retry_after: Some(retry_after), ..error }
     }
 
+    /// Builds an error for a sandbox that has just ended, or is about to answer again.
+    pub fn unreachable() -> Self {
+        Self::unavailable("the sandbox cannot be reached now", 1)
+    }
+
     /// Builds an error for a part of the API that this server does not have.
     pub fn not_implemented(message: impl Into<String>) -> Self {
         Self::new(StatusCode::NOT_IMPLEMENTED, "not_implemented", message)
@@ -151,6 +156,7 @@ impl From<Failure> for ApiError {
             FailureKind::NoMemory => Self::unavailable(message, 5),
             FailureKind::DiskFull => Self::disk_full(message),
             FailureKind::Timeout => Self::overdue(message),
+            FailureKind::Unreachable => Self::unreachable(),
             FailureKind::Internal => Self::internal(message),
         }
     }
@@ -176,8 +182,7 @@ impl From<AgentError> for ApiError {
         match &error {
             AgentError::TooLarge { .. } => Self::too_large(message),
             AgentError::TooMany => Self::too_many(message, 1),
-            // Its VM has just ended, or is about to answer again.
-            AgentError::Dial { .. } => Self::unavailable("the sandbox cannot be reached now", 1),
+            AgentError::Dial { .. } => Self::unreachable(),
             AgentError::HoldsSecrets => Self::conflict(message),
             AgentError::Refused(_) => Self::conflict(message),
             error => of_kind(error.kind(), message),
@@ -210,5 +215,23 @@ impl From<std::io::Error> for ApiError {
             Some(libc::ENOSPC | libc::EDQUOT) => Self::disk_full("the server's disk is full"),
             _ => Self::internal(error.to_string()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use pvmm_sandbox::guest_agent;
+
+    use super::*;
+
+    #[test]
+    fn sandbox_that_cannot_be_reached_is_to_be_asked_again() {
+        let nowhere = tempfile::tempdir().unwrap();
+        let connected = guest_agent::connect_at(&nowhere.path().join("v"), Duration::ZERO);
+        let error = connected.map(drop).unwrap_err();
+        let by_library = ApiError::from(guest_agent::refuse(error));
+        assert_eq!((by_library.status.as_u16(), by_library.retry_after), (503, Some(1)));
     }
 }

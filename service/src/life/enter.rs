@@ -46,9 +46,9 @@ impl InUse {
         self.vm.agent().map_err(|failure| self.explain(failure.into()))
     }
 
-    /// Replaces an error that only says that the agent is lost, if the sandbox has ended. Waits.
+    /// Replaces an error that only says that the agent does not answer, if the sandbox has ended. Waits.
     pub fn explain(&self, error: ApiError) -> ApiError {
-        if error.code != "internal" && error.code != "overdue" {
+        if !["internal", "overdue", "unavailable"].contains(&error.code) {
             return error;
         }
         let ended = self.entry.lock().ended;
