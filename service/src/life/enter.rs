@@ -46,7 +46,7 @@ impl InUse {
         self.vm.agent().map_err(|failure| self.explain(failure.into()))
     }
 
-    /// Replaces an error that only says that the agent does not answer, if the sandbox has ended. Waits.
+    /// Replaces an error that only says that nobody answers, if the sandbox has ended. Waits.
     pub fn explain(&self, error: ApiError) -> ApiError {
         if !["internal", "overdue", "unavailable"].contains(&error.code) {
             return error;
