@@ -234,9 +234,7 @@ fn carry_in(upper: &Path) -> Result<(), Box<dyn Error>> {
     let root = checkout::root();
     let place = inside(upper, &root);
     fs::create_dir_all(&place)?;
-    let script = "tar -C \"$0\" --exclude=./target --exclude=./.git -cf - . | tar -C \"$1\" -xf -";
-    let mut tar = Command::new("sh");
-    expect("copying the checkout", tar.args(["-c", script]).arg(root).arg(place))
+    expect("copying the checkout", &mut checkout::copy_to(&place))
 }
 
 /// Returns the place of a path of the system in the layer over it.

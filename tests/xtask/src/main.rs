@@ -72,7 +72,7 @@ enum Verb {
     },
     /// Run the tests of the jail, the system call filters and the network policy
     TestSecurity {
-        /// Also the long ones: thousands of VMs, and a kill at every system call
+        /// Also the long ones: thousands of VMs, and kills at hundreds of system calls
         #[arg(long)]
         long: bool,
         /// Only take out each rule of the network policy in turn, which needs no guest
