@@ -54,8 +54,7 @@ fn status(user: &User, vm: &str) -> Value {
 }
 
 /// Runs a guest of `user`, made by `pvmm run` with `words`, that may reach one name.
-fn reaches_one_name(user: &User, words: &[&str]) {
-    let internet = internet();
+fn reaches_one_name(internet: &Internet, user: &User, words: &[&str]) {
     let allowed = ["--allow-host", "example.test:80", "--resolver", RESOLVER];
     let vm = user.detached(&[words, &allowed].concat());
     assert_eq!(fetch(user, &vm, "http://example.test/"), format!("{SERVER} example.test"));
@@ -72,16 +71,28 @@ fn reaches_one_name(user: &User, words: &[&str]) {
 
 #[test]
 fn guest_reaches_the_names_of_its_policy_and_no_other() {
-    network::isolated(|| reaches_one_name(&User::new(), &[]));
+    network::isolated(|| reaches_one_name(&internet(), &User::new(), &["--cold"]));
+}
+
+#[test]
+fn guest_forked_from_a_template_with_a_card_reaches_the_names_of_its_policy_and_no_other() {
+    network::isolated(|| {
+        let (internet, user) = (internet(), User::new());
+        ok(user.pvmm(["template", "bake", "-q", "--net"]));
+        // Only a warm template has an interpreter that waits.
+        let forked = ["run", "--net", "--", "sh", "-c", "cat /proc/[0-9]*/comm"];
+        assert!(ok(user.pvmm(forked)).text().contains("python3"));
+        reaches_one_name(&internet, &user, &[]);
+    });
 }
 
 #[test]
 fn guest_of_an_ordinary_user_reaches_the_names_of_its_policy_and_no_other() {
     network::isolated(|| {
-        let user = User::ordinary();
+        let (internet, user) = (internet(), User::ordinary());
         let kernel = user.brings(&guest::default_kernel().vmlinux);
         let rootfs = user.brings(&guest::base().rootfs);
-        reaches_one_name(&user, &["--kernel", &kernel, "--rootfs", &rootfs]);
+        reaches_one_name(&internet, &user, &["--kernel", &kernel, "--rootfs", &rootfs]);
     });
 }
 

@@ -68,10 +68,10 @@ pub enum TemplateVerb {
         /// Disk size of the runs that start from it
         #[arg(long, value_name = "SIZE", default_value = "8G", value_parser = args::disk_mib)]
         disk_size: u64,
-        /// With a network card, for sandboxes that have a policy
+        /// With a network card, for runs and sandboxes that have a policy
         #[arg(long)]
         net: bool,
-        /// For sandboxes with volumes, of which each is written or only read: rw,ro
+        /// For runs and sandboxes with volumes, of which each is written or only read: rw,ro
         #[arg(long, value_name = "MODES", value_delimiter = ',')]
         volumes: Vec<VolumeMode>,
     },

@@ -69,7 +69,7 @@ pub fn run(mut args: Run, quiet: bool) -> Outcome {
     args.jail.warn(quiet);
     args.egress.warn(quiet);
     interrupt::scratch_place(quiet)?;
-    let start = start(&args, sources, quiet)?;
+    let start = start(&args, sources, egress.is_some(), &volumes, quiet)?;
     // From here on signals are for the guest; one that came just before is still handled.
     let signals = Signals::hold(args.command.signals())?;
     interrupt::or_interrupted(Ok(()))?;
@@ -198,17 +198,20 @@ struct Begin {
 
 /// Returns a warm template if one matches this VM exactly, otherwise kernel, root filesystem and
 /// disk.
-fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
+fn start(
+    args: &Run,
+    sources: Sources,
+    egress: bool,
+    volumes: &[VolumeMount],
+    quiet: bool,
+) -> Result<Begin, Failure> {
     // A template is never baked with these.
     let special = args.kernel.is_some()
         || args.rootfs.is_some()
-        || args.net.is_some()
-        || args.egress.is_given()
-        || args.secrets.is_given()
+        || (args.net.is_some() && !egress)
         || args.balloon
         || args.console.is_some()
-        || !args.drive.is_empty()
-        || !args.volume.is_empty();
+        || !args.drive.is_empty();
     if !args.cold && !special {
         let shape = Shape {
             template: args.template.clone(),
@@ -216,7 +219,8 @@ fn start(args: &Run, sources: Sources, quiet: bool) -> Result<Begin, Failure> {
             memory_mib: args.memory,
             disk_mib: args.disk_size,
             cpu: args.cpu.clone(),
-            ..Shape::of(&args.template)
+            net: egress,
+            spare_drives: volumes.iter().map(|volume| volume.read_only).collect(),
         };
         if let Some(warm) = warm::find(&shape) {
             let with = Start::Template(Arc::new(warm.template));

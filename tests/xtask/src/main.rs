@@ -78,6 +78,9 @@ enum Verb {
         /// Only take out each rule of the network policy in turn, which needs no guest
         #[arg(long, conflicts_with = "long")]
         rules: bool,
+        /// Only take out some of them
+        #[arg(long, requires = "rules")]
+        short: bool,
     },
     /// Run examples, published clients and many clients at once against `pvmm serve`
     TestServe(serve::Options),
@@ -158,7 +161,7 @@ fn main() -> ExitCode {
         Verb::Check => check::run(),
         Verb::Test { arguments } => suite::run(&arguments),
         Verb::Soak { filter } => suite::soak(filter),
-        Verb::TestSecurity { rules: true, .. } => removals::only(),
+        Verb::TestSecurity { rules: true, short, .. } => removals::only(short),
         Verb::TestSecurity { long, .. } => suite::security(long),
         Verb::TestServe(options) => serve::run(&options),
         Verb::TestShim(options) => shim_test::run(&options),

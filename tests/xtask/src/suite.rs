@@ -97,7 +97,7 @@ pub fn security(long: bool) -> ExitCode {
         let packages = ["--package", "pvmm-egress", "--package", "pvmm-jailer"];
         let counted = ["--", "--show-output"];
         cargo::run(&[&["test", "--release"], &packages[..], &counted].concat())?;
-        removals::run()?;
+        removals::run(1)?;
         let mut arguments: Vec<OsString> = vec!["--nocapture".into()];
         if long {
             arguments.push("--include-ignored".into());
