@@ -54,6 +54,18 @@ fn volume_keeps_what_a_vm_wrote_for_the_next_one_and_a_reader_cannot_write() {
 }
 
 #[test]
+fn volume_is_there_in_a_vm_forked_from_a_template_that_was_baked_for_volumes() {
+    let keeper = Keeper::new();
+    keeper.say("volume create work --size 64M");
+    keeper.say("template bake -q --volumes rw");
+    // Only a warm template has an interpreter that waits.
+    let line = "cat /proc/[0-9]*/comm; echo kept > /workspace/f";
+    let forked = keeper.pvmm(&["run", "--volume", "work", "--", "sh", "-c", line]);
+    assert!(forked.text().contains("python3"), "{forked:?}");
+    assert_eq!(keeper.say("run --cold --volume work:/data -- cat /data/f"), "kept");
+}
+
+#[test]
 fn volume_that_a_vm_writes_is_refused_to_all_others_until_the_vm_ends() {
     let keeper = Keeper::new();
     keeper.say("volume create work --size 64M");
