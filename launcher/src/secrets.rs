@@ -84,10 +84,6 @@ enum Source<'a> {
 }
 
 impl SecretFlags {
-    pub fn is_given(&self) -> bool {
-        !self.secret.is_empty() || self.sealed_secrets.is_some()
-    }
-
     /// Returns the secrets. If this process has read their values for that, it does not return: it
     /// becomes a new one that has not. Called before anything is created.
     pub fn seal(&self) -> Result<Option<VmSecrets>, Failure> {
