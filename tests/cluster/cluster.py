@@ -9,6 +9,7 @@ programs.
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -199,6 +200,16 @@ def import_images(cluster):
         os.unlink(archive)
 
 
+def refused(cluster):
+    """Ends the test if a container of the installer cannot be made, which another try does not
+    change."""
+    for one in all_pods(cluster, "pvmm"):
+        for container in one["status"].get("initContainerStatuses", []):
+            waiting = container["state"].get("waiting", {})
+            if waiting.get("reason") in ("CreateContainerError", "CrashLoopBackOff"):
+                raise SystemExit(f"the installer: {waiting}")
+
+
 def install(cluster):
     """Prepares the node as install.yaml does anywhere, but for where things are here."""
     text = manifest("install.yaml")
@@ -212,17 +223,19 @@ def install(cluster):
     cluster.apply(manifest("runtimeclass.yaml"))
     cluster.apply(text)
     cluster.kubectl("label", "node", NODE, "pvmm=true")
-    wait(lambda: os.path.exists(cluster.path("restart")), LONG, "the installer")
+    wait(lambda: os.path.exists(cluster.path("restart")) or refused(cluster), LONG, "the installer")
     cluster.stop("containerd")
     cluster.start_containerd()
     wait(lambda: any(map(is_ready, all_pods(cluster, "pvmm"))), LONG, "the installer's pod")
 
 
 def main():
-    # A network of its own: addresses and bridges end with this process.
+    # A network of its own: addresses and bridges end with this process. Mounts are shared with
+    # containers that ask for it, as on a node that systemd has booted.
     if "PVMM_CLUSTER" not in os.environ:
         os.environ["PVMM_CLUSTER"] = "here"
-        os.execvp("unshare", ["unshare", "--net", sys.executable, *sys.argv])
+        own = ["--net", "--mount", "--propagation", "shared"]
+        os.execvp("unshare", ["unshare", *own, sys.executable, *sys.argv])
     chosen = sys.argv[4:]
     flows = [(name[5:], flow) for name, flow in globals().items() if name.startswith("flow_")]
     cluster = Cluster(ROOT)
@@ -249,6 +262,7 @@ def main():
         raise
     finally:
         cluster.stop_all()
+        shutil.rmtree(cluster.place, ignore_errors=True)
 
 
 main()
