@@ -282,7 +282,7 @@ impl Container {
         }
         let said = String::from_utf8_lossy(&output.stderr.bytes);
         let said = said.lines().last().unwrap_or("crun failed").to_owned();
-        if said.contains("does not exist") || said.contains("No such process") {
+        if is_gone(&said) {
             return Err(ShimError::NotFound(format!("running container {}: {said}", self.id)));
         }
         Err(ShimError::Conflict(said))
@@ -298,5 +298,27 @@ impl Container {
 
     fn file_of(&self, exec_id: &str, kind: &str) -> String {
         format!("{}/exec-{exec_id}.{kind}", self.place())
+    }
+}
+
+/// Whether crun found no container: it ended before the call or during it.
+fn is_gone(said: &str) -> bool {
+    let status = said.contains(STATUS) && said.contains("No such file");
+    status || said.contains("does not exist") || said.contains("No such process")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn container_that_ends_before_or_during_a_call_is_gone() {
+        let gone = [
+            "error opening file `/run/crun/one/status`: No such file or directory",
+            "container `one` does not exist",
+            "kill container: No such process",
+        ];
+        assert!(gone.into_iter().all(is_gone));
+        assert!(!is_gone("open `/rootfs/bin/one`: No such file or directory"));
     }
 }

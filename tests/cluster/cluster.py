@@ -140,7 +140,8 @@ def flow_exec_and_kill(cluster):
     assert "sleep 100000" in said.stdout, said
     # What ignores SIGTERM is killed.
     cluster.kubectl("patch", "pod", "long", "-p", '{"spec": {"activeDeadlineSeconds": 1}}')
-    assert wait_ended(cluster, "long") == ("Failed", 137)
+    wait(lambda: get(cluster, "long")["status"].get("reason") == "DeadlineExceeded", LONG,
+         "the end of pod long")
     delete(cluster, "long")
     no_vms()
 
@@ -178,6 +179,7 @@ def flow_ready_times(cluster):
             make(cluster, pod(name, "sleep 100000", runtime if runtime == "pvmm" else None))
             wait_ready(cluster, name)
             seconds.append(wait(lambda: cluster.ready_seconds(name), 60, "the kubelet's log"))
+            print(f"{name}: Ready after {seconds[-1]:.2f} s", flush=True)
             delete(cluster, name)
     for runtime, seconds in took.items():
         each = " ".join(f"{one:.2f}" for one in seconds)
