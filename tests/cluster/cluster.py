@@ -140,8 +140,7 @@ def flow_exec_and_kill(cluster):
     assert "sleep 100000" in said.stdout, said
     # What ignores SIGTERM is killed.
     cluster.kubectl("patch", "pod", "long", "-p", '{"spec": {"activeDeadlineSeconds": 1}}')
-    wait(lambda: get(cluster, "long")["status"].get("reason") == "DeadlineExceeded", LONG,
-         "the end of pod long")
+    assert wait_ended(cluster, "long") == ("Failed", 137)
     delete(cluster, "long")
     no_vms()
 
