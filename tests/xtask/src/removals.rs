@@ -78,7 +78,7 @@ pub fn run(every: usize) -> Result<(), Box<dyn Error>> {
         }
     }
     fs::remove_dir_all(&copy)?;
-    println!("rules: {count} removed, {} missed by their tests", count - unmissed);
+    println!("rules: {count} removed, {} noticed by their tests", count - unmissed);
     if unmissed == 0 { Ok(()) } else { Err("a rule can be lost unnoticed".into()) }
 }
 
