@@ -156,7 +156,7 @@ pub fn system(included: &str) -> Result<PathBuf, Box<dyn Error>> {
         .args(["--mode=root", "--variant=minbase", "--dpkgopt=force-unsafe-io", "--quiet"])
         .arg(format!("--include={included}"))
         .args(acquire_settings()?.iter().map(|line| format!("--aptopt={line}")))
-        .arg(codename()?)
+        .arg(packages::codename()?)
         .arg(&building)
         .args(&sources)
         .stdin(Stdio::null());
@@ -169,16 +169,9 @@ pub fn system(included: &str) -> Result<PathBuf, Box<dyn Error>> {
     Ok(system)
 }
 
-/// Returns the codename of this machine's Debian, which is also that of the minimal system.
-fn codename() -> Result<String, Box<dyn Error>> {
-    let text = fs::read_to_string("/etc/os-release")?;
-    let name = text.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
-    Ok(name.ok_or("/etc/os-release names no release: this is not Debian")?.trim_matches('"').into())
-}
-
 /// Returns the files that name this machine's Debian mirrors, without sources of other projects.
 fn debian_sources() -> Result<Vec<PathBuf>, Box<dyn Error>> {
-    let codename = codename()?;
+    let codename = packages::codename()?;
     let mut files = vec![PathBuf::from("/etc/apt/sources.list")];
     for entry in fs::read_dir("/etc/apt/sources.list.d").into_iter().flatten() {
         files.push(entry?.path());

@@ -11,7 +11,7 @@ use std::process::{Command, ExitCode};
 
 use crate::on_kvm::{self, NestedPlace};
 use crate::probe::{self, Found};
-use crate::{artifacts, cargo, checkout, firecracker, progress, report};
+use crate::{artifacts, cargo, checkout, firecracker, packages, progress, report};
 
 #[derive(Debug, clap::Args)]
 pub struct Options {
@@ -55,6 +55,7 @@ fn bench(options: &Options) -> Result<u8, Box<dyn Error>> {
     let program = cargo::ship_with("pvmm-benches", "pvmm-bench", features)?;
     let launcher = cargo::ship("pvmm-launcher", "pvmm")?;
     artifacts::prepare()?;
+    packages::install(&["qemu-system-x86"])?;
     let verb = if options.native { "native" } else { "run" };
     let made = made()?;
     let command = |words: Vec<OsString>, out: &Path| {

@@ -10,6 +10,7 @@ mod cpio;
 pub mod frame;
 pub mod image;
 mod monitor;
+pub mod qemu;
 pub mod serve;
 pub mod session;
 mod vmlinux;
@@ -192,11 +193,11 @@ impl NestedHost {
     }
 
     fn start(image: &Image, clock: Clock) -> Result<Self, HostError> {
-        let mut qemu = Command::new("qemu-system-x86_64");
-        // String instructions that move single bytes are disabled (`erms`, and `rep_good` below):
-        // an emulator handles each byte separately, and kernels clear and copy every page with
-        // them.
-        qemu.args(["-M", "q35", "-accel", "tcg,tb-size=1024", "-cpu", "max,-pku,-erms,+svm,+npt"]);
+        let mut qemu = image.qemu.command();
+        // Fast string instructions that move single bytes are disabled, so that kernels clear and
+        // copy pages in larger pieces: an emulator handles each byte separately.
+        let cpu = "max,-pku,-erms,-fsrm,-fsrs,-fzrm,+svm,+npt";
+        qemu.args(["-M", "q35", "-accel", "tcg,tb-size=1024", "-cpu", cpu]);
         // There is one CPU, because with two, multi-threaded TCG and the kernel's patching of its
         // own code make the host oops. It polls when idle, because otherwise a boot sometimes
         // sleeps and never wakes, before there is a port that can interrupt it.
@@ -205,7 +206,7 @@ impl NestedHost {
         qemu.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
         let mut words = String::from(
             "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr idle=poll \
-             cryptomgr.notests init_on_alloc=0 audit=0 clearcpuid=rep_good",
+             cryptomgr.notests init_on_alloc=0 audit=0",
         );
 
         match clock {

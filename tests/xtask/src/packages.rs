@@ -98,7 +98,7 @@ impl<'a> Release<'a> {
         const LISTS: [&str; 2] = ["state/lists/partial", "cache/archives/partial"];
         let failed = |e| PackageError::Read(dir.to_path_buf(), e);
         LISTS.iter().try_for_each(|list| fs::create_dir_all(dir.join(list))).map_err(failed)?;
-        let archive = archive()?;
+        let archive = archive().or_else(|_| update().and_then(|()| archive()))?;
         let source = |kind| format!("{kind} [signed-by={KEYS}] {archive} {name} main\n");
         let sources = source("deb") + &source("deb-src");
         fs::write(dir.join("sources.list"), sources).map_err(failed)?;
@@ -147,6 +147,15 @@ impl<'a> Release<'a> {
     }
 }
 
+/// Returns the codename of this machine's Debian.
+pub fn codename() -> Result<String, PackageError> {
+    let path = Path::new("/etc/os-release");
+    let text = fs::read_to_string(path).map_err(|e| PackageError::Read(path.into(), e))?;
+    let name = text.lines().find_map(|line| line.strip_prefix("VERSION_CODENAME="));
+    let name = name.ok_or_else(|| PackageError::NoMatch("the release of this system".into()))?;
+    Ok(name.trim_matches('"').to_owned())
+}
+
 /// Returns the address of the archive that this machine's packages are from.
 fn archive() -> Result<String, PackageError> {
     let mut apt = apt_get();
@@ -163,15 +172,37 @@ fn archive() -> Result<String, PackageError> {
     of_release.ok_or_else(|| PackageError::NoMatch("Debian's archive in /etc/apt".to_owned()))
 }
 
-/// Unpacks the package that was downloaded into `dir`, and removes its archive.
-fn unpack_download(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
-    let archive = fs::read_dir(dir)
-        .and_then(|entries| entries.collect::<Result<Vec<_>, _>>())
-        .map_err(|e| PackageError::Read(dir.to_path_buf(), e))?
-        .into_iter()
+/// Returns the names of the packages that a downloaded package needs, without alternatives.
+pub fn dependencies(name: &str, dir: &Path) -> Result<Vec<String>, PackageError> {
+    let mut dpkg = Command::new("dpkg-deb");
+    dpkg.arg("-f").arg(downloaded(name, dir)?).arg("Depends");
+    let output = expect(&format!("reading what {name} needs"), run("dpkg-deb", dpkg)?)?;
+    Ok(names_of(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// Returns the names in a field of dependencies, the first one of each alternative.
+fn names_of(field: &str) -> Vec<String> {
+    let name = |entry: &str| entry.split([' ', '(', '|', ':']).next().unwrap_or("").to_owned();
+    field.split(',').map(|entry| name(entry.trim())).filter(|name| !name.is_empty()).collect()
+}
+
+/// Returns the file of a package that was downloaded into `dir`.
+fn downloaded(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
+    let begin = format!("{name}_");
+    let entries = fs::read_dir(dir).map_err(|e| PackageError::Read(dir.to_path_buf(), e))?;
+    entries
+        .flatten()
         .map(|entry| entry.path())
-        .find(|path| path.extension().is_some_and(|ext| ext == "deb"))
-        .ok_or_else(|| PackageError::NoMatch(name.to_string()))?;
+        .filter(|path| path.extension().is_some_and(|ext| ext == "deb"))
+        .find(|path| {
+            path.file_name().is_some_and(|file| file.to_string_lossy().starts_with(&begin))
+        })
+        .ok_or_else(|| PackageError::NoMatch(name.to_string()))
+}
+
+/// Unpacks the package that was downloaded into `dir` to `dir/unpacked`, and removes its archive.
+pub fn unpack_download(name: &str, dir: &Path) -> Result<PathBuf, PackageError> {
+    let archive = downloaded(name, dir)?;
     progress::step(format!("unpacking {name}"));
     let unpacked = dir.join("unpacked");
     let mut dpkg = Command::new("dpkg");
@@ -259,6 +290,13 @@ mod tests {
                      k-6.12.31+deb12-rt-amd64-unsigned\nk-6.12.99+deb12-amd64\n";
         let newest = newest_of(names, "k-6.12.", "-amd64-unsigned");
         assert_eq!(newest.as_deref(), Some("k-6.12.30+deb12-amd64-unsigned"));
+    }
+
+    #[test]
+    fn dependencies_are_names_without_versions_and_alternatives() {
+        let field = "libaio1 (>= 0.3.93), libc6 (>= 2.34) | libc7, python3:any, qemu-common\n";
+        assert_eq!(names_of(field), ["libaio1", "libc6", "python3", "qemu-common"]);
+        assert!(names_of("\n").is_empty());
     }
 
     #[test]

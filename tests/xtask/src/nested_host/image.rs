@@ -12,12 +12,13 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use super::cpio::Archive;
+use super::qemu::Qemu;
 use super::vmlinux;
 use crate::packages::{self, PackageError};
 use crate::{cache, progress, sys};
 
-/// The packages that are needed to prepare or boot the host.
-const PACKAGES: [&str; 4] = ["qemu-system-x86", "busybox-static", "kmod", "xz-utils"];
+/// The packages that are needed to prepare the host.
+const PACKAGES: [&str; 3] = ["busybox-static", "kmod", "xz-utils"];
 
 /// The modules that are loaded at boot, in this order, each after its dependencies: modules without
 /// which the host does not boot, and modules that only the use of a device node would load. The
@@ -55,7 +56,7 @@ const KEPT: [&str; 13] = [
 const INIT: &str = include_str!("../../../nested-host/init");
 
 /// The version of the recipe, raised when this file builds another image from unchanged inputs.
-const RECIPE: u32 = 4;
+const RECIPE: u32 = 5;
 
 /// How long to wait for another process that prepares the image; it needs a download and a minute.
 const LOCK_DEADLINE: Duration = Duration::from_secs(900);
@@ -76,9 +77,10 @@ pub enum ImageError {
     Locked,
 }
 
-/// A kernel and an initramfs that are ready to boot.
+/// A kernel and an initramfs that are ready to boot, and the QEMU that boots them.
 #[derive(Clone, Debug)]
 pub struct Image {
+    pub qemu: Qemu,
     pub kernel: PathBuf,
     pub initramfs: PathBuf,
     /// The folder that contains `lib/modules/VERSION`.
@@ -93,14 +95,17 @@ pub fn prepare() -> Result<Image, ImageError> {
     let key = key();
     let base = cache::dir().join("nested-host");
     let dir = base.join(&key);
-    let image = Image {
-        kernel: dir.join("kernel"),
-        initramfs: dir.join("initramfs"),
-        modules: dir.join("modules"),
-        key,
+    let image = || -> Result<Image, ImageError> {
+        Ok(Image {
+            qemu: Qemu::prepare(&dir.join("qemu"))?,
+            kernel: dir.join("kernel"),
+            initramfs: dir.join("initramfs"),
+            modules: dir.join("modules"),
+            key: key.clone(),
+        })
     };
     if dir.exists() {
-        return Ok(image);
+        return image();
     }
 
     let write = |path: &Path| {
@@ -114,7 +119,7 @@ pub fn prepare() -> Result<Image, ImageError> {
         return Err(ImageError::Locked);
     }
     if dir.exists() {
-        return Ok(image);
+        return image();
     }
     progress::step("preparing the nested host (once)");
     // The holder of the lock is alone, so the rest of an interrupted run can be removed.
@@ -124,7 +129,7 @@ pub fn prepare() -> Result<Image, ImageError> {
     build(&temporary).inspect_err(|_| drop(fs::remove_dir_all(&temporary)))?;
     fs::rename(&temporary, &dir).map_err(write(&dir))?;
     progress::step("the nested host is ready to boot");
-    Ok(image)
+    image()
 }
 
 /// Returns a hash of the recipe. The kernel's patch level does not affect it.
@@ -145,6 +150,7 @@ pub fn short_hash<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
 }
 
 fn build(dir: &Path) -> Result<(), ImageError> {
+    Qemu::prepare(&dir.join("qemu"))?;
     let kernel_package = packages::newest("linux-image-6.12.", "-amd64-unsigned")?;
     progress::step(format!("downloading {kernel_package}"));
     let unpacked = packages::unpack(&kernel_package, dir)?;

@@ -22,6 +22,8 @@ const TAKEN_PART: usize = 16;
 const MOST_TAKEN: usize = 6;
 /// How many of the slowest tests are named at the end.
 const SLOWEST: usize = 12;
+/// The file with the seconds that each test took, below the scratch folder.
+const TIMES: &str = "suite-times";
 
 /// Returns in how many nested hosts this machine can run the tests at once.
 pub fn hosts(tests: usize) -> usize {
@@ -105,6 +107,9 @@ pub fn run(suite: &Path, queue: &Queue, hosts: usize, arguments: &[OsString]) ->
         .take(SLOWEST)
         .map(|(took, name)| format!("{:.0} s {name}", took.as_secs_f64()));
     progress::step(format!("slowest: {}", slowest.collect::<Vec<_>>().join(", ")));
+    let lines =
+        tests.iter().rev().map(|(took, name)| format!("{:.1} {name}\n", took.as_secs_f64()));
+    fs::write(checkout::scratch().join(TIMES), lines.collect::<String>())?;
     let mut code = 0;
     for mut child in children {
         let ended = child.wait()?.code().map_or(OWN_FAULT, |code| code as u8);
