@@ -106,8 +106,14 @@ def flow_ten_pods(cluster):
     assert len(codes) == PODS_AT_ONCE
     script = "echo I am {0}; echo error of {0} >&2; until test -e /tmp/go; do sleep 1; done; exit {1}"
     begun = time.time()
-    make(cluster, *(pod(name, script.format(name, code)) for name, code in codes.items()))
-    wait_ready(cluster, *codes)
+    names = list(codes)
+    # Two at a time: one emulated processor does not start ten guests before the first is given up.
+    for some in (names[at:at + 2] for at in range(0, PODS_AT_ONCE, 2)):
+        make(cluster, *(pod(name, script.format(name, codes[name])) for name in some))
+        wait_ready(cluster, *some)
+        print(f"{' '.join(some)}: Ready after {time.time() - begun:.0f} s", flush=True)
+    ready = {one["metadata"]["name"] for one in all_pods(cluster) if is_ready(one)}
+    assert ready.issuperset(codes), ready
     print(f"ten pods run at once after {time.time() - begun:.0f} s", flush=True)
     assert len(vms()) == PODS_AT_ONCE
     for name in codes:

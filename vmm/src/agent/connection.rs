@@ -19,8 +19,9 @@ use pvmm_guest_agent::{Decoder, Kind, decode, encode};
 use super::error::{AgentError, Lost};
 use super::stream::Stream;
 
-/// The time limit of a write that the agent does not accept.
-const WRITE_STALL: Duration = Duration::from_secs(10);
+/// The time limit of a write that the agent does not accept: as long as it may be silent. A guest
+/// among many on one processor can stand still for a while.
+const WRITE_STALL: Duration = PING_AFTER.saturating_add(PONG_TIME);
 /// After this long without a frame, a waiting caller sends a ping.
 const PING_AFTER: Duration = Duration::from_millis(if cfg!(test) { 100 } else { 10_000 });
 /// The connection is lost when no frame follows a ping for this long.
