@@ -162,6 +162,19 @@ fn g2_frame_cut_short_then_silence_meets_the_deadline() {
 }
 
 #[test]
+fn g2_agent_that_takes_nothing_is_lost_when_it_could_not_be_silent_for_longer() {
+    let (agent, _peer) = against(|peer| {
+        peer.opened();
+        thread::sleep(Duration::from_secs(6));
+    });
+    let begun = Instant::now();
+    let large = ExecRequest::argv(vec!["x".repeat(32 << 10)]);
+    let started: Result<Vec<_>, _> = (0..100).map(|_| agent.start(&large)).collect();
+    assert_eq!(lost(started.map(|all| all.len())), Lost::Stalled);
+    assert!(begun.elapsed() < Duration::from_secs(5));
+}
+
+#[test]
 fn g2_silence_is_noticed_also_by_those_who_wait_without_a_deadline() {
     let (agent, peer) = against(|peer| {
         peer.opened();
