@@ -199,12 +199,13 @@ impl NestedHost {
         let cpu = "max,-pku,-erms,-fsrm,-fsrs,-fzrm,+svm,+npt";
         qemu.args(["-M", "q35", "-accel", "tcg,tb-size=1024", "-cpu", cpu]);
         // There is one CPU, because with two, multi-threaded TCG and the kernel's patching of its
-        // own code make the host oops.
+        // own code make the host oops. It polls when idle, because otherwise a boot sometimes
+        // sleeps and never wakes, before there is a port that can interrupt it.
         qemu.args(["-m", "6144", "-smp", "1", "-nodefaults", "-no-reboot", "-nographic"]);
         qemu.args(["-serial", "stdio"]);
         qemu.arg("-kernel").arg(&image.kernel).arg("-initrd").arg(&image.initramfs);
         let mut words = String::from(
-            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr \
+            "console=ttyS0 quiet loglevel=3 panic=-1 mitigations=off nokaslr idle=poll \
              cryptomgr.notests init_on_alloc=0 audit=0",
         );
 

@@ -11,10 +11,8 @@ use std::time::{Duration, Instant};
 use crate::on_kvm::OWN_FAULT;
 use crate::{checkout, progress, sys};
 
-/// The memory that a nested host takes at most, with the code that the emulator makes, in KiB.
-const HOST_KIB: u64 = 7 << 20;
-/// Hosts for two CPUs: tests wait for a third of their time.
-const HOSTS_FOR_TWO_CPUS: usize = 3;
+/// The memory that a nested host takes, with what the emulator adds, in KiB.
+const HOST_KIB: u64 = 8 << 20;
 /// Fewer tests than this are not worth the boot of another host.
 const FEWEST_TESTS: usize = 8;
 /// Modules whose tests take minutes. They come first, so that none of them runs alone at the end.
@@ -32,8 +30,7 @@ pub fn hosts(tests: usize) -> usize {
     let cpus = thread::available_parallelism().map_or(1, usize::from);
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     let room = available_kib(&meminfo).map_or(1, |free| (free / HOST_KIB) as usize);
-    let busy = (cpus * HOSTS_FOR_TWO_CPUS).div_ceil(2);
-    busy.min(room).min(tests / FEWEST_TESTS).max(1)
+    cpus.min(room).min(tests / FEWEST_TESTS).max(1)
 }
 
 fn available_kib(meminfo: &str) -> Option<u64> {
